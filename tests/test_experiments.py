@@ -19,7 +19,7 @@ from cs336_systems.config import HANDOUT_SIZES, AttentionShape, RunConfig
 from cs336_systems.experiments import attention, implementations
 from cs336_systems.experiments import harness as sweep_module
 from cs336_systems.experiments.harness import Provenance, Sweep, find_provenance, planned_cells
-from cs336_systems.experiments.implementations import IMPLEMENTATIONS
+from cs336_systems.experiments.implementations import IMPLEMENTATIONS, Built
 from cs336_systems.experiments.records import append_records, read_records
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported
@@ -129,7 +129,7 @@ def test_a_process_that_cannot_start_says_where_to_look(tmp_path):
 def test_a_wrong_result_is_not_timed(monkeypatch):
     """An implementation that leaves the mask out is fast and wrong; its row must say wrong."""
     cell = next(cell for cell in planned_cells("flash_benchmarking", TINY) if cell.implementation == "tiled")
-    monkeypatch.setattr(attention, "build", lambda *_: lambda q, k, v: attention_reference(q, k, v))
+    monkeypatch.setattr(attention, "build", lambda *_: Built(attend=lambda q, k, v: attention_reference(q, k, v)))
     with pytest.raises(Disagreement, match=r"^output is off by [\d.e+]+ times the numerical contract's bound"):
         list(attention.measure_attention(cell, TINY))
 
@@ -140,7 +140,7 @@ def test_wrong_gradients_stop_after_the_forward(monkeypatch):
     def detached_keys(q, k, v):
         return attention_reference(q, k.detach() + 0 * k, v, is_causal=True)
 
-    monkeypatch.setattr(attention, "build", lambda *_: detached_keys)
+    monkeypatch.setattr(attention, "build", lambda *_: Built(attend=detached_keys))
     measured = []
     with pytest.raises(Disagreement, match="grad_k is off"):
         for measurement in attention.measure_attention(cell, TINY):
@@ -267,13 +267,13 @@ def test_sdpa_is_told_its_kernel_once_where_calls_are_timed(monkeypatch):
     monkeypatch.setattr(implementations, "sdpa_kernel", naming)
     shape = AttentionShape(batch=1, heads=1, seqlen_q=8, seqlen_k=8, head_dim=16, is_causal=True, dtype="float32")
     q = torch.randn(1, 1, 8, 16)
-    function = implementations.build("sdpa_flash", shape, "cpu")
+    function = implementations.build("sdpa_flash", shape, "cpu").attend
     outputs = [function(q, q, q) for _ in range(2)]
     assert len(entered) == 2, "alone it is named in each call"
     with implementations.without_overhead(function) as bare:
         outputs += [bare(q, q, q) for _ in range(3)]
     assert len(entered) == 3
     assert all(torch.equal(output, outputs[0]) for output in outputs)
-    ours = implementations.build("tiled", shape, "cpu")
+    ours = implementations.build("tiled", shape, "cpu").attend
     with implementations.without_overhead(ours) as same:
         assert same is ours

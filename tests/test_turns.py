@@ -8,7 +8,7 @@ import torch
 
 from cs336_systems.attention import flash_attention
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import implementations, turns
+from cs336_systems.experiments import turns
 from cs336_systems.experiments.harness import Provenance, Sweep, planned_cells
 from cs336_systems.experiments.implementations import Built, build
 from cs336_systems.experiments.registry import PROBLEMS
@@ -77,9 +77,9 @@ def broken_build(monkeypatch, breaks) -> None:
     def replaced(name, shape, device):
         if name != "triton":
             return build(name, shape, device)
-        return raising if isinstance(breaks, BaseException) else breaks
+        return Built(attend=raising if isinstance(breaks, BaseException) else breaks)
 
-    monkeypatch.setattr(implementations, "build", replaced)
+    monkeypatch.setattr(turns, "build", replaced)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_who_is_slow_is_so_in_every_mode(monkeypatch):
     def fake(name, shape, device):
         if name not in ("triton", "sdpa_cudnn"):
             raise Unsupported("not here")
-        fast = build("sdpa_flash", shape, device)
+        fast = build("sdpa_flash", shape, device).attend
         return fast if name == "triton" else lambda q, k, v: Slow.apply(fast(q, k, v))
 
     monkeypatch.setattr(SHAPES, "built", lambda *call: Built(attend=fake(*call)))

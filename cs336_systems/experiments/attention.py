@@ -16,9 +16,8 @@ from torch import Tensor
 from cs336_systems.accounting import attention_flops, eager_attention_bytes, tflops_per_s
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments import implementations
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.implementations import Built, build, kernel_name
+from cs336_systems.experiments.implementations import Built, build, without_overhead
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
 from cs336_systems.experiments.tables import Pivot, TableSpec
 from cs336_systems.inputs import AttentionInputs, attention_inputs
@@ -133,11 +132,8 @@ def measure_attention(
     With `sum_loss` the loss is the sum of the output, so that its gradient arrives as a stride-0 tensor of ones;
     without, that gradient is random. `built`: what is measured, where it is none of `implementations`.
     """
-    shape, device = cell.case, run.device
-    built = built or Built(
-        attend=build(cell.implementation, shape, device), kernel=kernel_name(cell.implementation, shape, device)
-    )  # fmt: skip
-    given = (shape, device, run.seed, sum_loss)
+    built = built or build(cell.implementation, cell.case, run.device)
+    given = (cell.case, run.device, run.seed, sum_loss)
     return measure_passes(
         cell, run, built, inputs_of(*given), lambda: oracle_of(*given), num_samples=num_samples, sum_loss=sum_loss,
         settled=settled,
@@ -182,7 +178,7 @@ def measure_passes(
         if row in cell.rows:
             yield Sample(row=row, samples=[value], kernel=kernel)
 
-    with implementations.without_overhead(built.attend) as attend:
+    with without_overhead(built.attend) as attend:
         # forward
         def forward() -> tuple[Tensor, ...]:
             with torch.no_grad():

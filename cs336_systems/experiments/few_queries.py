@@ -17,7 +17,7 @@ from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, DTypeName, R
 from cs336_systems.experiments import attention
 from cs336_systems.experiments.attention import FORWARD
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.implementations import Built, build, kernel_name, whole_keys, without_overhead
+from cs336_systems.experiments.implementations import Built, build, whole_keys, without_overhead
 from cs336_systems.experiments.short_calls import GRAPH_FORWARD, graph_times
 from cs336_systems.experiments.spec import Cell, Sample, problem
 from cs336_systems.experiments.tables import Pivot
@@ -122,8 +122,9 @@ class FewQueries(attention.AttentionExperiment):
 
 def build_forward(name: str, shape: AttentionShape, device: str) -> Built:
     """The forward `name`, and the name of its kernel, which ends with the number of parts if there are several."""
-    kernels = kernel_name("triton" if name == WHOLE else name, shape, device).split()
+    built = build("triton" if name == WHOLE else name, shape, device)
+    kernels = built.kernel.split()
     kernel = " ".join(kernels[: 2 if kernels[:1] == ["interpreter"] else 1])
     if name == WHOLE:
         return Built(attend=whole_keys(shape), kernel=kernel.partition("/")[0])
-    return Built(attend=build(name, shape, device), kernel=kernel)
+    return replace(built, kernel=kernel)

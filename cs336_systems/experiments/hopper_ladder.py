@@ -15,7 +15,7 @@ from cs336_systems.attention.backends import HOPPER_CAPABILITY
 from cs336_systems.attention.tiles.config import KERNELS
 from cs336_systems.config import AttentionShape
 from cs336_systems.experiments.attention import SMALL, rate_bars, rate_tables
-from cs336_systems.experiments.implementations import Built, build, chosen_tiles, kernel_name, ran
+from cs336_systems.experiments.implementations import Built, build, chosen_tiles, ran
 from cs336_systems.experiments.spec import Unsupported, problem
 from cs336_systems.experiments.turns import AttentionByTurns
 
@@ -48,9 +48,8 @@ class HopperLadder(AttentionByTurns):
     def built(self, name: str, shape: AttentionShape, device: str) -> Built:
         """The rung `name` and the kernels it runs; `Unsupported` with the reason."""
         if name == "hopper_deterministic":
-            build("hopper", shape, device)  # refuses what cannot run here
             attend = partial(flash_attention, is_causal=shape.is_causal, backend="hopper", deterministic=True)
-            return Built(attend=attend, kernel=f"{kernel_name('hopper', shape, device)} in order")
+            return Built(attend=attend, kernel=f"{build('hopper', shape, device).kernel} in order")
         if name in ("triton_pointers", "triton_tma"):
             config = _triton_config(shape, device, tma=name == "triton_tma")
             attend = partial(flash_attention, is_causal=shape.is_causal, backend="triton", config=config)

@@ -1,8 +1,8 @@
 """The attention implementations that benchmarks compare, by name: our stages and the library peers.
 
-`build(name, shape, device)` returns a callable (q, k, v) -> output for (batch, heads, seq, head_dim) tensors, or
-raises `Unsupported` with the reason. What it needs beyond the call itself (a block mask, a compiled function) is made
-here, outside the timed part.
+`build(name, shape, device)` returns a `Built`, which attends (batch, heads, seq, head_dim) tensors and names the kernel
+that runs, or raises `Unsupported` with the reason. What it needs beyond the call itself (a block mask, a compiled
+function) is made here, outside the timed part.
 """
 
 import importlib
@@ -63,39 +63,42 @@ class Built:
     build_mask: Callable[[], object] | None = None  # what a call with a new mask has to do before, timed apart
 
 
-def build(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
+def build(name: str, shape: AttentionShape, device: str) -> Built:
     """The implementation `name` for `shape` on `device`; ValueError for an unknown name."""
+    causal, grouped = shape.is_causal, shape.kv_heads not in (None, shape.heads)
     if ":" in name:
-        return _own(name, shape.is_causal)
+        return Built(attend=_own(name, causal))
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
     if device == "cpu" and name in ("compiled", "tiled_compiled", "flex") and not has_cxx_compiler():
         raise Unsupported("no C++ compiler")
-    causal = shape.is_causal
     if name == "eager":
-        return partial(attention_reference, is_causal=causal)
+        return Built(attend=partial(attention_reference, is_causal=causal))
     if name == "compiled":
-        return partial(compiled_reference(dynamic=True), is_causal=causal)
+        return Built(attend=partial(compiled_reference(dynamic=True), is_causal=causal))
     if name in ("tiled", "tiled_compiled"):
-        return lambda q, k, v: FlashAttentionPyTorch.apply(q, k, v, causal, None, name == "tiled_compiled")
+        compiled = name == "tiled_compiled"
+        return Built(attend=lambda q, k, v: FlashAttentionPyTorch.apply(q, k, v, causal, None, compiled))
     if name == "triton_first":
-        return _first(shape, device)
+        return Built(attend=_first(shape, device), kernel=ran("flash_fwd_kernel tiled_backward", device))
     if name in ("triton", "hopper"):
-        if name == "triton" and shape.dtype == "bfloat16" and device == "cpu":
-            raise Unsupported(INTERPRETER_BFLOAT16)
-        if name == "hopper" and (why := hopper_refusal(query_and_key(shape, device)[0])) is not None:
-            raise Unsupported(why)
-        grouped = shape.kv_heads not in (None, shape.heads)
-        return partial(flash_attention, is_causal=causal, enable_gqa=grouped, backend=name)
+        kernel = _triton_kernels(shape, device) if name == "triton" else _hopper_kernels(shape, device)
+        return Built(
+            attend=partial(flash_attention, is_causal=causal, enable_gqa=grouped, backend=name), kernel=kernel
+        )  # fmt: skip
     if name == "flex":
-        return _flex(shape, device)
+        return Built(attend=_flex(shape, device))
     if name == "flex_flash":
         flash_attention_4(shape, device)  # which it needs
         flex: Any = _flex(shape, device)
-        return partial(flex, kernel_options={"BACKEND": "FLASH"})
+        return Built(attend=partial(flex, kernel_options={"BACKEND": "FLASH"}))
     if name == "fa4":
-        return flash_attention_4(shape, device)
-    return _sdpa(name, shape, device)
+        return Built(attend=flash_attention_4(shape, device), kernel=f"flash-attn-4 {version('flash-attn-4')}")
+    if device == "cpu" and name != "sdpa_flash":
+        raise Unsupported(f"{name} needs CUDA")
+    if device == "cuda" and name != "sdpa_efficient" and shape.dtype == "float32":
+        raise Unsupported(f"{name} takes float16 and bfloat16 only")
+    return Built(attend=_ForcedSDPA(SDPA_BACKENDS[name], is_causal=causal, enable_gqa=grouped))
 
 
 def flash_attention_4(shape: AttentionShape, device: str, **options: Any) -> AttentionFunction:
@@ -162,28 +165,25 @@ def load_name(name: str) -> Any:
         raise ValueError(f"implementation must be package.module:Name, {name!r} cannot be loaded: {error}") from error
 
 
-def build_named(name: str, shape: AttentionShape, device: str) -> Built:
-    """What `build` gives, and what really runs."""
-    return Built(attend=build(name, shape, device), kernel=kernel_name(name, shape, device))
-
-
 def ran(kernel: str, device: str) -> str:
     """What ran, for the record; the interpreter says so first."""
     return kernel if device == "cuda" else f"interpreter {kernel}"
 
 
-def kernel_name(name: str, shape: AttentionShape, device: str) -> str:
-    """What really runs under `name`: for our kernels the tiles chosen, and whether it is the interpreter."""
-    if name == "hopper" and device == "cuda":
-        from cs336_systems.attention.hopper.function import kernel_names
+def _hopper_kernels(shape: AttentionShape, device: str) -> str:
+    """The kernels that run; `Unsupported` where they cannot."""
+    q, k = query_and_key(shape, device)
+    if (why := hopper_refusal(q)) is not None:
+        raise Unsupported(why)
+    from cs336_systems.attention.hopper.function import kernel_names
 
-        return kernel_names(*query_and_key(shape, device="cuda"), is_causal=shape.is_causal)
-    if name == "triton_first":
-        return ran("flash_fwd_kernel tiled_backward", device)
-    if name == "fa4":
-        return f"flash-attn-4 {version('flash-attn-4')}"
-    if name != "triton":
-        return ""
+    return kernel_names(q, k, is_causal=shape.is_causal)
+
+
+def _triton_kernels(shape: AttentionShape, device: str) -> str:
+    """The kernels that run with the tiles chosen, and whether it is the interpreter that runs them."""
+    if shape.dtype == "bfloat16" and device == "cpu":
+        raise Unsupported(INTERPRETER_BFLOAT16)
     from cs336_systems.attention.triton.function import forward_name, kernel_config
 
     q, k = query_and_key(shape, device)
@@ -229,17 +229,6 @@ def query_and_key(shape: AttentionShape, device: str) -> tuple[Tensor, Tensor]:
     q = torch.empty((shape.batch, shape.heads, shape.seqlen_q, shape.head_dim), dtype=dtype, device=device)
     k = torch.empty((shape.batch, kv_heads, shape.seqlen_k, shape.head_dim), dtype=dtype, device=device)
     return q, k
-
-
-def _sdpa(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
-    backend = SDPA_BACKENDS[name]
-    if device == "cpu":
-        if name != "sdpa_flash":
-            raise Unsupported(f"{name} needs CUDA")
-    elif name != "sdpa_efficient" and shape.dtype == "float32":
-        raise Unsupported(f"{name} takes float16 and bfloat16 only")
-
-    return _ForcedSDPA(backend, is_causal=shape.is_causal, enable_gqa=shape.kv_heads not in (None, shape.heads))
 
 
 class _ForcedSDPA:

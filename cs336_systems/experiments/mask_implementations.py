@@ -23,7 +23,6 @@ from cs336_systems.experiments.implementations import (
     FLEX_BLOCK,
     Built,
     build,
-    build_named,
     compiled_flex,
     first_of,
     flash_attention_4,
@@ -136,7 +135,7 @@ def _lists(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Bui
 def _dense(name: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     if not is_plain(case.mask):
         raise Unsupported(f"{name} takes no mask but the causal one")
-    return build_named(name, shape_of(case), run.device)
+    return build(name, shape_of(case), run.device)
 
 
 def _torch_varlen(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
@@ -193,7 +192,7 @@ def _flex(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     if run.device == "cpu":
         raise Unsupported("compiled FlexAttention is measured on a GPU: on CPU it compiles anew for each mask")
     if case.mask == "full":
-        return Built(attend=build("flex", shape_of(case), run.device))
+        return build("flex", shape_of(case), run.device)
     if min(case.query_block, case.key_block) < FLEX_BLOCK:
         raise Unsupported(f"FlexAttention's backward has no kernel for mask tiles below {FLEX_BLOCK} (PyTorch 2.11)")
     return Built(attend=partial(compiled_flex(dynamic=False), block_mask=mask.to_flex(_predicate(case, mask))))

@@ -115,7 +115,7 @@ def prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, ru
 
 
 def _attention(shape: AttentionShape, implementation: str, mode: str, run: RunConfig) -> Prepared:
-    function = build(implementation, shape, run.device)
+    function = build(implementation, shape, run.device).attend
     inputs = attention_inputs(shape, device=run.device, seed=run.seed)
 
     def forward() -> None:

@@ -30,7 +30,7 @@ from cs336_systems.attention.contract import Oracle, compute_oracle
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments.attention import AttentionExperiment, checked_error
 from cs336_systems.experiments.frames import digits, pick, tuples
-from cs336_systems.experiments.implementations import AttentionFunction, Built, build_named, without_overhead
+from cs336_systems.experiments.implementations import AttentionFunction, Built, build, without_overhead
 from cs336_systems.experiments.spec import Cell, Disagreement, Sample, Unsupported
 from cs336_systems.experiments.worker import outcome_of
 from cs336_systems.inputs import AttentionInputs, attention_inputs
@@ -62,7 +62,7 @@ class Player:
 
 def measure_by_turns(
     cell: Cell, run: RunConfig, turn_of: TurnOf, *, num_rounds: int,
-    built: Callable[[str, Any, str], Built] = build_named, token_mask: Callable[[], Tensor | None] = lambda: None,
+    built: Callable[[str, Any, str], Built] = build, token_mask: Callable[[], Tensor | None] = lambda: None,
 ) -> Iterator[Sample]:  # fmt: skip
     """Each implementation of `cell` checked against the oracle, then all that are right by turns.
 
@@ -204,7 +204,7 @@ class AttentionByTurns(AttentionExperiment):
         return long_turn(function, call, device)
 
     def built(self, name: str, shape: AttentionShape, device: str) -> Built:
-        return build_named(name, shape, device)
+        return build(name, shape, device)
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """All implementations of a shape by turns, and the reasons of those that are left out."""
