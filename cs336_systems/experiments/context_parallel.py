@@ -81,12 +81,8 @@ class ContextParallel(Experiment):
         case, budget = cell.case, BUDGET_MS[run.scale]
         cases = list(dict.fromkeys(row.case for row in cell.rows))
         found = ranks.run_cell(_time_rings, case.num_ranks, cases, budget, run.seed, backend=case.backend, run=run)
-        for row in cell.rows:
-            of_ranks = [by_case[cases.index(row.case)] for by_case in found]
-            error = max(error for error, _ in of_ranks)
-            timed = of_ranks[:1] if row.quantity in TIMES else of_ranks  # only rank 0 is traced
-            samples = ranks.slowest([taken[row.mode, row.quantity] for _, taken in timed])
-            yield Sample(row=row, samples=samples, error=error)
+        for case, reports in zip(cases, zip(*found)):
+            yield from ranks.report_samples((row for row in cell.rows if row.case == case), reports)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         ranks = "1 rank" if row["num_ranks"] == 1 else f"{row['num_ranks']} ranks"
@@ -127,13 +123,10 @@ class ContextParallel(Experiment):
     }
 
 
-Samples = dict[tuple[str, str], list[float]]  # by mode and quantity
-
-
 def _time_rings(
     rank: int, num_ranks: int, cases: Sequence[ContextCase], budget_ms: float, seed: int
-) -> list[tuple[float, Samples]]:
-    """For each case the error over its bound, and the samples of this rank."""
+) -> list[ranks.RankReport]:
+    """What this rank measures of each case."""
     found = []
     for case in cases:
         found.append(_time_ring(rank, num_ranks, case, budget_ms, seed))
@@ -141,7 +134,7 @@ def _time_rings(
     return found
 
 
-def _time_ring(rank: int, num_ranks: int, case: ContextCase, budget_ms: float, seed: int) -> tuple[float, Samples]:
+def _time_ring(rank: int, num_ranks: int, case: ContextCase, budget_ms: float, seed: int) -> ranks.RankReport:
     device = case.device
     shape = AttentionShape(
         batch=1, heads=case.heads, kv_heads=case.kv_heads, seqlen_q=case.length, seqlen_k=case.length,
@@ -161,15 +154,14 @@ def _time_ring(rank: int, num_ranks: int, case: ContextCase, budget_ms: float, s
     if not error <= 1:
         raise Disagreement(f"rows are off attention in float64 by {error:.3g} times the bound")
     whole.clear()
-    samples: Samples = {}
+    samples: ranks.Samples = {}
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for mode, call in (("forward", forward), ("forward_backward", both)):
         samples[mode, "time"] = ranks.timed_calls(call, device, budget_ms, MIN_SAMPLES)
-    samples["forward_backward", "peak_memory"] = [ranks.peak_mib(device)]
-    lanes = ranks.trace_on_first(both, rank, device)
-    samples |= {("forward_backward", name): [value] for name, value in ranks.traced_times(lanes).items()}
-    return error, samples
+    samples["forward_backward", "peak_memory"] = ranks.peak_mib(device)
+    samples |= ranks.trace_on_first(both, rank, device, "forward_backward")
+    return ranks.RankReport(error=error, samples=samples)
 
 
 def _error(output: Tensor, grad_q: Tensor, whole: Sequence[Tensor], rank: int, num_ranks: int) -> float:

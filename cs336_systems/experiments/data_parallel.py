@@ -96,7 +96,6 @@ def _measure_rank(
         step.train_step()
     if step.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    samples = ranks.timed_steps(step.train_step, step.device, run)
-    mib = {"peak_memory": ranks.peak_mib(step.device)} if step.device == "cuda" else {}
-    lanes = {"train_step": ranks.trace_on_first(step.train_step, rank, step.device)}
-    return ranks.RankReport(step_ms=samples, error=error, mib=mib, lanes=lanes)
+    samples = {("train_step", "time"): ranks.timed_steps(step.train_step, step.device, run)}
+    samples["train_step", "peak_memory"] = ranks.peak_mib(step.device)
+    return ranks.RankReport(error=error, samples=samples | ranks.trace_on_first(step.train_step, rank, step.device))

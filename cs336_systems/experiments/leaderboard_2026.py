@@ -132,13 +132,6 @@ def long_step_bytes(case: LongStepCase) -> RankBytes:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepReport(ranks.RankReport):
-    """What one rank measured."""
-
-    start_s: float
-
-
 class LongStep(ParallelStep):
     """The wrapped model of a case, its optimizer and this rank's sequence."""
 
@@ -157,16 +150,16 @@ class LongStep(ParallelStep):
 
 def _measure_rank(
     rank: int, num_ranks: int, implementation: str, case: LongStepCase, run: RunConfig, launched: float
-) -> StepReport:
+) -> ranks.RankReport:
     with _empty_caches() if case.compiled else nullcontext():
         step = LongStep(implementation, case, run, rank, learning_rate=LEARNING_RATE)
-        report = _measure_step(step, run, rank, launched)
+        samples = _measure_step(step, run, rank, launched)
         del step
         release(case.device)
-        return replace(report, error=check_long_step(implementation, case, run, rank))
+        return ranks.RankReport(error=check_long_step(implementation, case, run, rank), samples=samples)
 
 
-def _measure_step(step: LongStep, run: RunConfig, rank: int, launched: float) -> StepReport:
+def _measure_step(step: LongStep, run: RunConfig, rank: int, launched: float) -> ranks.Samples:
     """All but the check."""
     step.train_step()
     losses = [step.loss.item()]  # waits for the step
@@ -180,9 +173,9 @@ def _measure_step(step: LongStep, run: RunConfig, rank: int, launched: float) ->
         losses.append(step.loss.item())
     if not all(map(math.isfinite, losses)):
         raise Disagreement(f"losses must be finite, got {', '.join(f'{loss:.4g}' for loss in losses)}")
-    mib = {"peak_memory": ranks.peak_mib(step.device)} if step.device == "cuda" else {}
-    lanes = {"train_step": ranks.trace_on_first(step.train_step, rank, step.device)}
-    return StepReport(start_s=start_s, step_ms=step_ms, error=math.nan, mib=mib, lanes=lanes)
+    found = {"start_time": [start_s], "time": step_ms, "peak_memory": ranks.peak_mib(step.device)}
+    samples = {("train_step", name): values for name, values in found.items()}
+    return samples | ranks.trace_on_first(step.train_step, rank, step.device)
 
 
 @contextmanager
@@ -294,12 +287,7 @@ class Leaderboard2026(Experiment):
             raise Unsupported("the user's model has no head that computes the loss in chunks")
         rows = {row.quantity: row for row in cell.rows}
         yield Sample(row=rows["predicted_peak_memory"], samples=[long_step_bytes(case).peak / MIB])
-        reports: list[StepReport] = ranks.run_cell(
-            _measure_rank, case.num_ranks, cell.implementation, case, run, time.time(), backend=case.backend, run=run,
-            from_scratch=True,
-        )  # fmt: skip
-        yield from ranks.report_samples(cell, reports)
-        yield Sample(row=rows["start_time"], samples=[max(report.start_s for report in reports)])
+        yield from ranks.measure_step(_measure_rank, cell, run, time.time(), from_scratch=True)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         names = [row["implementation"], RECOMPUTED[row["recompute"]], row["attention"]]

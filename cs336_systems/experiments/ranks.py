@@ -7,8 +7,8 @@ cell's: out of memory, wrong result, or failed. The model is xl, or a narrow pro
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -22,7 +22,7 @@ from cs336_systems.experiments.frames import pick, speed, tuples
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
 from cs336_systems.measure.intervals import simplify
 from cs336_systems.measure.memory import CPU_ALLOCATOR, MIB
-from cs336_systems.measure.overlap import Lanes, trace_lanes
+from cs336_systems.measure.overlap import trace_lanes
 from cs336_systems.measure.timing import plan_samples, synchronize, time_calls, time_once
 
 COLLECTIVE_TIMEOUT_S = 240.0  # ranks differ in the time that they take to compile, allocate and load
@@ -32,6 +32,7 @@ MIN_SAMPLES = 5
 TIMES = ("traced_time", "communication_time", "compute_time", "overlap_time")  # of one traced call of rank 0, in ms
 INTERVALS = ("compute_intervals", "communication_intervals")  # start, end, start, end, ...: what a figure can show
 TRACED = (*TIMES, *INTERVALS)
+Samples = dict[tuple[str, str], list[float]]  # of one rank, by mode and quantity
 MOST_INTERVALS = 300  # of a lane in a record: more cannot be told apart in a figure
 
 
@@ -131,67 +132,66 @@ def timed_steps(call: Callable[[], object], device: str, run: RunConfig) -> list
     return [time_together(call, device) for _ in range(count)]
 
 
-def peak_mib(device: str) -> float:
-    """The most that tensors have occupied since the statistics were reset."""
+def peak_mib(device: str) -> list[float]:
+    """The most that tensors have occupied since the statistics were reset, as a sample; on a CPU nobody counts."""
     synchronize(device)
-    return torch.cuda.max_memory_allocated() / MIB if device == "cuda" else 0.0
+    return [torch.cuda.max_memory_allocated() / MIB] if device == "cuda" else []
 
 
-def trace_on_first(call: Callable[[], object], rank: int, device: str) -> Lanes | None:
-    """Rank 0's lanes of one call; the others make the same two calls without a profiler."""
+def trace_on_first(call: Callable[[], object], rank: int, device: str, mode: str = "train_step") -> Samples:
+    """What rank 0's lanes of one call of `mode` give of TRACED.
+
+    The others make the same two calls without a profiler, and have nothing to say.
+    """
 
     def together() -> None:
         dist.barrier()
         synchronize(device)
         call()
 
-    if rank == 0:
-        return trace_lanes(together, device)
-    for _ in range(2):
-        synchronize(device)
-        together()
-        synchronize(device)
-    return None
+    if rank > 0:
+        for _ in range(2):
+            synchronize(device)
+            together()
+            synchronize(device)
+        return {}
+    lanes = trace_lanes(together, device)
+    times = (lanes.span_ms, lanes.communication_ms, lanes.compute_ms, lanes.overlap_ms)
+    found: Samples = {(mode, name): [ms] for name, ms in zip(TIMES, times)}
+    for name, intervals in zip(INTERVALS, (lanes.compute, lanes.communication)):
+        found[mode, name] = [end for pair in simplify(intervals, MOST_INTERVALS) for end in pair]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
     """What one rank measured."""
 
-    step_ms: list[float]
     error: float  # over its bound
-    mib: dict[str, float] = field(default_factory=dict)  # memory by quantity
-    lanes: Mapping[str, Lanes | None] = field(default_factory=dict)  # by mode; of rank 0 only
+    samples: Samples
 
 
-def measure_step(function: Callable[..., RankReport], cell: Cell, run: RunConfig) -> Iterator[Sample]:
-    """What `function` of (rank, num_ranks, implementation, case, run) reports on every rank of `cell`."""
+def measure_step(
+    function: Callable[..., RankReport], cell: Cell, run: RunConfig, *more: Any, from_scratch: bool = False
+) -> Iterator[Sample]:
+    """What `function` of (rank, num_ranks, implementation, case, run, *more) reports on every rank of `cell`."""
     case = cell.case
-    reports = run_cell(function, case.num_ranks, cell.implementation, case, run, backend=case.backend, run=run)
-    yield from report_samples(cell, reports)
+    reports = run_cell(
+        function, case.num_ranks, cell.implementation, case, run, *more, backend=case.backend, run=run,
+        from_scratch=from_scratch,
+    )  # fmt: skip
+    yield from report_samples(cell.rows, reports)
 
 
-def report_samples(cell: Cell, reports: Sequence[RankReport]) -> Iterator[Sample]:
-    """What the ranks' reports give of `cell`'s rows: the slowest rank's times, the most memory, rank 0's lanes."""
-    rows = {(row.mode, row.quantity): row for row in cell.rows}
+def report_samples(rows: Iterable[Row], reports: Sequence[RankReport]) -> Iterator[Sample]:
+    """What the ranks' reports give of `rows`: the slowest rank's times, the most memory, and what rank 0 traced."""
     error = max(report.error for report in reports)
-    times = slowest([report.step_ms for report in reports])
-    yield Sample(row=rows["train_step", "time"], samples=times, error=error)
-    for name in reports[0].mib:
-        yield Sample(row=rows["train_step", name], samples=[max(report.mib[name] for report in reports)])
-    for mode, lanes in reports[0].lanes.items():
-        assert lanes is not None
-        yield from (Sample(row=rows[mode, name], samples=[value]) for name, value in traced_times(lanes).items())
-        for name, intervals in zip(INTERVALS, (lanes.compute, lanes.communication)):
-            ends = [end for pair in simplify(intervals, MOST_INTERVALS) for end in pair]
-            yield Sample(row=rows[mode, name], samples=ends, message="" if ends else "the traced call has none")
-
-
-def traced_times(lanes: Lanes | None) -> dict[str, float]:
-    """The quantities TIMES of a trace, in ms; none on the ranks that had no profiler."""
-    if lanes is None:
-        return {}
-    return dict(zip(TIMES, (lanes.span_ms, lanes.communication_ms, lanes.compute_ms, lanes.overlap_ms)))
+    for row in rows:
+        key = (row.mode, row.quantity)
+        if key in reports[0].samples:
+            samples = slowest([report.samples[key] for report in reports if key in report.samples])
+            message = "" if samples else "the traced call has none"
+            yield Sample(row=row, samples=samples, message=message, error=error if row.quantity == "time" else None)
 
 
 def traced_rows(mode: str = "train_step") -> list[Row]:

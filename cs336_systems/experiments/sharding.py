@@ -120,16 +120,17 @@ def _measure_rank(
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     step = steps.ParallelStep(implementation, case, run, rank)
-    moments = [ranks.peak_mib(device)]
+    after_init = ranks.peak_mib(device)
     step.forward_backward()
-    moments.append(ranks.peak_mib(device))
+    before_step = ranks.peak_mib(device)
     step.optimizer.step()
-    moments.append(ranks.peak_mib(device))
+    after_step = ranks.peak_mib(device)
     for _ in range(WARMUP):
         step.train_step()
-    mib = step.mib()
-    samples = ranks.timed_steps(step.train_step, device, run)
-    if device == "cuda":
-        mib |= dict(zip(MOMENTS, moments)) | {"peak_memory": ranks.peak_mib(device)}
-    lanes = {mode: ranks.trace_on_first(getattr(step, mode), rank, device) for mode in ("forward", "train_step")}
-    return ranks.RankReport(step_ms=samples, error=error, mib=mib, lanes=lanes)
+    found = {name: [mib] for name, mib in step.mib().items()}
+    found |= {"time": ranks.timed_steps(step.train_step, device, run), "peak_memory": ranks.peak_mib(device)}
+    found |= dict(zip(MOMENTS, (after_init, before_step, after_step)))
+    samples = {("train_step", name): values for name, values in found.items()}
+    for mode in ("forward", "train_step"):
+        samples |= ranks.trace_on_first(getattr(step, mode), rank, device, mode)
+    return ranks.RankReport(error=error, samples=samples)
