@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from cs336_systems.accounting import attention_flops, eager_attention_bytes, tflops_per_s
+from cs336_systems.attention import BlockMask
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
-from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.attention.masks import parse_mask
+from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import Built, build, without_overhead
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
@@ -240,7 +242,7 @@ def checked_error(oracle: Oracle, results: Mapping[str, Tensor]) -> float:
     return worst
 
 
-# Both are shared by the implementations of a shape, which a sweep visits one after the other.
+# What the implementations of a shape share, which a sweep visits one after the other.
 @lru_cache(maxsize=1)
 def inputs_of(shape: AttentionShape, device: str, seed: int, sum_loss: bool = False) -> AttentionInputs:
     oracle_of.cache_clear()
@@ -252,8 +254,20 @@ def inputs_of(shape: AttentionShape, device: str, seed: int, sum_loss: bool = Fa
 
 
 @lru_cache(maxsize=1)
-def oracle_of(shape: AttentionShape, device: str, seed: int, sum_loss: bool = False) -> Oracle:
+def oracle_of(
+    shape: AttentionShape, device: str, seed: int, sum_loss: bool = False, masked: MaskCase | None = None
+) -> Oracle:
+    """`masked` says which pairs are attended, where the shape does not."""
     release(device)
-    oracle = compute_oracle(*inputs_of(shape, device, seed, sum_loss), is_causal=shape.is_causal)
+    token_mask = None if masked is None else mask_of(masked, device, seed).to_dense()
+    oracle = compute_oracle(*inputs_of(shape, device, seed, sum_loss), is_causal=shape.is_causal, mask=token_mask)
+    del token_mask
     release(device)
     return oracle
+
+
+@lru_cache(maxsize=1)
+def mask_of(case: MaskCase, device: str, seed: int) -> BlockMask:
+    """The mask that `case` names, on `device`."""
+    size = (case.query_block, case.key_block)
+    return parse_mask(case.mask, seqlen=case.seqlen_q, block_size=size, seed=seed, device=device)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from cs336_systems.attention.backends import BACKENDS, HOPPER_CAPABILITY, AttentionLayout, select_backend
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
-from cs336_systems.experiments.attention import BOTH, BY_SHAPE, sized_shape
+from cs336_systems.experiments.attention import BOTH, BY_SHAPE, mask_of, sized_shape
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.frames import with_speeds
 from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.mask_implementations import build_masked, mask_of
+from cs336_systems.experiments.mask_implementations import build_masked
 from cs336_systems.experiments.spec import Cell, Sample, problem
 from cs336_systems.experiments.tables import Pivot
 from cs336_systems.experiments.turns import AttentionByTurns, graph_turn, measure_by_turns

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pandas as pd
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.figures import Lines, alt
-from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.masks import (
-    DENSE_PEERS,
-    MaskExperiment,
-    best_over_dense,
-    dense_tables,
-    mask_case,
-    mask_cell,
-    names_of,
-)
+from cs336_systems.experiments.masks import DENSE_PEERS, MaskExperiment, dense_tables, mask_case, mask_cell, names_of
 from cs336_systems.experiments.spec import Cell, problem
 from cs336_systems.experiments.tables import Pivot
 
@@ -67,14 +56,6 @@ class BlockSparse(MaskExperiment):
             for density in SUITE_DENSITIES
         ]
         return [mask_cell(case, name, run) for case, names in planned for name in names]
-
-    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`over(pattern, mode)`: speed of the fastest of ours over dense attention."""
-
-        def over(pattern: str, mode: str) -> str:
-            return f"{digits(best_over_dense(frame, mode, pattern=pattern, seqlen_q=SHORT))}×"
-
-        return {"over": over}
 
     tables = dense_tables(seqlen_q=SHORT) | {
         "suite": Pivot(

@@ -1,13 +1,8 @@
 """Dilated attention by reshape at growing rates against dense attention, full and causal."""
 
-from typing import Any
-
-import pandas as pd
-
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import masks
 from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.frames import digits
 from cs336_systems.experiments.spec import Cell, problem
 
 SIZES = {"tiny": (128, (2,)), "smoke": (128, (2, 4)), "handout": (32768, (2, 4, 8))}  # tokens, rates
@@ -28,10 +23,6 @@ class DilatedAttention(masks.MaskExperiment):
                 peers = masks.DENSE_PEERS if mask == dense else ("hopper", "sdpa_mask")
                 cells += [masks.mask_cell(case, name, run) for name in masks.names_of(run, ("triton",), peers)]
         return cells
-
-    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`over(family, rate)`: both passes of the fastest of ours over dense attention."""
-        return {"over": lambda family, rate: f"{digits(masks.best_over_dense(frame, family=family, number=rate))}×"}
 
     tables = {**masks.dense_tables(), "memory": masks.PEAKS}
     figures = {

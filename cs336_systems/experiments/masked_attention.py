@@ -11,10 +11,10 @@ from typing import Any
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, tflops_per_s
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
-from cs336_systems.experiments.attention import BOTH, FORWARD, MODE_WORDS, sized_shape
+from cs336_systems.experiments.attention import BOTH, FORWARD, MODE_WORDS, mask_of, sized_shape
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.mask_implementations import build_masked, mask_of
+from cs336_systems.experiments.mask_implementations import build_masked
 from cs336_systems.experiments.spec import BY_TURNS, Cell, Row, Sample, problem
 from cs336_systems.experiments.tables import Pivot
 from cs336_systems.experiments.turns import AttentionByTurns, long_turn, measure_by_turns

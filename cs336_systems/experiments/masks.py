@@ -9,22 +9,28 @@ a slow dense path of ours flatters nothing.
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import pandas as pd
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, eager_attention_bytes, tflops_per_s
-from cs336_systems.attention import BlockMask
-from cs336_systems.attention.contract import Oracle, compute_oracle
 from cs336_systems.config import DTypeName, MaskCase, RunConfig
-from cs336_systems.experiments.attention import BACKWARD, BOTH, FORWARD, MODE_WORDS, PEAK, measure_passes
-from cs336_systems.experiments.frames import pick, speed, tuples
-from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_of, shape_of
+from cs336_systems.experiments.attention import (
+    BACKWARD,
+    BOTH,
+    FORWARD,
+    MODE_WORDS,
+    PEAK,
+    inputs_of,
+    mask_of,
+    measure_passes,
+    oracle_of,
+)  # fmt: skip
+from cs336_systems.experiments.frames import digits, pick, speed, tuples
+from cs336_systems.experiments.mask_implementations import build_masked, is_plain, shape_of
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample
 from cs336_systems.experiments.tables import Listing, Pivot, TableSpec
-from cs336_systems.inputs import AttentionInputs, attention_inputs
-from cs336_systems.measure.memory import release
 from cs336_systems.measure.timing import MIN_SAMPLES, time_calls
 
 DENSITY = Row(mode="forward", quantity="density", unit="1")
@@ -86,38 +92,21 @@ def mask_case(
     )  # fmt: skip
 
 
-# Both are shared by the implementations of a case, which a sweep visits one after the other.
-@lru_cache(maxsize=1)
-def _mask_and_inputs(case: MaskCase, device: str, seed: int) -> tuple[BlockMask, AttentionInputs]:
-    _oracle.cache_clear()
-    release(device)
-    return mask_of(case, device, seed), attention_inputs(shape_of(case), device=device, seed=seed)
-
-
-@lru_cache(maxsize=1)
-def _oracle(case: MaskCase, device: str, seed: int) -> Oracle:
-    mask, inputs = _mask_and_inputs(case, device, seed)
-    token_mask = None if is_plain(case.mask) else mask.to_dense()
-    oracle = compute_oracle(*inputs, is_causal=case.mask == "causal", mask=token_mask)
-    del token_mask
-    release(device)
-    return oracle
-
-
 class MaskExperiment(Experiment):
     """Base of the experiments with masks: measurement, columns, dense attention beside."""
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """The shares of the mask that ran, then the passes; see `measure_passes`."""
-        case = cell.case
-        mask, inputs = _mask_and_inputs(case, run.device, run.seed)
+        case, given = cell.case, (shape_of(cell.case), run.device, run.seed)
+        inputs, mask = inputs_of(*given), mask_of(case, run.device, run.seed)
         yield Sample(row=DENSITY, samples=[mask.density])
         yield Sample(row=BLOCK_DENSITY, samples=[mask.block_density])
         built = build_masked(cell.implementation, case, mask, run)
         if MASK_TIME in cell.rows and built.build_mask is not None:
             samples = time_calls(built.build_mask, device=run.device, num_samples=MIN_SAMPLES)
             yield Sample(row=MASK_TIME, samples=samples)
-        yield from measure_passes(cell, run, built, inputs, lambda: _oracle(case, run.device, run.seed))
+        masked = None if is_plain(case.mask) else case
+        yield from measure_passes(cell, run, built, inputs, lambda: oracle_of(*given, masked=masked))
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`family` and `pattern` of the mask, its `number` (a density, a rate), `blocks`, `pass` and `dense_causal`."""
@@ -148,6 +137,10 @@ class MaskExperiment(Experiment):
         for row in tuples(pick(frame, {"quantity": "time", "implementation": DENSE, "mask": is_plain})):
             dense[_dense_key(row, row["mask"] == "causal")].append(row)
         return frame.join(pd.DataFrame([_beside(row, dense) for row in tuples(frame)], index=frame.index))
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """`over(mode=..., pattern=...)`: how many times as fast as dense attention the fastest of ours is."""
+        return {"over": lambda **where: f"{digits(best_over_dense(frame, **where))}×"}
 
 
 def _beside(row: Mapping[str, Any], dense: Mapping[tuple[Any, ...], list[Any]]) -> dict[str, Any]:
