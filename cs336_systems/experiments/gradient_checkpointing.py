@@ -19,7 +19,7 @@ from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, 
 from cs336_systems.experiments.tables import Pick, Pivot, Wide
 from cs336_systems.measure.memory import MIB, CudaPhasePeaks, release
 from cs336_systems.measure.timeline import BACKWARD
-from cs336_systems.measure.timing import plan_samples, time_calls, time_once
+from cs336_systems.measure.timing import time_calls
 from cs336_systems.model.checkpointing import compile_blocks
 
 BATCH = 4
@@ -126,17 +126,16 @@ class GradientCheckpointing(Experiment):
             compile_blocks(step.model)
             step.forward_backward()
             step.reset()
-        counters = CudaPhasePeaks()
         if run.device == "cuda":
+            counters = CudaPhasePeaks()
             counters.mark(memory.START)
-            first_ms = time_once(lambda: memory.run_phases(step, "train_step", counters.mark), run.device)
+            memory.run_phases(step, "train_step", counters.mark)
             counters.finish()
             yield from _peaks(counters.peaks)
-        else:
-            first_ms = time_once(step.train_step, run.device)
-        step.reset()
-        num_samples = plan_samples(first_ms, TIMED_BUDGET_MS[run.device], minimum=MIN_TIMED_STEPS[run.device])
-        samples = time_calls(step.train_step, device=run.device, warmup=0, num_samples=num_samples, before=step.reset)
+        samples = time_calls(
+            step.train_step, device=run.device, warmup=0, before=step.reset, budget_ms=TIMED_BUDGET_MS[run.device],
+            min_samples=MIN_TIMED_STEPS[run.device],
+        )  # fmt: skip
         yield Sample(row=TIME, samples=samples)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
