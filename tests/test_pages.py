@@ -127,8 +127,8 @@ MANY = frame_of(*(row(name, [time, 2 * time]) for name, time in (("hopper", 1.0)
 KINDS = {
     "lines": (Lines(x="seqlen_q", facet="head_dim"), MANY),
     "bars": (Bars(x="shape", y="tflops", y_title="TFLOP/s"), MANY),
-    "heat": (Heat(x="implementation", y="head_dim", color=None), MANY),
-    "spans": (Spans(x="", y="quantity", color=None, where={"quantity": "compute_intervals"}), SERIES),
+    "heat": (Heat(x="implementation", y="head_dim"), MANY),
+    "spans": (Spans(x="", y="quantity", color="quantity", where={"quantity": "compute_intervals"}), SERIES),
 }
 
 

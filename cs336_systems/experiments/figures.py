@@ -63,7 +63,7 @@ class Figure:
 
     x: str  # columns of the frame
     y: str = "median"
-    color: str | None = "implementation"
+    color: str = "implementation"
     facet: str | None = None  # a panel for each of its values
     where: Where = field(default_factory=dict)
     unit: str | None = None  # to which the median is converted
@@ -94,8 +94,6 @@ class Figure:
         return alt.Data(values=json.loads(kept.rename(columns=_field).to_json(orient="records", double_precision=6)))
 
     def _color(self, rows: pd.DataFrame) -> Any:
-        if self.color is None:
-            return alt.value(COLORS["triton"])
         names = [str(name) for name in dict.fromkeys(rows[self.color])]
         named = all(name in COLORS for name in names)
         scale = alt.Scale(domain=names, range=[COLORS[name] for name in names]) if named else alt.Scale(domain=names)
@@ -103,7 +101,7 @@ class Figure:
 
     def _tooltip(self, rows: pd.DataFrame) -> list[alt.Tooltip]:
         """What the pointer shows in the interactive figure."""
-        numeric = {name: pd.api.types.is_numeric_dtype(rows[name]) for name in (self.color, self.x, self.y) if name}
+        numeric = {name: pd.api.types.is_numeric_dtype(rows[name]) for name in (self.color, self.x, self.y)}
         return [
             alt.Tooltip(f"{_field(name)}:Q", format=",.4~g") if number else alt.Tooltip(f"{_field(name)}:N")
             for name, number in numeric.items()
@@ -167,7 +165,7 @@ class Lines(Figure):
         line = base.mark_line(point=True).encode(x=x, y=y, color=self._color(rows), tooltip=self._tooltip(rows))
         if not has_quartiles:
             return alt.layer(line)
-        color = self._color(rows) if self.color is None else self._color(rows).legend(symbolOpacity=1)  # not as pale
+        color = self._color(rows).legend(symbolOpacity=1)  # not as pale
         bars = base.mark_rule(strokeWidth=3, opacity=0.4).encode(x=x, y="low:Q", y2="high:Q", color=color)
         return alt.layer(bars, line)
 
@@ -190,7 +188,7 @@ class Bars(Figure):
         across, width, height = super()._size(rows, panels)
         if not self._lie(rows):
             return across, width, height
-        bars = rows[self.x].nunique() * (rows[self.color].nunique() if self.color and self._grouped(rows) else 2)
+        bars = rows[self.x].nunique() * (rows[self.color].nunique() if self._grouped(rows) else 2)
         return 1, WIDTH, max(BAR * bars, height // 2)
 
     def _marks(self, rows: pd.DataFrame) -> alt.Chart:
@@ -200,7 +198,7 @@ class Bars(Figure):
             names(f"{_field(self.x)}:N", sort=None, title=self.x_title or None, axis=alt.Axis(labelAngle=0)),
             lengths(f"{_field(self.y)}:Q", title=self._unit_title(rows), scale=alt.Scale(nice=not self.stacked)),
         ]
-        if self.color is not None and self._grouped(rows):
+        if self._grouped(rows):
             encoding.append(offset(f"{_field(self.color)}:N", sort=None))
         base = alt.Chart(self._data(rows)).mark_bar()
         return base.encode(*encoding, color=self._color(rows), tooltip=self._tooltip(rows))

@@ -214,7 +214,7 @@ class Traces(Spans):
 
     x: str = "start"
     y: str = "lane"
-    color: str | None = "lane"
+    color: str = "lane"
     facet: str | None = "implementation"
     columns: int = 1
 
