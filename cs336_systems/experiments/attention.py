@@ -173,8 +173,9 @@ def measure_passes(
         samples = [first_ms]
         if not interpreted:
             samples = time_calls(call, device=device, warmup=1, num_samples=num_samples, budget_ms=BUDGET_MS[device])
-        kept = samples if num_samples else evenly_spaced(samples, KEPT_SAMPLES)
-        yield Sample(row=row, samples=kept, kernel=kernel, error=error)
+        if num_samples is None and (count := len(samples)) > KEPT_SAMPLES:
+            samples = [samples[place * count // KEPT_SAMPLES] for place in range(KEPT_SAMPLES)]
+        yield Sample(row=row, samples=samples, kernel=kernel, error=error)
 
     def once(row: Row, value: float) -> Iterator[Sample]:
         if row in cell.rows:
@@ -225,12 +226,6 @@ def measure_passes(
         yield from timed(BOTH, both, first_ms, error)
         if PEAK in cell.rows:
             yield from once(PEAK, peak_cuda_bytes(both) / MIB)
-
-
-def evenly_spaced(samples: Sequence[float], at_most: int) -> list[float]:
-    """`at_most` of `samples`, the first and then evenly spaced ones, in their order; all of them if they are fewer."""
-    count = len(samples)
-    return [samples[place * count // at_most] for place in range(at_most)] if count > at_most else list(samples)
 
 
 def checked_error(oracle: Oracle, results: Mapping[str, Tensor]) -> float:

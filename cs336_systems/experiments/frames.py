@@ -66,7 +66,7 @@ def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFram
 def calculated_frame(calculation: Calculation) -> pd.DataFrame:
     """The rows of a calculation as a frame, with the columns that tables and figures ask of measured ones."""
     usual = {"implementation": "calculated", "mode": "", "quantity": "", "unit": "1", "status": "ok", "message": "",
-             "kernel": "", "interpreted": False, "run": "", "place": 0}  # fmt: skip
+             "kernel": "", "interpreted": False, "by_turns": False, "run": "", "place": 0}  # fmt: skip
     rows = [usual | row for row in calculation.calculate()]
     frame = pd.DataFrame(rows)
     whole = [name for name in map(str, frame) if all(type(row.get(name, 0)) is int for row in rows)]

@@ -28,22 +28,21 @@ RUNGS = {  # what is new
     "sdpa_cudnn": "cuDNN",
     "fa4": "FlashAttention-4",
 }
-SHAPES = {
-    **SMALL,
-    "handout": (
-        (1, 16, 16384, 64, True),
-        (1, 16, 16384, 64, False),
-        (8, 16, 2048, 128, True),
-        (1, 16, 16384, 128, True),
-        (1, 16, 16384, 128, False),
-    ),
-}
 
 
 @problem(title="From Triton with pointers to Gluon on Hopper: what each rung adds", order=5)
 class HopperLadder(AttentionByTurns):
     implementations = tuple(RUNGS)
-    sizes = SHAPES
+    sizes = {
+        **SMALL,
+        "handout": (
+            (1, 16, 16384, 64, True),
+            (1, 16, 16384, 64, False),
+            (8, 16, 2048, 128, True),
+            (1, 16, 16384, 128, True),
+            (1, 16, 16384, 128, False),
+        ),
+    }
 
     def built(self, name: str, shape: AttentionShape, device: str) -> Built:
         """The rung `name` and the kernels it runs; `Unsupported` with the reason."""
@@ -51,7 +50,12 @@ class HopperLadder(AttentionByTurns):
             attend = partial(flash_attention, is_causal=shape.is_causal, backend="hopper", deterministic=True)
             return Built(attend=attend, kernel=f"{build('hopper', shape, device).kernel} in order")
         if name in ("triton_pointers", "triton_tma"):
-            config = _triton_config(shape, device, tma=name == "triton_tma")
+            tma = name == "triton_tma"  # the table's tiles for inputs that TMA can read, or as if it could not
+            capability = torch.cuda.get_device_capability() if device == "cuda" else None
+            if tma and capability != HOPPER_CAPABILITY:
+                raise Unsupported("the table reads tiles by TMA on GPUs of compute capability 9.0")
+            tiles = {kernel: chosen_tiles(kernel, shape, capability, tma) for kernel in KERNELS}
+            config = AttentionConfig(**tiles)
             attend = partial(flash_attention, is_causal=shape.is_causal, backend="triton", config=config)
             return Built(attend=attend, kernel=ran(config.names.replace(",", " "), device))
         return super().built(name, shape, device)
@@ -61,11 +65,3 @@ class HopperLadder(AttentionByTurns):
 
     tables = rate_tables((*zip(tuple(RUNGS)[1:5], RUNGS), ("hopper", "sdpa_cudnn"), ("hopper", "fa4")))
     figures = {"forward_backward": rate_bars("What each rung adds, forward + backward", color="rung")}
-
-
-def _triton_config(shape: AttentionShape, device: str, *, tma: bool) -> AttentionConfig:
-    """The table's tiles for inputs that TMA can read, or as if it could not."""
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    if tma and capability != HOPPER_CAPABILITY:
-        raise Unsupported("the table reads tiles by TMA on GPUs of compute capability 9.0")
-    return AttentionConfig(**{kernel: chosen_tiles(kernel, shape, capability, tma) for kernel in KERNELS})

@@ -19,15 +19,6 @@ from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported, probl
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.counters import COUNTERS, STALL, CountersUnavailableError, KernelCounters, read_counters
 
-SHAPES = {
-    **SMALL,
-    "handout": (
-        (4, 32, 4096, 64, True),
-        (1, 16, 16384, 64, True),
-        (1, 16, 16384, 128, True),
-        (1, 64, 8192, 128, False),
-    ),
-}
 MODES = ("forward", "backward")
 READY = (f"{STALL}selected", f"{STALL}not_selected")  # no waits: issued, or ready while another warp was
 NUM_WAITS = 3
@@ -35,7 +26,15 @@ NUM_WAITS = 3
 
 @problem(title="What the GPU's counters say limits the attention kernels", order=6)
 class KernelCounts(AttentionExperiment):
-    sizes = SHAPES
+    sizes = {
+        **SMALL,
+        "handout": (
+            (4, 32, 4096, 64, True),
+            (1, 16, 16384, 64, True),
+            (1, 16, 16384, 128, True),
+            (1, 64, 8192, 128, False),
+        ),
+    }
     implementations = ("triton", "hopper", "sdpa_cudnn")
     rows = tuple(Row(mode, name, unit) for mode in MODES for name, (_, _, unit, _) in COUNTERS.items())
 

@@ -65,14 +65,10 @@ class Book:
 
     def frame(self, name: str) -> pd.DataFrame:
         """The records of the experiment `name`, read once."""
-        if name in self._frames:
-            return self._frames[name]
-        experiment = experiments()[name]
-        if isinstance(experiment, Calculation):
-            self._frames[name] = calculated_frame(experiment)
-        else:
-            records = read_records(self.folder_of(name) / "records" / f"{name}.jsonl")
-            self._frames[name] = load_frame(experiment, records)
+        if name not in self._frames:
+            one, path = experiments()[name], self.folder_of(name) / "records" / f"{name}.jsonl"
+            made = calculated_frame(one) if isinstance(one, Calculation) else load_frame(one, read_records(path))
+            self._frames[name] = made
         return self._frames[name]
 
     def template(self, name: str) -> str:

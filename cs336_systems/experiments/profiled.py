@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
+from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase, Precision, RunConfig, proxy_model
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, build
 from cs336_systems.experiments.models import MODEL_MODES, TrainingStep
 from cs336_systems.inputs import attention_inputs
@@ -77,7 +77,13 @@ def parse_case(
         )  # fmt: skip
     if attention not in ATTENTION_NAMES:
         raise ValueError(f"attention must be one of {', '.join(ATTENTION_NAMES)}, got {attention!r}")
-    model = _model(text)
+    size = text.removesuffix(PROXY)
+    if size not in MODEL_SIZES:
+        raise ValueError(
+            f"case must be a model size ({', '.join(MODEL_SIZES)}, or one of them with {PROXY}) or an attention shape "
+            f"BATCHxHEADSxSEQxHEAD_DIM, got {text!r}"
+        )
+    model = proxy_model(size) if text.endswith(PROXY) else MODEL_SIZES[size]
     if context is not None:
         model = replace(model, context_length=context)
     return ModelCase(
@@ -86,16 +92,6 @@ def parse_case(
         attention=attention,
         precision=PRECISIONS[precision],
     )
-
-
-def _model(text: str) -> ModelConfig:
-    size = text.removesuffix(PROXY)
-    if size not in MODEL_SIZES:
-        raise ValueError(
-            f"case must be a model size ({', '.join(MODEL_SIZES)}, or one of them with {PROXY}) or an attention shape "
-            f"BATCHxHEADSxSEQxHEAD_DIM, got {text!r}"
-        )
-    return proxy_model(size) if text.endswith(PROXY) else MODEL_SIZES[size]
 
 
 def prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, run: RunConfig) -> Prepared:

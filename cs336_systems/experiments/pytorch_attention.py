@@ -22,35 +22,22 @@ LENGTHS = {
 HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}
 
 
-def shapes(run: RunConfig) -> list[AttentionShape]:
-    """Batch 8, one head, no mask, float32: every head dim with every length."""
-    return [
-        replace(attention.sized_shape(run, BATCH, 1, seqlen, head_dim, False), dtype="float32")
-        for head_dim in HEAD_DIMS[run.scale]
-        for seqlen in LENGTHS[run.scale]
-    ]
-
-
-def num_passes(cell: Cell, run: RunConfig) -> int | None:
-    """How many timed passes a cell has; None where the time decides."""
-    if run.scale != "handout":
-        return None
-    return PASSES if cell.case.seqlen_q <= LONGEST_OF_HANDOUT else PASSES_BEYOND
-
-
-def _memory(quantity: str) -> Pick:
-    return Pick({"quantity": quantity}, "GiB")
-
-
 @problem()
 class PyTorchAttention(attention.AttentionExperiment):
     rows = (attention.FORWARD, attention.SAVED, attention.BEFORE_BACKWARD, attention.BACKWARD, attention.PEAK)
 
     def cases(self, run: RunConfig) -> list[AttentionShape]:
-        return shapes(run)
+        """Batch 8, one head, no mask, float32: every head dim with every length."""
+        return [
+            replace(attention.sized_shape(run, BATCH, 1, seqlen, head_dim, False), dtype="float32")
+            for head_dim in HEAD_DIMS[run.scale]
+            for seqlen in LENGTHS[run.scale]
+        ]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return attention.measure_attention(cell, run, num_samples=num_passes(cell, run))
+        """As many passes as the handout asks for; below its scale the time decides."""
+        passes = PASSES if cell.case.seqlen_q <= LONGEST_OF_HANDOUT else PASSES_BEYOND
+        return attention.measure_attention(cell, run, num_samples=passes if run.scale == "handout" else None)
 
     tables = {
         name: Wide(
@@ -60,9 +47,9 @@ class PyTorchAttention(attention.AttentionExperiment):
             columns={
                 "forward (ms)": Pick({"mode": "forward", "quantity": "time"}),
                 "backward (ms)": Pick({"mode": "backward", "quantity": "time"}),
-                "memory before backward (GiB)": _memory(attention.BEFORE_BACKWARD.quantity),
-                "saved for backward (GiB)": _memory(attention.SAVED.quantity),
-                "peak (GiB)": _memory(attention.PEAK.quantity),
+                "memory before backward (GiB)": Pick({"quantity": attention.BEFORE_BACKWARD.quantity}, "GiB"),
+                "saved for backward (GiB)": Pick({"quantity": attention.SAVED.quantity}, "GiB"),
+                "peak (GiB)": Pick({"quantity": attention.PEAK.quantity}, "GiB"),
             },
         )
         for name, words, down, where in (

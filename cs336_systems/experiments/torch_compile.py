@@ -7,16 +7,17 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.config import ModelCase, RunConfig, proxy_model
-from cs336_systems.experiments.attention import BACKWARD, FORWARD, attention_cell, measure_attention
+from cs336_systems.experiments.attention import BACKWARD, FORWARD, attention_cell
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import with_speeds
 from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cell, models
-from cs336_systems.experiments.pytorch_attention import num_passes, shapes
+from cs336_systems.experiments.pytorch_attention import PyTorchAttention
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pivot
 
 IS_SHAPE, IS_MODEL = {"case_type": "AttentionShape"}, {"case_type": "ModelCase"}
 SPEED = (("compiled", "eager"),)
+PLAIN = PyTorchAttention()
 
 
 @problem()
@@ -27,7 +28,7 @@ class TorchCompile(Experiment):
         """(a) the same attention, eager and compiled; (b) whole models, eager and compiled."""
         cells = [
             attention_cell(shape, name, run, (FORWARD, BACKWARD))
-            for shape in shapes(run)
+            for shape in PLAIN.cases(run)
             for name in self.implementations
             if name == "eager" or run.scale != "tiny"
         ]
@@ -49,7 +50,7 @@ class TorchCompile(Experiment):
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         if isinstance(cell.case, ModelCase):
             return measure_model(cell, run)
-        return measure_attention(cell, run, num_samples=num_passes(cell, run))
+        return PLAIN.measure(cell, run)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         return {"S": row.get("seqlen_q"), "d": f"d = {row.get('head_dim')}"}
