@@ -41,6 +41,7 @@ SETTLE_MS = 300.0
 KEPT_SAMPLES = 25  # of a row: quartiles ask for no more, and four thousand rows shall stay a small file
 MODE_WORDS = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
 BY_SHAPE = {"batch × heads × length × head dim": "shape"}  # a table's first column
+BOTH_TIMES = {"quantity": "time", "mode": "forward_backward"}  # which rows are times of both passes together
 Sizes = tuple[int, int, int, int, bool]  # batch, heads, length, head_dim, causal
 SMALL: dict[str, tuple[Sizes, ...]] = {"tiny": ((1, 1, 64, 64, True),), "smoke": ((1, 1, 128, 64, True),)}
 
@@ -79,21 +80,22 @@ class AttentionExperiment(Experiment):
         return {"shape": words, "pass": MODE_WORDS[row["mode"]], "tflops": rate}
 
 
-def rate_tables(ratios: Sequence[tuple[str, str]]) -> dict[str, TableSpec]:
-    """A table of TFLOP/s for each pass: shapes down, implementations across, then `ratios` of speed."""
+def rate_tables(
+    ratios: Sequence[tuple[str, str]], down: Mapping[str, str] = BY_SHAPE, titles: Mapping[str, str] = MODE_WORDS
+) -> dict[str, TableSpec]:
+    """A table of TFLOP/s for each pass of `titles`: implementations across, then `ratios` of speed."""
     return {
         mode: Pivot(
-            title=words, down=BY_SHAPE, value="tflops", unit="TFLOP/s", where={"quantity": "time", "mode": mode},
+            title=title, down=down, value="tflops", unit="TFLOP/s", where={"quantity": "time", "mode": mode},
             ratios=ratios,
         )
-        for mode, words in MODE_WORDS.items()
+        for mode, title in titles.items()
     }  # fmt: skip
 
 
-def rate_bars(title: str, x: str = "shape", color: str = "implementation") -> Bars:
+def rate_bars(title: str, x: str = "shape", color: str = "implementation", facet: str | None = None) -> Bars:
     """Bars of TFLOP/s of forward and backward together."""
-    where = {"quantity": "time", "mode": "forward_backward"}
-    return Bars(title=title, x=x, y="tflops", y_title="TFLOP/s", color=color, where=where)
+    return Bars(title=title, x=x, y="tflops", y_title="TFLOP/s", color=color, facet=facet, where=BOTH_TIMES)
 
 
 def sized_shape(

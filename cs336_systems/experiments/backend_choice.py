@@ -149,12 +149,9 @@ class BackendChoice(AttentionByTurns):
             y_title="times as fast as triton",
             color="width",
             facet="attended",
-            where={
-                "layout": "dense", "implementation": "hopper", "dtype": "bfloat16", "head_dim": HEAD_DIMS,
-                "over_triton": lambda ratio: ratio == ratio,
-            },
+            where={"layout": "dense", "implementation": "hopper", "dtype": "bfloat16", "head_dim": HEAD_DIMS},
         )
-    }  # fmt: skip
+    }
 
 
 def taken_by_auto(row: Mapping[str, Any]) -> str:

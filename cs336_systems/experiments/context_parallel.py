@@ -18,6 +18,7 @@ from torch import Tensor
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
 from cs336_systems.distributed.context_parallel import ring_attention, zigzag_split
 from cs336_systems.experiments import ranks
+from cs336_systems.experiments.attention import BOTH_TIMES
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.frames import with_speeds
 from cs336_systems.experiments.ranks import TIMES
@@ -118,7 +119,7 @@ class ContextParallel(Experiment):
             x="length",
             x_title="tokens",
             color="line",
-            where={"quantity": "time", "mode": "forward_backward"},
+            where=BOTH_TIMES,
         )
     }
 

@@ -5,11 +5,10 @@ tiles, `sdpa_padded` is SDPA on the padded batch, and `torch_varlen` PyTorch's o
 """
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.attention import MODE_WORDS
+from cs336_systems.experiments.attention import BOTH_TIMES, rate_tables
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.masks import DENSE_PEERS, MASK_TIMES, MaskExperiment, mask_case, mask_cell, names_of
 from cs336_systems.experiments.spec import Cell, problem
-from cs336_systems.experiments.tables import Pivot
 
 # Documents of a packed sequence, in 32nds of it: 8 of them, the longest twice the mean, so that a padded batch is half
 # padding.
@@ -41,17 +40,10 @@ class DenseMasks(MaskExperiment):
                     cells.append(mask_cell(case, name, run, mask_time=packed and name == "triton_lists"))
         return cells
 
-    tables = {
-        mode: Pivot(
-            title=words, down=DOWN, value="tflops", unit="TFLOP/s",
-            where={"quantity": "time", "mode": mode},
-            ratios=(
-                ("hopper", "triton"), ("triton", "torch_varlen"), ("triton", "flex"), ("triton", "sdpa_padded"),
-                ("triton", "sdpa_cudnn"),
-            ),
-        )
-        for mode, words in MODE_WORDS.items()
-    } | {"mask_time": MASK_TIMES(title="building the mask's lists", down=DOWN)}  # fmt: skip
+    tables = rate_tables(
+        (("hopper", "triton"), *(("triton", peer) for peer in ("torch_varlen", "flex", "sdpa_padded", "sdpa_cudnn"))),
+        DOWN,
+    ) | {"mask_time": MASK_TIMES(title="building the mask's lists", down=DOWN)}
     figures = {
         "forward_backward": Lines(
             title="Eight packed documents, forward + backward",
@@ -60,11 +52,7 @@ class DenseMasks(MaskExperiment):
             y="tflops",
             y_title="TFLOP/s",
             facet="family",
-            where={
-                "quantity": "time",
-                "mode": "forward_backward",
-                "family": ("documents", "causal documents"),
-                "seqlen_q": lambda tokens: tokens >= 4096,
-            },
+            where=BOTH_TIMES
+            | {"family": ("documents", "causal documents"), "seqlen_q": lambda tokens: tokens >= 4096},
         )
     }

@@ -2,6 +2,7 @@
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import masks
+from cs336_systems.experiments.attention import BOTH_TIMES
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.spec import Cell, problem
 
@@ -33,11 +34,6 @@ class DilatedAttention(masks.MaskExperiment):
             y="over_dense",
             y_title="times as fast as dense",
             color="family",
-            where={
-                "quantity": "time",
-                "mode": "forward_backward",
-                "implementation": "triton",
-                "number": lambda rate: rate > 1,
-            },
+            where=BOTH_TIMES | {"implementation": "triton", "number": lambda rate: rate > 1},
         )
     }

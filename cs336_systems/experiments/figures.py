@@ -153,6 +153,10 @@ def axis_of(values: pd.Series) -> alt.Axis:
 class Lines(Figure):
     """A line of medians for each colour, with a bar from the lower to the upper quartile at each point."""
 
+    def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        rows = super().rows(frame)
+        return rows.dropna(subset=rows.columns.intersection([self.y]))  # a speed over what was not measured
+
     def _marks(self, rows: pd.DataFrame) -> Any:
         x: Any = alt.X(f"{_field(self.x)}:O", sort=None, title=self._x_title())
         if pd.api.types.is_numeric_dtype(rows[self.x]):

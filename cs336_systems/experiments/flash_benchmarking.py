@@ -117,13 +117,7 @@ class FlashBenchmarking(attention.AttentionExperiment):
             y="speed_over_eager",
             y_title="times as fast as eager",
             facet="head_dim",
-            where={
-                "quantity": "time",
-                "mode": "forward_backward",
-                "dtype": "bfloat16",
-                "implementation": SHOWN,
-                "seqlen_q": lambda length: length >= HOST_BOUND,
-                "speed_over_eager": lambda speed: speed == speed,
-            },
+            where=attention.BOTH_TIMES
+            | {"dtype": "bfloat16", "implementation": SHOWN, "seqlen_q": lambda length: length >= HOST_BOUND},
         )
     }

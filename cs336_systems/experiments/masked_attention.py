@@ -11,12 +11,18 @@ from typing import Any
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, tflops_per_s
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
-from cs336_systems.experiments.attention import BOTH, FORWARD, MODE_WORDS, mask_of, sized_shape
-from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments.attention import (
+    BOTH,
+    FORWARD,
+    MODE_WORDS,
+    mask_of,
+    rate_bars,
+    rate_tables,
+    sized_shape,
+)  # fmt: skip
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.mask_implementations import build_masked
 from cs336_systems.experiments.spec import BY_TURNS, Cell, Row, Sample, problem
-from cs336_systems.experiments.tables import Pivot
 from cs336_systems.experiments.turns import AttentionByTurns, long_turn, measure_by_turns
 
 LENGTH = {"tiny": 64, "smoke": 128, "handout": 16384}
@@ -103,26 +109,9 @@ class MaskedAttention(AttentionByTurns):
         ]
         return frame.assign(tflops=rates)
 
-    tables = {
-        mode: Pivot(
-            title=f"{words} under masks",
-            down={"width": "width", "mask": "attended"},
-            value="tflops",
-            unit="TFLOP/s",
-            where={"quantity": "time", "mode": mode},
-            ratios=(("hopper", "fa4"), ("hopper", "flex"), ("hopper", "flex_flash"), ("hopper", "triton")),
-        )
-        for mode, words in MODE_WORDS.items()
-        if mode in ("forward", "forward_backward")
-    }
-    figures = {
-        "both": Bars(
-            title="Forward and backward under masks",
-            x="attended",
-            y="tflops",
-            y_title="TFLOP/s",
-            color="implementation",
-            facet="width",
-            where={"quantity": "time", "mode": "forward_backward"},
-        )
-    }
+    tables = rate_tables(
+        (("hopper", "fa4"), ("hopper", "flex"), ("hopper", "flex_flash"), ("hopper", "triton")),
+        down={"width": "width", "mask": "attended"},
+        titles={row.mode: f"{MODE_WORDS[row.mode]} under masks" for row in (FORWARD, BOTH)},
+    )
+    figures = {"both": rate_bars("Forward and backward under masks", x="attended", facet="width")}
