@@ -98,7 +98,7 @@ def test_wide_tables_put_quantities_side_by_side_in_their_units():
     listing = Listing(columns={"who": "implementation", "twice": lambda row: 2 * row["median"]}, where={"unit": "ms"})
     assert texts(listing.build(frame)) == [["hopper", "1.00"]]
     with pytest.raises(ValueError, match="no factor from MiB to µs"):
-        Listing(columns={"m": "median"}, unit="µs").build(frame)
+        Pivot(down=("implementation",), across="quantity", unit="µs").build(frame)
 
 
 def test_text_of_records_is_no_markup():

@@ -25,10 +25,10 @@ class CommunicationAccounting(Calculation):
                 {
                     "quantity": "fewest",
                     "tokens": tokens,
-                    "saved": saved / 1e9,
-                    "h100s": (xxl.fixed_bytes(xxl.XXL) + saved) / xxl.H100_BYTES,
-                    "fewest": fewest,
-                    "there": xxl.bytes_per_device(xxl.XXL, tokens, fewest) / 1e9,
+                    "saved for backward (GB)": saved / 1e9,
+                    "H100s (80 GB)": (xxl.fixed_bytes(xxl.XXL) + saved) / xxl.H100_BYTES,
+                    "fewest N_FSDP (95 GB)": fewest,
+                    "GB a device there": xxl.bytes_per_device(xxl.XXL, tokens, fewest) / 1e9,
                 }
             )
             rows += [
@@ -69,13 +69,9 @@ class CommunicationAccounting(Calculation):
             title="XXL's memory by the tokens whose activations it saves",
             where={"quantity": "fewest"},
             significant=4,
-            columns={
-                "tokens": "tokens",
-                "saved for backward (GB)": "saved",
-                "H100s (80 GB)": "h100s",
-                "fewest N_FSDP (95 GB)": "fewest",
-                "GB a device there": "there",
-            },
+            columns=(
+                "tokens", "saved for backward (GB)", "H100s (80 GB)", "fewest N_FSDP (95 GB)", "GB a device there"
+            ),
         )
     }
     figures = {

@@ -9,6 +9,7 @@ from cs336_systems.experiments.spec import Calculation, problem
 from cs336_systems.experiments.tables import Listing
 
 OVERLAPS = {"overlapped": True, "one after the other": False}
+WHOLE = {"overlapped": "N_FSDP × N_TP in whole numbers", "one after the other": "in whole numbers"}  # headings
 
 
 @problem()
@@ -27,11 +28,11 @@ class FullyShardedTensorParallelCalcs(Calculation):
                 ]
         for tokens in (FEW_TOKENS, TOKENS):
             for link, rates in links().items():
-                row: dict[str, Any] = {"quantity": "grid", "link": link, "tokens": tokens}
+                row: dict[str, Any] = {"quantity": "grid", "C, W of": link, "B": tokens}
                 for name, overlap in OVERLAPS.items():
-                    row[name] = ffn.fsdp_tp_limit(layer(tokens), overlap=overlap, **rates).devices
+                    row[f"N, {name}"] = ffn.fsdp_tp_limit(layer(tokens), overlap=overlap, **rates).devices
                     fsdp, tp = ffn.best_integer_grid(layer(tokens), overlap=overlap, **rates)
-                    row[f"{name}, whole"] = f"{fsdp:,} × {tp} = {fsdp * tp:,}"
+                    row[WHOLE[name]] = f"{fsdp:,} × {tp} = {fsdp * tp:,}"
                 rows.append(row)
         return rows
 
@@ -40,14 +41,7 @@ class FullyShardedTensorParallelCalcs(Calculation):
             title="Largest N of FSDP and tensor parallelism, forward",
             where={"quantity": "grid"},
             significant=4,
-            columns={
-                "C, W of": "link",
-                "B": "tokens",
-                "N, overlapped": "overlapped",
-                "N_FSDP × N_TP in whole numbers": "overlapped, whole",
-                "N, one after the other": "one after the other",
-                "in whole numbers": "one after the other, whole",
-            },
+            columns=("C, W of", "B", *(heading for name in OVERLAPS for heading in (f"N, {name}", WHOLE[name]))),
         )
     }
     figures = {

@@ -28,20 +28,14 @@ class HilbertOrder(Calculation):
                     shared | {"quantity": "density", "order": name, "density": one} for name, one in densities.items()
                 ]
                 ratio = densities["Hilbert's curve"] / densities["rows"]
-                rows.append(shared | {"quantity": "both", "ratio": ratio} | densities)
+                rows.append(shared | {"quantity": "both", "curve over rows": ratio} | densities)
         return rows
 
     tables = {
         "density": Listing(
             title=f"Live tiles of {BLOCK_SIZE} × {BLOCK_SIZE} by the order of the tokens (%)",
             where={"quantity": "both"},
-            columns={
-                "grid": "grid",
-                "radius": "radius",
-                "rows": "rows",
-                "Hilbert's curve": "Hilbert's curve",
-                "curve over rows": "ratio",
-            },
+            columns=("grid", "radius", *ORDERS, "curve over rows"),
         )
     }
     figures = {

@@ -65,4 +65,4 @@ class MixedPrecisionAccumulation(Experiment):
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         return {"ranges": float16_ranges}
 
-    tables = {"sums": Listing(columns={"accumulator": "accumulator", "term": "term", "sum": "sum"})}
+    tables = {"sums": Listing(columns=("accumulator", "term", "sum"))}

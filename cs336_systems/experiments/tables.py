@@ -1,7 +1,7 @@
 """The three shapes of tables, declared beside an experiment and made from its frame.
 
     Pivot(down=("shape",), across="implementation", where={"mode": "forward"}, ratios=(("hopper", "flex"),))
-    Listing(columns={"dtype": "dtype", "sum": "sum"})
+    Listing(columns=("dtype", "sum"))
     Wide(down=("model",), columns={"forward (ms)": Pick({"mode": "forward"}), "peak (GiB)": Pick({...}, unit="GiB")})
 
 `build(frame)` gives a `Table`, which pages show as Markdown and the report as HTML. A cell without a
@@ -161,16 +161,15 @@ class Pivot(TableSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class Listing(TableSpec):
-    """A line a record: heading -> column of the frame, or a function of the row."""
+    """A line a record: columns of the frame, or heading -> column, or a function of the row."""
 
-    columns: Mapping[str, str | Callable[[Row], Any]]
-    unit: str | None = None
+    columns: Sequence[str] | Mapping[str, str | Callable[[Row], Any]]
 
     def build(self, frame: pd.DataFrame) -> Table:
+        columns = self.columns.values() if isinstance(self.columns, Mapping) else self.columns
         lines = []
-        for row in tuples(with_unit(pick(frame, self.where), self.unit)):
-            values = [of(row) if callable(of) else row[of] for of in self.columns.values()]
-            cells = [shown(value, self.significant) for value in values]
+        for row in tuples(pick(frame, self.where)):
+            cells = [shown(of(row) if callable(of) else row[of], self.significant) for of in columns]
             if row["status"] != "ok":
                 blank = cell_of(row)
                 cells = [cell if cell.text not in (ABSENT, "") else blank for cell in cells]

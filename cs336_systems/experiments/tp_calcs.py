@@ -13,15 +13,15 @@ class TensorParallelCalcs(Calculation):
     def calculate(self) -> list[dict[str, Any]]:
         rows = [row for row in times(("TP forward", "TP backward")) if row["GPUs"] <= 64]
         for link, rates in links().items():
-            limits = {mode: ffn.tp_limit(layer(), mode, **rates) for mode in ("forward", "backward")}
-            rows.append({"quantity": "limit", "link": link, "rate": round(rates["bytes_per_s"] / 1e9)} | limits)
+            limits = {f"N {mode}": ffn.tp_limit(layer(), mode, **rates) for mode in ("forward", "backward")}
+            rows.append({"quantity": "limit", "C, W of": link, "W (GB/s)": round(rates["bytes_per_s"] / 1e9)} | limits)
         return rows
 
     tables = {
         "limits": Listing(
             title=f"Largest N that computation hides the communication of, F = {MODEL.d_ff:,}, any batch",
             where={"quantity": "limit"},
-            columns={"C, W of": "link", "W (GB/s)": "rate", "N forward": "forward", "N backward": "backward"},
+            columns=("C, W of", "W (GB/s)", "N forward", "N backward"),
         )
     }
     figures = {"ratio": ratio_lines("Tensor parallelism", "any batch", facet="scheme")}
