@@ -7,7 +7,7 @@ and of the queries' gradient are checked in float64 against all keys before anyt
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
 from cs336_systems.distributed.context_parallel import ring_attention, zigzag_split
 from cs336_systems.experiments import ranks
-from cs336_systems.experiments.attention import BOTH_TIMES
+from cs336_systems.experiments.attention import BOTH, BOTH_TIMES, FORWARD, PEAK
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.frames import with_speeds
 from cs336_systems.experiments.ranks import TIMES
@@ -27,9 +27,7 @@ from cs336_systems.experiments.tables import Pick, Ratio, Wide
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.measure.memory import release
 
-QUANTITIES = {("forward", "time"): "ms", ("forward_backward", "time"): "ms"}
-QUANTITIES |= {("forward_backward", name): "ms" for name in TIMES}  # of one traced call of rank 0
-ON_GPUS = {("forward_backward", "peak_memory"): "MiB"}  # of the rank that needs most
+ROWS = (FORWARD, BOTH, *(Row("forward_backward", name, "ms") for name in TIMES))  # TIMES are of rank 0 alone
 LENGTHS = {"tiny": (256,), "smoke": (2048, 4096), "handout": (65536, 131072, 262144, 524288)}
 NUM_RANKS = {"tiny": (2,), "smoke": (1, 2), "handout": (1, 2, 4, 8)}
 HEADS = {"tiny": (2, (2,), 16), "smoke": (4, (4, 1), 32), "handout": (8, (8, 2), 128)}  # heads, of keys, head dim
@@ -63,7 +61,7 @@ class ContextParallel(Experiment):
         """A cell for each number of heads of keys and of ranks; NCCL for as many ranks as GPUs."""
         heads, groups, head_dim = HEADS[run.scale]
         dtype: DTypeName = "bfloat16" if run.device == "cuda" else "float32"
-        quantities = QUANTITIES | (ON_GPUS if run.device == "cuda" else {})
+        rows = (*ROWS, PEAK) if run.device == "cuda" else ROWS  # the peak of the rank that needs most
         counts = [number for number in NUM_RANKS[run.scale] if number <= ranks.most_ranks(run)]
         cells = []
         for kv_heads, number in product(groups, counts):
@@ -74,8 +72,8 @@ class ContextParallel(Experiment):
                 )
                 for length in LENGTHS[run.scale]
             ]  # fmt: skip
-            rows = tuple(Row(*what, unit, case=case) for case in cases for what, unit in quantities.items())
-            cells.append(Cell(case=cases[0], implementation="ring", rows=rows))
+            of_cases = tuple(replace(row, case=case) for case in cases for row in rows)
+            cells.append(Cell(case=cases[0], implementation="ring", rows=of_cases))
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:

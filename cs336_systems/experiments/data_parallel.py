@@ -6,6 +6,7 @@ start each timed step together, and it is over when the last is done.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -58,20 +59,12 @@ def ddp_cells(
     """A cell for each wrapper, number of ranks and precision; buckets are of that size, or the usual."""
     size = bucket_size_mb or DEFAULT_BUCKET_MB[run.scale]
     memory = ("peak_memory",) if run.device == "cuda" else ()
-    return [
-        ranks.step_cell(
-            DataParallelCase(
-                model=ranks.sized_model(run), batch=ranks.BATCH[run.scale], num_ranks=number,
-                backend=ranks.backend_of(run), attention="reference", precision=precision,
-                bucket_size_mb=size if name in WITH_BUCKETS else None,
-            ),
-            name,
-            memory,
-        )
-        for precision in computes
-        for number in num_ranks
-        for name in implementations
-    ]  # fmt: skip
+    cells = []
+    for precision, number, name in product(computes, num_ranks, implementations):
+        buckets = {"bucket_size_mb": size if name in WITH_BUCKETS else None}
+        case = ranks.ranks_case(DataParallelCase, run, number, precision, **buckets)
+        cells.append(ranks.step_cell(case, name, memory))
+    return cells
 
 
 class DataParallelExperiment(ranks.StepExperiment):

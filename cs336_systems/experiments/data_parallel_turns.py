@@ -14,6 +14,7 @@ import gc
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -51,14 +52,9 @@ class DataParallelTurns(Experiment):
         """xl of both editions at handout scale; on every number of ranks in every precision."""
         models = [ranks.sized_model(run)] + ([MODEL_SIZES["xl-2025"]] if run.scale == "handout" else [])
         return [
-            ShardingCase(
-                model=model, batch=ranks.BATCH[run.scale], num_ranks=number, backend=ranks.backend_of(run),
-                attention="reference", precision=precision,
-            )
-            for precision in precisions(run)
-            for model in models
-            for number in ranks.rank_counts(run)
-        ]  # fmt: skip
+            ranks.ranks_case(ShardingCase, run, number, precision, model=model)
+            for precision, model, number in product(precisions(run), models, ranks.rank_counts(run))
+        ]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         if run.model is not None:

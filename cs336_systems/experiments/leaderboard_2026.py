@@ -71,6 +71,11 @@ class LongStepCase(RanksCase):
     compiled: bool = False  # the blocks' parts, by torch.compile
     chunk_tokens: int = CHUNK_TOKENS  # of the loss
 
+    @property
+    def predicted_bytes(self) -> int:
+        """Peak of a rank, or of all ranks where they share the host's memory."""
+        return (self.num_ranks if self.backend == "gloo" else 1) * long_step_bytes(self).peak
+
 
 def widest(case: LongStepCase) -> LongStepCase:
     """`case` with as many wide blocks as the prediction, which is some GiB too high, finds room for on an H200.
@@ -84,17 +89,9 @@ def widest(case: LongStepCase) -> LongStepCase:
 
 def long_step_cell(case: LongStepCase, implementation: str) -> Cell:
     """The cell with every row that its device can give."""
-    units = {"predicted_peak_memory": "MiB", "time": "ms", "start_time": "s"}
-    if case.backend == "nccl":
-        units["peak_memory"] = "MiB"
-    rows = [Row("train_step", quantity, unit) for quantity, unit in units.items()]
-    ranks_here = case.num_ranks if case.backend == "gloo" else 1  # they share the host's memory
-    return Cell(
-        case=case,
-        implementation=implementation,
-        rows=(*rows, *ranks.traced_rows()),
-        predicted_bytes=ranks_here * long_step_bytes(case).peak,
-    )
+    memory = ("predicted_peak_memory", *(("peak_memory",) if case.backend == "nccl" else ()))
+    cell = ranks.step_cell(case, implementation, memory)
+    return replace(cell, rows=(*cell.rows, Row("train_step", "start_time", "s")))
 
 
 def long_step_bytes(case: LongStepCase) -> RankBytes:
@@ -246,13 +243,14 @@ class Leaderboard2026(Experiment):
         """
         cuda = run.device == "cuda"
         available = available_backends() if cuda and torch.cuda.is_available() else {}
-        base = LongStepCase(
+        base = ranks.ranks_case(
+            LongStepCase,
+            run,
+            NUM_RANKS,
+            Precision(autocast="bfloat16" if cuda else None),
             model=ranks.sized_model(run, "8b", contexts=(64, 256)),
             batch=BATCH,
-            num_ranks=NUM_RANKS,
-            backend=ranks.backend_of(run),
             attention=next((name for name in ATTENTIONS if available.get(name) == "ok"), "sdpa"),
-            precision=Precision(autocast="bfloat16" if cuda else None),
             reduce_dtype="float32" if cuda else None,
             compiled=cuda,
             chunk_tokens={"tiny": 24, "smoke": 100, "handout": CHUNK_TOKENS}[run.scale],

@@ -9,13 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 import torch
 import torch.distributed as dist
 
-from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig, proxy_model
+from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.figures import Spans
 from cs336_systems.experiments.frames import pick, speed, tuples
@@ -33,6 +33,7 @@ TIMES = ("traced_time", "communication_time", "compute_time", "overlap_time")  #
 INTERVALS = ("compute_intervals", "communication_intervals")  # start, end, start, end, ...: what a figure can show
 TRACED = (*TIMES, *INTERVALS)
 Samples = dict[tuple[str, str], list[float]]  # of one rank, by mode and quantity
+C = TypeVar("C")
 MOST_INTERVALS = 300  # of a lane in a record: more cannot be told apart in a figure
 
 
@@ -57,6 +58,12 @@ def rank_counts(run: RunConfig) -> list[int]:
 
 def backend_of(run: RunConfig) -> str:
     return "nccl" if run.device == "cuda" else "gloo"
+
+
+def ranks_case(kind: Callable[..., C], run: RunConfig, num_ranks: int, precision: Precision, **more: Any) -> C:
+    """A case of a training step on `num_ranks`, of xl under plain attention where `more` does not say otherwise."""
+    usual = {"model": sized_model(run), "batch": BATCH[run.scale], "attention": "reference"}
+    return kind(num_ranks=num_ranks, backend=backend_of(run), precision=precision, **(usual | more))
 
 
 def run_cell(

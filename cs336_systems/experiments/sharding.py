@@ -86,10 +86,7 @@ def sharding_case(
 ) -> ShardingCase:
     """The standard configuration on `num_ranks`: plain attention, no checkpointing."""
     precision = Precision(autocast=compute_dtype)  # type: ignore[arg-type]
-    return ShardingCase(
-        model=ranks.sized_model(run), batch=ranks.BATCH[run.scale], num_ranks=num_ranks, backend=ranks.backend_of(run),
-        attention="reference", precision=precision, reduce_dtype=reduce_dtype,
-    )  # fmt: skip
+    return ranks.ranks_case(ShardingCase, run, num_ranks, precision, reduce_dtype=reduce_dtype)
 
 
 def sharding_cell(case: ShardingCase, implementation: str) -> Cell:
