@@ -28,7 +28,7 @@ def test_chosen_sizes_stand_in_the_place_of_the_problems_own():
     assert [*dict.fromkeys(cases)] == [case for i, case in enumerate(cases) if i == 0 or cases[i - 1] != case]
     for case in cases:
         if case.mask.startswith("document"):
-            assert sum(document_lengths(case.mask)) == case.seqlen_q
+            assert sum(document_lengths(case)) == case.seqlen_q
 
 
 def test_rows_of_other_modes_go_and_the_masks_shares_stay():

@@ -42,16 +42,23 @@ def is_plain(pattern: str) -> bool:
     return pattern in ("full", "causal")
 
 
-def is_causal(case: MaskCase) -> bool:
-    return "causal" in case.mask.split("+")
+def mask_parts(pattern: str) -> tuple[str, str, bool]:
+    """A mask's kind, its argument, and whether it is causal.
+
+    >>> mask_parts("document:60,40+causal"), mask_parts("full")
+    (('document', '60,40', True), ('full', '', False))
+    """
+    first, *others = pattern.split("+")
+    kind, _, argument = first.partition(":")
+    return kind, argument, "causal" in (kind, *others)
 
 
-def document_lengths(pattern: str) -> list[int]:
-    """Lengths of the documents of a mask pattern; `Unsupported` if it has none."""
-    for part in pattern.split("+"):
-        if part.startswith("document:"):
-            return [int(length) for length in part.removeprefix("document:").split(",")]
-    raise Unsupported("the mask is not one of documents")
+def document_lengths(case: MaskCase) -> list[int]:
+    """Lengths of the documents of a case's mask; `Unsupported` if it has none."""
+    kind, argument, _ = mask_parts(case.mask)
+    if kind != "document":
+        raise Unsupported("the mask is not one of documents")
+    return [int(length) for length in argument.split(",")]
 
 
 def shape_of(case: MaskCase) -> AttentionShape:
@@ -68,12 +75,12 @@ def shape_of(case: MaskCase) -> AttentionShape:
 def _ours(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     """Our best path for the mask: dense, varlen, gathered keys, dilated by reshape; lists for every other."""
     build(backend, shape_of(case), run.device)  # refuses what does not run here
-    name, _, argument = case.mask.partition("+")[0].partition(":")
-    causal, kernel = is_causal(case), ran(name, run.device)
+    kind, argument, causal = mask_parts(case.mask)
+    kernel = ran(kind, run.device)
     if is_plain(case.mask):
         return _dense(backend, case, mask, run)
-    if name == "document":
-        lengths = document_lengths(case.mask)
+    if kind == "document":
+        lengths = document_lengths(case)
         ends = _ends(lengths, run)  # on the device once, as peers have them: a copy in each call would stall the host
         longest = max(lengths)
 
@@ -81,14 +88,14 @@ def _ours(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Buil
             return flash_attention_varlen(q, k, v, ends, ends, longest, longest, is_causal=causal, backend=backend)
 
         return Built(attend=packed, pack=_pack, unpack=_unpack, kernel=kernel)
-    if name == "dilated":
+    if kind == "dilated":
         segment_length, rate = map(int, argument.split("/"))
 
         def dilated(q: Tensor, k: Tensor, v: Tensor) -> Any:
             return dilated_attention(q, k, v, segment_length, rate, is_causal=causal, backend=backend)
 
         return Built(attend=dilated, kernel=kernel)
-    if name == "shared":
+    if kind == "shared":
         bias, num_keys = random_bias(case.seqlen_q, 1, run.seed).to(run.device), int(argument)
 
         def shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -106,16 +113,14 @@ def _lists(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Bui
     build(backend, shape_of(case), run.device)  # refuses what does not run here
     if backend == "hopper" and (case.query_block < MIN_HOPPER_BLOCK[0] or case.key_block < MIN_HOPPER_BLOCK[1]):
         raise Unsupported(f"hopper walks lists of tiles of at least {MIN_HOPPER_BLOCK}")
-    name, _, argument = case.mask.partition("+")[0].partition(":")
+    kind, argument, causal = mask_parts(case.mask)
     size, build_mask = (case.query_block, case.key_block), None
-    if name == "topk":
+    if kind == "topk":
         bias = random_bias(case.seqlen_q, 1, run.seed).to(run.device)[:, :, None]
         build_mask = partial(BlockMask.dynamic_topk, bias, int(argument), size)
-    elif name == "document":
-        lengths = document_lengths(case.mask)
-        build_mask = partial(
-            BlockMask.document, lengths, is_causal=is_causal(case), block_size=size, device=run.device
-        )  # fmt: skip
+    elif kind == "document":
+        lengths = document_lengths(case)
+        build_mask = partial(BlockMask.document, lengths, is_causal=causal, block_size=size, device=run.device)
     return Built(
         attend=partial(flash_attention, block_mask=mask, backend=backend), build_mask=build_mask,
         kernel=ran("lists", run.device),
@@ -133,12 +138,12 @@ def _dense(name: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
 
 def _torch_varlen(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     """PyTorch's own packed attention (FlashAttention-2)."""
-    lengths = document_lengths(case.mask)
+    lengths, causal = document_lengths(case), mask_parts(case.mask)[2]
     if run.device == "cpu" or case.dtype == "float32":
         raise Unsupported("torch.nn.attention.varlen needs CUDA and 16 bits")
     from torch.nn.attention.varlen import varlen_attn
 
-    ends, longest, window = _ends(lengths, run), max(lengths), (-1, 0) if is_causal(case) else (-1, -1)
+    ends, longest, window = _ends(lengths, run), max(lengths), (-1, 0) if causal else (-1, -1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return varlen_attn(q, k, v, ends, ends, longest, longest, window_size=window)
@@ -162,8 +167,8 @@ def _unpack(x: Tensor) -> Tensor:
 
 def _padded(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     """SDPA on a batch of documents padded to the longest: what a batch costs without packing."""
-    lengths = [length for length in document_lengths(case.mask) if length]
-    causal, longest = is_causal(case), max(lengths)
+    lengths = [length for length in document_lengths(case) if length]
+    causal, longest = mask_parts(case.mask)[2], max(lengths)
     exists = (torch.arange(longest) < torch.tensor(lengths)[:, None]).to(run.device)  # (documents, longest)
     # Under the causal mask no real query sees the padding behind it; without, it has to be masked.
     key_mask = None if causal else exists[:, None, None].expand(-1, 1, longest, -1)
@@ -202,21 +207,21 @@ def _flash_attention_4(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built
     """FlashAttention-4 where it has the mask itself: none, causal, a window, packed documents."""
     if is_plain(case.mask):
         return _dense("fa4", case, mask, run)
-    name, _, argument = case.mask.partition("+")[0].partition(":")
-    if name == "window":
+    kind, argument, causal = mask_parts(case.mask)
+    if kind == "window":
         window = {"causal": True, "window_size": (int(argument) - 1, 0)}
         return Built(attend=flash_attention_4(shape_of(case), run.device, **window))
     build("fa4", shape_of(case), run.device)  # refuses what does not run here
     from flash_attn.cute import flash_attn_varlen_func
 
-    lengths = document_lengths(case.mask)
+    lengths = document_lengths(case)
     ends, longest = _ends(lengths, run), max(lengths)
 
     def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return first_of(
             flash_attn_varlen_func(
                 q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest,
-                causal=is_causal(case),
+                causal=causal,
             )
         )  # fmt: skip
 
@@ -224,13 +229,14 @@ def _flash_attention_4(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built
 
 
 def _predicate(case: MaskCase, mask: BlockMask) -> Callable[..., Tensor] | None:
+    kind, _, causal = mask_parts(case.mask)
     if case.mask == "causal":
         return lambda batch, head, query, key: query >= key
-    if not case.mask.startswith("document:"):
+    if kind != "document":
         return None
-    lengths = torch.tensor(document_lengths(case.mask))
+    lengths = torch.tensor(document_lengths(case))
     ids = torch.arange(len(lengths)).repeat_interleave(lengths).to(mask.device)
-    if is_causal(case):
+    if causal:
         return lambda batch, head, query, key: (ids[query] == ids[key]) & (query >= key)
     return lambda batch, head, query, key: ids[query] == ids[key]
 

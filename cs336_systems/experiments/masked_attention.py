@@ -21,7 +21,7 @@ from cs336_systems.experiments.attention import (
     sized_shape,
 )  # fmt: skip
 from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.mask_implementations import build_masked
+from cs336_systems.experiments.mask_implementations import build_masked, mask_parts
 from cs336_systems.experiments.spec import BY_TURNS, Cell, Row, Sample, problem
 from cs336_systems.experiments.turns import AttentionByTurns, long_turn, measure_by_turns
 
@@ -89,11 +89,10 @@ class MaskedAttention(AttentionByTurns):
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`attended` in words, and `width`."""
-        name, _, numbers = row["mask"].partition("+")[0].partition(":")
-        causal = "causal " if row["mask"].endswith("+causal") else ""
+        name, numbers, causal = mask_parts(row["mask"])
         words = {
             "window": f"window of {numbers}",
-            "document": f"{causal}documents of {numbers.partition(',')[0]}",
+            "document": f"{'causal ' * causal}documents of {numbers.partition(',')[0]}",
             "random": f"tiles, {numbers} live",
         }
         return {"attended": words[name], "width": f"head dim {row['head_dim']}", "pass": MODE_WORDS[row["mode"]]}

@@ -28,7 +28,7 @@ from cs336_systems.experiments.attention import (
     oracle_of,
 )  # fmt: skip
 from cs336_systems.experiments.frames import digits, pick, speed, tuples
-from cs336_systems.experiments.mask_implementations import build_masked, is_plain, shape_of
+from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_parts, shape_of
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample
 from cs336_systems.experiments.tables import Listing, Pivot, TableSpec
 from cs336_systems.measure.timing import MIN_SAMPLES, time_calls
@@ -110,7 +110,7 @@ class MaskExperiment(Experiment):
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`family` and `pattern` of the mask, its `number` (a density, a rate), `blocks`, `pass` and `dense_causal`."""
-        name, _, numbers = row["mask"].partition("+")[0].partition(":")
+        name, numbers, _ = mask_parts(row["mask"])
         family, causal = FAMILIES["+".join([name, *row["mask"].split("+")[1:]])]
         last = numbers.rpartition("/")[2]
         return {
