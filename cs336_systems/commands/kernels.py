@@ -89,8 +89,6 @@ def print_reports(reports: Sequence[CompileReport], max_spill_bytes: int = 0) ->
     table = Table("configuration", "head dim", "dtype", "mask", *numbers, "remark", box=None)
     for column in table.columns[1:-1]:
         column.justify = "right"
-    for column in table.columns:
-        column.no_wrap = True
     for report in reports:
         request = report.request
         measured = [report.registers, report.spill_bytes, f"{report.shared_bytes / KIB:.1f}", report.serialized]
@@ -144,4 +142,7 @@ def print_hopper_reports(reports: Sequence[HopperReport]) -> None:
 
 
 def print_table(table: Table) -> None:
+    """Print `table` without breaking a cell, however narrow the terminal is."""
+    for column in table.columns:
+        column.no_wrap = True
     Console(width=max(TABLE_WIDTH, Console().width)).print(table)

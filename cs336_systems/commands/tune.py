@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -120,15 +121,13 @@ def _shapes(
     for head_dim in head_dims:
         if not 1 <= head_dim <= MAX_HEAD_DIM:
             raise ValueError(f"--head-dim must be between 1 and {MAX_HEAD_DIM}, got {head_dim}")
+    axes = product(dtypes, dict.fromkeys(head_dims), masks, dict.fromkeys(seqlens))
     return [
         AttentionShape(
             batch=batch, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=is_causal,
-            dtype=dtype,  # type: ignore[arg-type]
+            dtype=dtype,
         )
-        for dtype in dtypes
-        for head_dim in dict.fromkeys(head_dims)
-        for is_causal in masks
-        for seqlen in dict.fromkeys(seqlens)
+        for dtype, head_dim, is_causal, seqlen in axes
     ]  # fmt: skip
 
 
@@ -145,16 +144,11 @@ def _pairs(
             raise ValueError(f"--config must name a table of {', '.join(TABLES)}, got {config.name}")
     if named and not any(config.kernel in kernels for config in named):
         raise ValueError(f"--config must name configurations of {', '.join(kernels)}, got {', '.join(names)}")
-    return [
-        (shape, config)
-        for shape in shapes
-        for kernel in kernels
-        for config in (
-            [config for config in named if config.kernel == kernel]
-            if named
-            else tuning_grid(kernel, arch=target, head_dim=shape.head_dim, dtype=shape.dtype)
-        )
-    ]
+    pairs = []
+    for shape, kernel in product(shapes, kernels):
+        tried = named or tuning_grid(kernel, arch=target, head_dim=shape.head_dim, dtype=shape.dtype)
+        pairs += [(shape, config) for config in tried if config.kernel == kernel]
+    return pairs
 
 
 def _compile(pairs: Sequence[tuple[AttentionShape, KernelConfig]], arch: str, jobs: int | None) -> list[CompileReport]:
@@ -241,8 +235,6 @@ def best_beside_table(
     from cs336_systems.experiments.tuning import by_kernel
 
     table = Table("kernel", "dtype", "head dim", "seq", "mask", "best", "ms", "table", "ms", "ratio", box=None)
-    for column in table.columns:
-        column.no_wrap = True
     ratios = []
     for shape, kernel, measured in by_kernel(times):
         best, shipped = min(measured, key=measured.__getitem__), chosen_tiles(kernel, shape, capability)
