@@ -4,24 +4,22 @@
 row. Timed are both passes, in replayed graphs, so that of short calls the GPU's time counts and not the host's.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import pandas as pd
-from torch import Tensor
 
 from cs336_systems.attention.backends import BACKENDS, HOPPER_CAPABILITY, AttentionLayout, select_backend
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
-from cs336_systems.experiments.attention import BOTH, BY_SHAPE, mask_of, sized_shape
+from cs336_systems.experiments.attention import BOTH, BY_SHAPE, sized_shape
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.frames import with_speeds
-from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.mask_implementations import build_masked
-from cs336_systems.experiments.spec import Cell, Sample, problem
+from cs336_systems.experiments.implementations import AttentionFunction
+from cs336_systems.experiments.masks import MaskedByTurns
+from cs336_systems.experiments.spec import problem
 from cs336_systems.experiments.tables import Pivot
-from cs336_systems.experiments.turns import AttentionByTurns, graph_turn, measure_by_turns
+from cs336_systems.experiments.turns import Call, Turn, graph_turn
 
 # Of the table; others are probes, of whether they can take the next larger one's row.
 HEAD_DIMS = (32, 64, 80, 96, 128, 160, 192, 256)
@@ -32,7 +30,6 @@ MASKED_SIZES = ((16, 2048), (16, 4096), (16, 16384))
 MASKS: tuple[dict[str, Any], ...] = ({"window": 1024}, {"documents": 1024})
 PACKED_SIZES = ((4, 16384), (16, 16384))
 DOCUMENTS = (1024, 4096)  # tokens of each packed one
-ROUNDS = {"cpu": 3, "cuda": 6}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +56,10 @@ class Attended(AttentionShape):
 
 
 @problem(title="Triton beside Hopper by size and mask: what `auto` chooses by", order=2)
-class BackendChoice(AttentionByTurns):
+class BackendChoice(MaskedByTurns):
     implementations = ("triton", "hopper")
     rows = (BOTH,)
+    rounds = {"cpu": 3, "cuda": 6}
 
     def cases(self, run: RunConfig) -> list[Attended]:
         def case(heads: int, tokens: int, head_dim: int, is_causal: bool = False, **more: Any) -> Attended:
@@ -89,21 +87,11 @@ class BackendChoice(AttentionByTurns):
         ]
         return [*dense, *listed, *packed]
 
-    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        case: Attended = cell.case
-        mask = mask_of(case.mask_case, run.device, run.seed)
+    def turn_of(self, function: AttentionFunction, call: Call, device: str) -> Turn:
+        return graph_turn(function, call, device)
 
-        def built(name: str, *_: Any) -> Built:
-            listed = f"{name}_lists" if case.layout == "block_mask" else name
-            return build_masked(listed, case.mask_case, mask, run)
-
-        def token_mask() -> Tensor | None:
-            return mask.to_dense() if case.window or case.documents else None
-
-        turn_of = partial(graph_turn, device=run.device)
-        return measure_by_turns(
-            cell, run, turn_of, num_rounds=ROUNDS[run.device], built=built, token_mask=token_mask
-        )  # fmt: skip
+    def masked_name(self, name: str, case: Attended) -> str:
+        return f"{name}_lists" if case.layout == "block_mask" else name
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`attended` and `width` in words, `tokens` and `queries` by which `auto` chooses, what it takes on an H200."""

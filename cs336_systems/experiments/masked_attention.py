@@ -4,33 +4,20 @@ FlashAttention-4 has windows and packed documents of its own; of lists of tiles 
 back end. Rates count attended pairs alone.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, tflops_per_s
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
-from cs336_systems.experiments.attention import (
-    BOTH,
-    FORWARD,
-    MODE_WORDS,
-    mask_of,
-    rate_bars,
-    rate_tables,
-    sized_shape,
-)  # fmt: skip
-from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.mask_implementations import build_masked, mask_parts
-from cs336_systems.experiments.spec import BY_TURNS, Cell, Row, Sample, problem
-from cs336_systems.experiments.turns import AttentionByTurns, long_turn, measure_by_turns
+from cs336_systems.experiments.attention import BOTH, FORWARD, MODE_WORDS, rate_bars, rate_tables, sized_shape
+from cs336_systems.experiments.mask_implementations import mask_parts
+from cs336_systems.experiments.masks import DENSITY, MaskedByTurns
+from cs336_systems.experiments.spec import BY_TURNS, Cell, problem
 
 LENGTH = {"tiny": 64, "smoke": 128, "handout": 16384}
 HEADS, HEAD_DIMS = 16, (64, 128)
 WINDOW, DOCUMENT = 1024, 4096  # keys, and tokens of each
 DENSITIES = (0.1, 0.3, 0.5)  # of live tiles
-ROUNDS = {"cpu": 3, "cuda": 8}
-PAIRS = Row(mode="forward", quantity="density", unit="1")
 # Lists are FlexAttention's; windows and packed documents FlashAttention-4 has itself.
 LISTED = ("hopper", "triton", "flex", "flex_flash")
 OWN = ("hopper", "triton", "fa4")
@@ -51,8 +38,9 @@ class Masked(AttentionShape):
 
 
 @problem(title="Windows, packed documents and lists of tiles beside FlashAttention-4 and FlexAttention", order=2.5)
-class MaskedAttention(AttentionByTurns):
+class MaskedAttention(MaskedByTurns):
     implementations = tuple(dict.fromkeys((*OWN, *LISTED)))
+    rounds = {"cpu": 3, "cuda": 8}
 
     def cases(self, run: RunConfig) -> list[Masked]:
         length = LENGTH[run.scale]
@@ -69,23 +57,9 @@ class MaskedAttention(AttentionByTurns):
         for case in self.cases(run):
             names = LISTED if case.mask.startswith("random") else OWN
             rows = tuple(replace(row, implementation=name) for name in names for row in (FORWARD, BOTH))
-            density = replace(PAIRS, implementation=names[0])
+            density = replace(DENSITY, implementation=names[0])
             cells.append(Cell(case=case, implementation=BY_TURNS, rows=(density, *rows)))
         return cells
-
-    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        case: Masked = cell.case
-        mask = mask_of(case.mask_case, run.device, run.seed)
-        density, *times = cell.rows
-        yield Sample(row=density, samples=[mask.density])
-
-        def built(name: str, *_: Any) -> Built:
-            return build_masked(name, case.mask_case, mask, run)
-
-        yield from measure_by_turns(
-            replace(cell, rows=tuple(times)), run, partial(long_turn, device=run.device),
-            num_rounds=ROUNDS[run.device], built=built, token_mask=mask.to_dense,
-        )  # fmt: skip
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`attended` in words, and `width`."""

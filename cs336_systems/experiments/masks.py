@@ -9,6 +9,7 @@ a slow dense path of ours flatters nothing.
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,21 +17,13 @@ import pandas as pd
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, eager_attention_bytes, tflops_per_s
 from cs336_systems.config import DTypeName, MaskCase, RunConfig
-from cs336_systems.experiments.attention import (
-    BACKWARD,
-    BOTH,
-    FORWARD,
-    MODE_WORDS,
-    PEAK,
-    inputs_of,
-    mask_of,
-    measure_passes,
-    oracle_of,
-)  # fmt: skip
+from cs336_systems.experiments import attention
+from cs336_systems.experiments.attention import BACKWARD, BOTH, FORWARD, MODE_WORDS, PEAK, mask_of
 from cs336_systems.experiments.frames import digits, pick, speed, tuples
 from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_parts, shape_of
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample
 from cs336_systems.experiments.tables import Listing, Pivot, TableSpec
+from cs336_systems.experiments.turns import AttentionByTurns, measure_by_turns
 from cs336_systems.measure.timing import MIN_SAMPLES, time_calls
 
 DENSITY = Row(mode="forward", quantity="density", unit="1")
@@ -92,13 +85,34 @@ def mask_case(
     )  # fmt: skip
 
 
+class MaskedByTurns(AttentionByTurns):
+    """Base of the experiments by turns whose cases name a mask, as their `mask_case`."""
+
+    def masked_name(self, name: str, case: Any) -> str:
+        """What `build_masked` calls the implementation `name`."""
+        return name
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        """The mask's density where a row asks for it, then all implementations by turns."""
+        case: MaskCase = cell.case.mask_case
+        mask = mask_of(case, run.device, run.seed)
+        times = tuple(row for row in cell.rows if row.quantity != DENSITY.quantity)
+        yield from (Sample(row=row, samples=[mask.density]) for row in cell.rows if row not in times)
+        yield from measure_by_turns(
+            replace(cell, rows=times), run, partial(self.turn_of, device=run.device),
+            num_rounds=self.rounds[run.device],
+            built=lambda name, *_: build_masked(self.masked_name(name, cell.case), case, mask, run),
+            token_mask=lambda: None if is_plain(case.mask) else mask.to_dense(),
+        )  # fmt: skip
+
+
 class MaskExperiment(Experiment):
     """Base of the experiments with masks: measurement, columns, dense attention beside."""
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """The shares of the mask that ran, then the passes; see `measure_passes`."""
         case, given = cell.case, (shape_of(cell.case), run.device, run.seed)
-        inputs, mask = inputs_of(*given), mask_of(case, run.device, run.seed)
+        inputs, mask = attention.inputs_of(*given), mask_of(case, run.device, run.seed)
         yield Sample(row=DENSITY, samples=[mask.density])
         yield Sample(row=BLOCK_DENSITY, samples=[mask.block_density])
         built = build_masked(cell.implementation, case, mask, run)
@@ -106,7 +120,8 @@ class MaskExperiment(Experiment):
             samples = time_calls(built.build_mask, device=run.device, num_samples=MIN_SAMPLES)
             yield Sample(row=MASK_TIME, samples=samples)
         masked = None if is_plain(case.mask) else case
-        yield from measure_passes(cell, run, built, inputs, lambda: oracle_of(*given, masked=masked))
+        oracle = partial(attention.oracle_of, *given, masked=masked)
+        yield from attention.measure_passes(cell, run, built, inputs, oracle)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`family` and `pattern` of the mask, its `number` (a density, a rate), `blocks`, `pass` and `dense_causal`."""
