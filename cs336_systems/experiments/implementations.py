@@ -17,13 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cs336_systems.attention import (
-    BlockMask,
-    FlashAttentionPyTorch,
-    attention_reference,
-    explain_backend,
-    flash_attention,
-)
+from cs336_systems.attention import BlockMask, FlashAttentionPyTorch, attention_reference, flash_attention
+from cs336_systems.attention.api import explain_backend
 from cs336_systems.attention.backends import INTERPRETER_BFLOAT16, hopper_refusal
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.attention.tiles import KernelConfig, select_config

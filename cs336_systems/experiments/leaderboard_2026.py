@@ -27,14 +27,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.accounting import (
-    ATTENTION_FLOPS_PER_PAIR,
-    block_saved_bytes,
-    causal_area,
-    model_bytes,
-    model_flops,
-    tflops_per_s,
-)
+from cs336_systems import accounting
 from cs336_systems.analysis import HARDWARE, RankBytes
 from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.attention.backends import available_backends
@@ -108,7 +101,7 @@ def long_step_bytes(case: LongStepCase) -> RankBytes:
     computed = case.precision.autocast or parameters
     compute, tokens = BYTES_PER_ELEMENT[computed], case.batch * model.context_length
     precision = Precision(parameters=computed)
-    one = sum(block_saved_bytes(model, case.batch, attention=case.attention, precision=precision).values())
+    one = sum(accounting.block_saved_bytes(model, case.batch, attention=case.attention, precision=precision).values())
     width = tokens * model.d_model * compute
     kept = one
     if case.recompute != "nothing":
@@ -284,7 +277,7 @@ class Leaderboard2026(Experiment):
         model = ModelConfig(**{name: row["model" if name == "name" else f"model.{name}"] for name in fields})
         rate = math.nan
         if row["quantity"] == "time" and row["median"] > 0:
-            rate = tflops_per_s(model_flops(model, row["batch"], "train_step"), row["median"])
+            rate = accounting.tflops_per_s(accounting.model_flops(model, row["batch"], "train_step"), row["median"])
         tokens = row["num_ranks"] * row["batch"] * model.context_length
         return {
             "settings": ", ".join(names),
@@ -296,13 +289,13 @@ class Leaderboard2026(Experiment):
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`memory_lines` of a table; attention's share of the forward's FLOPs, bytes of states, the class's record."""
         model = MODEL_SIZES["8b"]
-        area = causal_area(model.context_length, model.context_length)
-        attention = ATTENTION_FLOPS_PER_PAIR["forward"] * area * model.d_model * model.num_layers
-        step = model_flops(model, 1, "train_step")
+        area = accounting.causal_area(model.context_length, model.context_length)
+        attention = accounting.ATTENTION_FLOPS_PER_PAIR["forward"] * area * model.d_model * model.num_layers
+        step = accounting.model_flops(model, 1, "train_step")
         return {
             "memory_lines": memory_lines,
-            "attention_share": f"{digits(100 * attention / model_flops(model, 1, 'forward'))} %",
-            "states": f"{digits(model_bytes(model, Precision()).total / 2**30)} GiB",
+            "attention_share": f"{digits(100 * attention / accounting.model_flops(model, 1, 'forward'))} %",
+            "states": f"{digits(accounting.model_bytes(model, Precision()).total / 2**30)} GiB",
             "record_share": digits(1e5 * step / HARDWARE[RECORD_GPU].flops_per_s / RECORD_MS),
         }
 
