@@ -11,10 +11,9 @@ from cs336_systems.attention import attention_reference
 from cs336_systems.attention.masks import MAX_LIST_DENSITY
 from cs336_systems.config import MaskCase, RunConfig
 from cs336_systems.experiments import implementations, masks
-from cs336_systems.experiments.attention import mask_of
 from cs336_systems.experiments.frames import load_frame, pick
 from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.mask_implementations import BUILDERS, build_masked, is_plain
+from cs336_systems.experiments.mask_implementations import BUILDERS, build_masked, is_plain, mask_of
 from cs336_systems.experiments.masks import best_over_dense
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.registry import PROBLEMS

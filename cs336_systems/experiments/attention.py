@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from cs336_systems.accounting import attention_flops, eager_attention_bytes, tflops_per_s
-from cs336_systems.attention import BlockMask
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
-from cs336_systems.attention.masks import parse_mask
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import Built, build, without_overhead
+from cs336_systems.experiments.mask_implementations import is_plain, mask_of, shape_of
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
 from cs336_systems.experiments.tables import Pivot, TableSpec
 from cs336_systems.inputs import AttentionInputs, attention_inputs
@@ -128,35 +127,23 @@ def settle(call: Callable[[], object]) -> None:
 
 
 def measure_attention(
-    cell: Cell, run: RunConfig, *, num_samples: int | None = None, sum_loss: bool = False, settled: bool = False,
-    built: Built | None = None,
-) -> Iterator[Sample]:  # fmt: skip
-    """Measure the promised rows of `cell`, whose case is a shape; see `measure_passes`.
-
-    With `sum_loss` the loss is the sum of the output, so that its gradient arrives as a stride-0 tensor of ones;
-    without, that gradient is random. `built`: what is measured, where it is none of `implementations`.
-    """
-    built = built or build(cell.implementation, cell.case, run.device)
-    given = (cell.case, run.device, run.seed, sum_loss)
-    return measure_passes(
-        cell, run, built, inputs_of(*given), lambda: oracle_of(*given), num_samples=num_samples, sum_loss=sum_loss,
-        settled=settled,
-    )  # fmt: skip
-
-
-def measure_passes(
-    cell: Cell, run: RunConfig, built: Built, inputs: AttentionInputs, oracle: Callable[[], Oracle], *,
+    cell: Cell, run: RunConfig, *, built: Built | None = None, masked: MaskCase | None = None,
     num_samples: int | None = None, sum_loss: bool = False, settled: bool = False,
 ) -> Iterator[Sample]:  # fmt: skip
     """Measure the promised rows of `cell` in the order forward, backward, forward_backward.
 
-    Each part is checked against `oracle` before it is timed. The forward is timed without a graph, the backward on a
-    graph made outside, the two together from scratch. Without `num_samples` a row takes as many as its time allows and
-    keeps KEPT_SAMPLES of them, evenly spaced in time. `settled`: a GPU rests, then runs each part for a while before it
-    is timed, so that no median falls where the clock does. An interpreted call says nothing of speed and takes seconds:
-    the one that was checked is its only sample.
+    What is measured is `built`, without it the cell's implementation; under the mask of `masked`, without it on the
+    shape that is the cell's case. Each part is checked against the oracle before it is timed. The forward is timed
+    without a graph, the backward on a graph made outside, the two together from scratch. Without `num_samples` a row
+    takes as many as its time allows and keeps KEPT_SAMPLES of them, evenly spaced in time. With `sum_loss` the loss is
+    the sum of the output, so that its gradient arrives as a stride-0 tensor of ones; without, that gradient is random.
+    `settled`: a GPU rests, then runs each part for a while before it is timed, so that no median falls where the clock
+    does. An interpreted call says nothing of speed and takes seconds: the one that was checked is its only sample.
     """
-    device, kernel = run.device, built.kernel
+    shape = cell.case if masked is None else shape_of(masked)
+    built = built or build(cell.implementation, shape, run.device)
+    given = (shape, run.device, run.seed, sum_loss)
+    inputs, device, kernel = inputs_of(*given), run.device, built.kernel
     interpreted = kernel.startswith("interpreter")
     q, k, v, grad_output = (built.pack(x) for x in inputs)
 
@@ -165,7 +152,7 @@ def measure_passes(
         returned: list[Tensor] = []
         first_ms = time_once(lambda: returned.extend(call()), device)
         results = {name: built.unpack(x) for name, x in zip(names, returned)}
-        return first_ms, checked_error(oracle(), results)  # what does not fit needs no oracle
+        return first_ms, checked_error(oracle_of(*given, masked), results)  # what does not fit needs no oracle
 
     def timed(row: Row, call: Callable[[], object], first_ms: float, error: float) -> Iterator[Sample]:
         if row not in cell.rows:
@@ -256,15 +243,9 @@ def oracle_of(
 ) -> Oracle:
     """`masked` says which pairs are attended, where the shape does not."""
     release(device)
-    token_mask = None if masked is None else mask_of(masked, device, seed).to_dense()
+    is_said = masked is None or is_plain(masked.mask)
+    token_mask = None if is_said else mask_of(masked, device, seed).to_dense()
     oracle = compute_oracle(*inputs_of(shape, device, seed, sum_loss), is_causal=shape.is_causal, mask=token_mask)
     del token_mask
     release(device)
     return oracle
-
-
-@lru_cache(maxsize=1)
-def mask_of(case: MaskCase, device: str, seed: int) -> BlockMask:
-    """The mask that `case` names, on `device`."""
-    size = (case.query_block, case.key_block)
-    return parse_mask(case.mask, seqlen=case.seqlen_q, block_size=size, seed=seed, device=device)

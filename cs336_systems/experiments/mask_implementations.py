@@ -5,7 +5,7 @@ documents, a padded batch), so each says how inputs are packed and results unpac
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from cs336_systems.attention import BlockMask, attention_reference, flash_attent
 from cs336_systems.attention.backends import MIN_HOPPER_BLOCK
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import choose_keys, mask_chosen, shared_keys_attention
+from cs336_systems.attention.masks import parse_mask
 from cs336_systems.attention.masks.parse import random_bias
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments.implementations import (
@@ -35,6 +36,13 @@ def build_masked(name: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> 
     if name not in BUILDERS:
         raise ValueError(f"implementation must be one of {', '.join(BUILDERS)}, got {name!r}")
     return BUILDERS[name](case, mask, run)
+
+
+@lru_cache(maxsize=1)
+def mask_of(case: MaskCase, device: str, seed: int) -> BlockMask:
+    """The mask that `case` names, on `device`."""
+    size = (case.query_block, case.key_block)
+    return parse_mask(case.mask, seqlen=case.seqlen_q, block_size=size, seed=seed, device=device)
 
 
 def is_plain(pattern: str) -> bool:

@@ -17,10 +17,9 @@ import pandas as pd
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, eager_attention_bytes, tflops_per_s
 from cs336_systems.config import DTypeName, MaskCase, RunConfig
-from cs336_systems.experiments import attention
-from cs336_systems.experiments.attention import BACKWARD, BOTH, FORWARD, MODE_WORDS, PEAK, mask_of
+from cs336_systems.experiments.attention import BACKWARD, BOTH, FORWARD, MODE_WORDS, PEAK, measure_attention
 from cs336_systems.experiments.frames import digits, pick, speed, tuples
-from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_parts, shape_of
+from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_of, mask_parts, shape_of
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample
 from cs336_systems.experiments.tables import Listing, Pivot, TableSpec
 from cs336_systems.experiments.turns import AttentionByTurns, measure_by_turns
@@ -110,18 +109,15 @@ class MaskExperiment(Experiment):
     """Base of the experiments with masks: measurement, columns, dense attention beside."""
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """The shares of the mask that ran, then the passes; see `measure_passes`."""
-        case, given = cell.case, (shape_of(cell.case), run.device, run.seed)
-        inputs, mask = attention.inputs_of(*given), mask_of(case, run.device, run.seed)
+        """The shares of the mask that ran, then the passes."""
+        case, mask = cell.case, mask_of(cell.case, run.device, run.seed)
         yield Sample(row=DENSITY, samples=[mask.density])
         yield Sample(row=BLOCK_DENSITY, samples=[mask.block_density])
         built = build_masked(cell.implementation, case, mask, run)
         if MASK_TIME in cell.rows and built.build_mask is not None:
             samples = time_calls(built.build_mask, device=run.device, num_samples=MIN_SAMPLES)
             yield Sample(row=MASK_TIME, samples=samples)
-        masked = None if is_plain(case.mask) else case
-        oracle = partial(attention.oracle_of, *given, masked=masked)
-        yield from attention.measure_passes(cell, run, built, inputs, oracle)
+        yield from measure_attention(cell, run, built=built, masked=case)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`family` and `pattern` of the mask, its `number` (a density, a rate), `blocks`, `pass` and `dense_causal`."""
