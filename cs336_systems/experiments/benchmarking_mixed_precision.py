@@ -1,12 +1,12 @@
 """Autocast's dtypes, a layer norm computed in one dtype, and step times in float32 and with bfloat16."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from cs336_systems.config import DTypeName, ModelCase, Precision, RunConfig
+from cs336_systems.config import DTypeName, Precision, RunConfig
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cell, models
+from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cases, model_cell
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pick, Pivot, Wide
 from cs336_systems.measure.precision import AUTOCAST_TENSORS, autocast_dtypes, norm_in
@@ -50,13 +50,12 @@ class BenchmarkingMixedPrecision(Experiment):
         norms = [NormCase(dtype=dtype, scale=scale) for dtype in NORM_DTYPES for scale in NORM_SCALES]
         cells += [Cell(case=norm, implementation="eager", rows=(OVERFLOW, NORM_ERROR)) for norm in norms]
         modes = MODEL_MODES if run.scale == "handout" else MODEL_MODES[:2]
-        for model, batch in models(run):
-            if run.scale != "handout" and not model.name.endswith("-proxy"):
+        times = tuple(Row(mode, "time", "ms") for mode in modes)
+        for case in model_cases(run):
+            if run.scale != "handout" and not case.model.name.endswith("-proxy"):
                 continue  # a CPU without bfloat16 units takes many seconds for a step of a real model in it
-            for precision in PRECISIONS:
-                warmup = 2 if run.scale == "handout" else 0
-                case = ModelCase(model=model, batch=batch, attention="reference", precision=precision, warmup=warmup)
-                cells.append(model_cell(case, "eager", tuple(Row(mode, "time", "ms") for mode in modes)))
+            case = replace(case, warmup=2 if run.scale == "handout" else 0)
+            cells += [model_cell(replace(case, precision=precision), "eager", times) for precision in PRECISIONS]
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:

@@ -5,14 +5,15 @@ with w warm-ups is the window of ten that follows the first w.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 from torch import Tensor
 
-from cs336_systems.config import ModelCase, RunConfig
+from cs336_systems.config import RunConfig
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cell, models, require_finite
+from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cases, model_cell, require_finite
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Difference, Pick, Ratio, Wide
 from cs336_systems.measure.timing import time_once
@@ -48,10 +49,10 @@ def measure_warmup(cell: Cell, run: RunConfig, *, num_steps: int) -> Iterator[Sa
 class BenchmarkingScript(Experiment):
     def cells(self, run: RunConfig) -> list[Cell]:
         cells = []
-        for model, batch in models(run):
+        for case in model_cases(run):
             for mode in MODEL_MODES:
-                cases = [ModelCase(model=model, batch=batch, attention="reference", warmup=one) for one in WARMUPS]
-                rows = tuple(Row(mode, "time", "ms", case) for case in cases)
+                cases = [replace(case, warmup=warmup) for warmup in WARMUPS]
+                rows = tuple(Row(mode, "time", "ms", one) for one in cases)
                 cells.append(model_cell(cases[0], "eager", rows, fresh_process=True))
         return cells
 

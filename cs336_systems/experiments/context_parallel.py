@@ -126,15 +126,12 @@ def _time_rings(
     rank: int, num_ranks: int, cases: Sequence[ContextCase], budget_ms: float, seed: int
 ) -> list[ranks.RankReport]:
     """What this rank measures of each case."""
-    found = []
-    for case in cases:
-        found.append(_time_ring(rank, num_ranks, case, budget_ms, seed))
-        release(case.device)
-    return found
+    return [_time_ring(rank, num_ranks, case, budget_ms, seed) for case in cases]
 
 
 def _time_ring(rank: int, num_ranks: int, case: ContextCase, budget_ms: float, seed: int) -> ranks.RankReport:
     device = case.device
+    release(device)
     shape = AttentionShape(
         batch=1, heads=case.heads, kv_heads=case.kv_heads, seqlen_q=case.length, seqlen_k=case.length,
         head_dim=case.head_dim, is_causal=True, dtype=case.dtype,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.accounting import model_peak_bytes
-from cs336_systems.config import HANDOUT_SIZES, MODEL_SIZES, ModelCase, ModelConfig, RunConfig, proxy_model
+from cs336_systems.config import HANDOUT_SIZES, MODEL_SIZES, ModelCase, RunConfig, proxy_model
 from cs336_systems.device import has_cxx_compiler
 from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported
 from cs336_systems.inputs import token_batch
@@ -23,18 +23,19 @@ BUDGET_MS = {"cuda": 3000.0, "cpu": 1000.0}  # of timed steps a mode, at least f
 TOLERANCE = 1e-3
 
 
-def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:
-    """(model, batch) of each size at the run's scale.
+def model_cases(run: RunConfig) -> list[ModelCase]:
+    """A case for each size at the run's scale, in float32 with plain attention.
 
     handout: the handout's five sizes, batch 4, context 512. smoke: the real small model at context 128, batch 1, and
     a narrow proxy of medium (another would say nothing new in a laptop's minutes). tiny: one narrow proxy.
     """
-    if run.scale == "handout":
-        return [(MODEL_SIZES[size], 4) for size in HANDOUT_SIZES]
+    models = [MODEL_SIZES[size] for size in HANDOUT_SIZES]
     if run.scale == "tiny":
-        return [(replace(proxy_model("small", 64), context_length=32, vocab_size=256), 1)]
-    small = replace(MODEL_SIZES["small"], context_length=128)
-    return [(small, 1), (replace(proxy_model("medium"), context_length=128), 1)]
+        models = [replace(proxy_model("small", 64), context_length=32, vocab_size=256)]
+    if run.scale == "smoke":
+        models = [replace(model, context_length=128) for model in (MODEL_SIZES["small"], proxy_model("medium"))]
+    batch = 4 if run.scale == "handout" else 1
+    return [ModelCase(model=model, batch=batch, attention="reference") for model in models]
 
 
 def model_cell(case: ModelCase, implementation: str, rows: tuple[Row, ...], fresh_process: bool = False) -> Cell:

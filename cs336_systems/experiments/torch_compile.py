@@ -10,7 +10,7 @@ from cs336_systems.config import ModelCase, RunConfig, proxy_model
 from cs336_systems.experiments.attention import BACKWARD, FORWARD, attention_cell
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import with_speeds
-from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cell, models
+from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cases, model_cell
 from cs336_systems.experiments.pytorch_attention import PyTorchAttention
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pivot
@@ -36,13 +36,12 @@ class TorchCompile(Experiment):
             return cells
         compile_rows = tuple(Row(mode=mode, quantity="compile_time", unit="s") for mode in MODEL_MODES[:2])
         times = tuple(Row(mode, "time", "ms") for mode in MODEL_MODES)
-        for model, batch in models(run):
-            if run.scale == "smoke":  # compiling takes a laptop longer the more blocks there are, and shows no more
-                if not model.name.endswith("-proxy"):
-                    continue
-                narrow = proxy_model("medium", 128)  # by a name of its own: other problems' proxy is wider and deeper
-                model = replace(narrow, name="medium-2-layer-proxy", num_layers=2, context_length=model.context_length)
-            case = ModelCase(model=model, batch=batch, attention="reference", warmup=1 if run.scale == "smoke" else 2)
+        cases = [replace(case, warmup=2) for case in model_cases(run)]
+        if run.scale == "smoke":  # compiling takes a laptop longer the more blocks there are, and shows no more
+            narrow = proxy_model("medium", 128)  # by a name of its own: other problems' proxy is wider and deeper
+            narrow = replace(narrow, name="medium-2-layer-proxy", num_layers=2, context_length=128)
+            cases = [replace(cases[0], model=narrow, warmup=1)]
+        for case in cases:
             cells.append(model_cell(case, "eager", times))
             cells.append(model_cell(case, "compiled", compile_rows + times))
         return cells
