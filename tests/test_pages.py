@@ -101,6 +101,14 @@ def test_wide_tables_put_quantities_side_by_side_in_their_units():
         Pivot(down=("implementation",), across="quantity", unit="µs").build(frame)
 
 
+def test_wide_tables_tell_sizes_apart_that_a_run_has_chosen():
+    """The report of `run leaderboard_2025 --seqlen 64,128` ended at two records in one cell."""
+    wide = Wide(down=("implementation",), columns={"ms": Pick({"quantity": "time"})})
+    table = wide.build(frame_of(row("hopper", [1.0]), row("hopper", [2.0], CASES[1])))
+    assert table.header == ["implementation", "head dim", "ms"]
+    assert texts(table) == [["hopper", "64", "1.00"], ["hopper", "128", "2.00"]]
+
+
 def test_text_of_records_is_no_markup():
     """HTML and links of a record's text reached the page."""
     text = escape("<script>alert(1)</script> [a](javascript:x) | `b` *c* _d_ sdpa_flash <!-- begin -->\n# e")

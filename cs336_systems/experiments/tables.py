@@ -140,12 +140,12 @@ class Pivot(TableSpec):
         rows = pick(frame, self.where)
         if self.value == "median":
             rows = with_unit(rows, self.unit)
-        down = _telling(rows, self.down, self.across)
+        headings, groups = _grouped(rows, self.down, (self.across,))
         across = rows.sort_values("place", kind="stable") if self.across == "implementation" else rows
         names = list(dict.fromkeys(across[self.across]))
         pairs = [(ours, theirs) for ours, theirs in self.ratios if ours in names and theirs in names]
         lines = []
-        for keys, group in _grouped(rows, down):
+        for keys, group in groups:
             by_name: dict[Any, Row] = {}
             for row in tuples(group):
                 if row[self.across] in by_name:
@@ -154,7 +154,7 @@ class Pivot(TableSpec):
             numbers = [cell_of(by_name.get(name), self.value, self.significant) for name in names]
             ratios = [speed(by_name.get(ours), by_name.get(theirs)) for ours, theirs in pairs]
             lines.append([*map(shown, keys), *numbers, *map(shown, ratios)])
-        header = [*_headings(down), *map(str, names), *(f"speed of {a} over {b}" for a, b in pairs)]
+        header = [*headings, *map(str, names), *(f"speed of {a} over {b}" for a, b in pairs)]
         unit = self.unit or (rows["unit"].iloc[0] if self.value == "median" and len(rows) else "")
         return Table(f"{self.title} ({unit})" if unit not in ("", "1") else self.title, header, lines)
 
@@ -212,13 +212,14 @@ class Wide(TableSpec):
     columns: Mapping[str, Pick | Ratio | Difference]
 
     def build(self, frame: pd.DataFrame) -> Table:
+        headings, groups = _grouped(pick(frame, self.where), self.down, ("implementation", "mode", "quantity"))
         lines = []
-        for keys, group in _grouped(pick(frame, self.where), self.down):
+        for keys, group in groups:
             found: dict[str, TableCell] = {}
             for heading, column in self.columns.items():
                 found[heading] = self._one(column, group) if isinstance(column, Pick) else self._of(column, found)
             lines.append([*map(shown, keys), *found.values()])
-        return Table(self.title, [*_headings(self.down), *self.columns], lines)
+        return Table(self.title, [*headings, *self.columns], lines)
 
     def _one(self, column: Pick, group: pd.DataFrame) -> TableCell:
         rows = tuples(with_unit(pick(group, column.where), column.unit))
@@ -237,23 +238,20 @@ class Wide(TableSpec):
         return shown(of / other)
 
 
-def _headings(down: Down) -> list[str]:
-    return [name.replace("_", " ") for name in down]
+def _grouped(
+    rows: pd.DataFrame, down: Down, apart: Sequence[str]
+) -> tuple[list[str], list[tuple[tuple[Any, ...], pd.DataFrame]]]:
+    """The headings of a table's first columns, and for each line what stands in them and its rows.
 
-
-def _telling(rows: pd.DataFrame, down: Down, across: str) -> Down:
-    """`down`, and of the axes that `run --heads ...` sets those that alone tell a line's records apart."""
-    names = dict(down) if isinstance(down, Mapping) else {name: name for name in down}
-    for axis in ("heads", "seqlen_q", "head_dim"):
-        if axis in rows and not rows.empty and axis not in names.values():
-            keys = list(dict.fromkeys([*names.values(), across]))
-            if (rows.groupby(keys, dropna=False)[axis].nunique() > 1).any():
-                names[axis] = axis
-    return names
-
-
-def _grouped(rows: pd.DataFrame, down: Down) -> list[tuple[tuple[Any, ...], pd.DataFrame]]:
-    names = list(down.values()) if isinstance(down, Mapping) else list(down)
+    Beside `down` these are the axes that `run --heads ...` sets, where nothing else tells rows of the same `apart` in
+    one line from each other.
+    """
+    names = dict(down) if isinstance(down, Mapping) else {name.replace("_", " "): name for name in down}
     if rows.empty:
-        return []
-    return [(keys, group) for keys, group in rows.groupby(names, sort=False, dropna=False)]
+        return list(names), []
+    for axis in ("heads", "seqlen_q", "head_dim"):
+        if axis in rows and axis not in names.values():
+            keys = list(dict.fromkeys([*names.values(), *apart]))
+            if (rows.groupby(keys, dropna=False)[axis].nunique() > 1).any():
+                names[axis.replace("_", " ")] = axis
+    return list(names), list(rows.groupby(list(names.values()), sort=False, dropna=False))
