@@ -201,14 +201,10 @@ def report_samples(rows: Iterable[Row], reports: Sequence[RankReport]) -> Iterat
             yield Sample(row=row, samples=samples, message=message, error=error if row.quantity == "time" else None)
 
 
-def traced_rows(mode: str = "train_step") -> list[Row]:
-    return [Row(mode, name, "ms") for name in TRACED]
-
-
 def step_cell(case: Any, implementation: str, memory: Sequence[str], traced: Sequence[str] = ("train_step",)) -> Cell:
     """The cell of a step's time, those quantities of `memory`, and the traced modes."""
     rows = [Row("train_step", "time", "ms"), *(Row("train_step", name, "MiB") for name in memory)]
-    rows += [row for mode in traced for row in traced_rows(mode)]
+    rows += [Row(mode, name, "ms") for mode in traced for name in TRACED]
     return Cell(case=case, implementation=implementation, rows=tuple(rows), predicted_bytes=case.predicted_bytes)
 
 
