@@ -70,7 +70,11 @@ class CommunicationAccounting(Calculation):
             where={"quantity": "fewest"},
             significant=4,
             columns=(
-                "tokens", "saved for backward (GB)", "H100s (80 GB)", "fewest N_FSDP (95 GB)", "GB a device there"
+                "tokens",
+                "saved for backward (GB)",
+                "H100s (80 GB)",
+                "fewest N_FSDP (95 GB)",
+                "GB a device there",
             ),
         )
     }

@@ -52,7 +52,6 @@ class DenseMasks(MaskExperiment):
             y="tflops",
             y_title="TFLOP/s",
             facet="family",
-            where=BOTH_TIMES
-            | {"family": ("documents", "causal documents"), "seqlen_q": lambda tokens: tokens >= 4096},
+            where=BOTH_TIMES | {"family": ("documents", "causal documents"), "seqlen_q": lambda tokens: tokens >= 4096},
         )
     }
