@@ -166,10 +166,6 @@ def measure_attention(
             samples = [samples[place * count // KEPT_SAMPLES] for place in range(KEPT_SAMPLES)]
         yield Sample(row=row, samples=samples, kernel=kernel, error=error)
 
-    def once(row: Row, value: float) -> Iterator[Sample]:
-        if row in cell.rows:
-            yield Sample(row=row, samples=[value], kernel=kernel)
-
     with without_overhead(built.attend) as attend:
         # forward
         def forward() -> tuple[Tensor, ...]:
@@ -195,14 +191,14 @@ def measure_attention(
         first_ms, gradient_error = checked(both, "grad_q", "grad_k", "grad_v")
         error = max(error, gradient_error)
         if SAVED in cell.rows:
-            yield from once(SAVED, saved_for_backward(lambda: attend(*leaves)) / MIB)
+            yield Sample(row=SAVED, samples=[saved_for_backward(lambda: attend(*leaves)) / MIB], kernel=kernel)
         release(device)
         allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
         output = attend(*leaves)
         if BEFORE_BACKWARD in cell.rows:
             torch.cuda.synchronize()
             used = torch.cuda.memory_allocated() - allocated + sum(x.nbytes for x in inputs)
-            yield from once(BEFORE_BACKWARD, used / MIB)
+            yield Sample(row=BEFORE_BACKWARD, samples=[used / MIB], kernel=kernel)
 
         def backward() -> tuple[Tensor, ...]:
             return torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
@@ -214,7 +210,7 @@ def measure_attention(
         # forward and backward
         yield from timed(BOTH, both, first_ms, error)
         if PEAK in cell.rows:
-            yield from once(PEAK, peak_cuda_bytes(both) / MIB)
+            yield Sample(row=PEAK, samples=[peak_cuda_bytes(both) / MIB], kernel=kernel)
 
 
 def checked_error(oracle: Oracle, results: Mapping[str, Tensor]) -> float:
@@ -243,8 +239,8 @@ def oracle_of(
 ) -> Oracle:
     """`masked` says which pairs are attended, where the shape does not."""
     release(device)
-    is_said = masked is None or is_plain(masked.mask)
-    token_mask = None if is_said else mask_of(masked, device, seed).to_dense()
+    plain = masked is None or is_plain(masked.mask)
+    token_mask = None if plain else mask_of(masked, device, seed).to_dense()
     oracle = compute_oracle(*inputs_of(shape, device, seed, sum_loss), is_causal=shape.is_causal, mask=token_mask)
     del token_mask
     release(device)

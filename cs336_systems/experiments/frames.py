@@ -134,7 +134,7 @@ def pick(frame: pd.DataFrame, where: Where) -> pd.DataFrame:
 
 
 def tuples(frame: pd.DataFrame) -> list[Any]:
-    """The rows as dictionaries that are read like objects: row["model.d_model"], row["median"]."""
+    """The rows as dictionaries: row["model.d_model"], row["median"]."""
     return frame.to_dict("records")
 
 
