@@ -212,11 +212,12 @@ def test_a_gradient_that_no_copy_helps_takes_the_pointer_kernels(device):
 
 @triton.jit
 def record_order_kernel(order_ptr, num_tiles, N_HEADS, HEADS_TOGETHER, LAST_TILE_FIRST: tl.constexpr):
-    tile, batch, head = tile_of_program(num_tiles, N_HEADS, HEADS_TOGETHER, LAST_TILE_FIRST)
-    row = order_ptr + tl.program_id(0) * 3
+    tile, batch_head, batch, head = tile_of_program(num_tiles, N_HEADS, HEADS_TOGETHER, LAST_TILE_FIRST)
+    row = order_ptr + tl.program_id(0) * 4
     tl.store(row, tile)
-    tl.store(row + 1, batch.to(tl.int32))
-    tl.store(row + 2, head.to(tl.int32))
+    tl.store(row + 1, batch_head.to(tl.int32))
+    tl.store(row + 2, batch.to(tl.int32))
+    tl.store(row + 3, head.to(tl.int32))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -225,15 +226,15 @@ def record_order_kernel(order_ptr, num_tiles, N_HEADS, HEADS_TOGETHER, LAST_TILE
 def test_each_program_has_a_tile_of_its_own(together, last_first, device):
     """2 x 5 heads: no number here but 1 and 2 divides them, and 16 is more than there are."""
     num_tiles, batches, heads = 3, 2, 5
-    order = torch.full((num_tiles * batches * heads, 3), -1, dtype=torch.int32, device=device)
+    order = torch.full((num_tiles * batches * heads, 4), -1, dtype=torch.int32, device=device)
     record_order_kernel[(len(order),)](order, num_tiles, heads, together, LAST_TILE_FIRST=last_first)
     visited = [tuple(row) for row in order.tolist()]
-    everything = {(t, b, h) for t in range(num_tiles) for b in range(batches) for h in range(heads)}
+    everything = {(t, b * heads + h, b, h) for t in range(num_tiles) for b in range(batches) for h in range(heads)}
     assert len(visited) == len(everything) and set(visited) == everything
     for start in range(0, len(visited), together * num_tiles):
         group = visited[start : start + together * num_tiles]
-        assert len({(batch, head) for _, batch, head in group}) <= together
-        steps = [tile for tile, _, _ in group]
+        assert len({batch_head for _, batch_head, _, _ in group}) <= together
+        steps = [tile for tile, *_ in group]
         assert steps == sorted(steps, reverse=last_first)
 
 

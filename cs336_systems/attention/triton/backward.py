@@ -87,24 +87,25 @@ def flash_backward_preprocess_kernel(
 @triton.jit
 def _visit_queries(
     dK, dV, K, V, key_rows, Q_head, dO_head, L_head, delta_head, first_query, last_query, problem,
-    TILES: tl.constexpr, DIAGONAL: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr = None,
+    TILES: tl.constexpr, DIAGONAL: tl.constexpr, LATE: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """Fold the query tiles of [first_query, last_query) into dK (without its scale) and dV.
 
     Queries past the end have L = +inf, hence P = 0: only the diagonal needs mask arithmetic. BOUNDED: L and delta do
     not have the last tile's rows in memory. STAGES of tiles are loaded ahead, where it is None as many as configured.
+    LATE saves registers: L and delta are loaded behind two matmuls, and nothing is hoisted out of the loop.
     """
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
-    POINTERS: tl.constexpr = not TMA and K.dtype != tl.float32  # whose addresses leave no register to spare
-    for start in tl.range(first_query, last_query, Q_TILE_SIZE, num_stages=STAGES, disable_licm=POINTERS):
+    for start in tl.range(first_query, last_query, Q_TILE_SIZE, num_stages=STAGES, disable_licm=LATE):
         query_rows = start + tl.arange(0, Q_TILE_SIZE)
         Q = load_rows(Q_head, start, problem.N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)  # (Q_TILE_SIZE, D_TILE)
         dO = load_rows(dO_head, start, problem.N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)
-        if not POINTERS:
+        if not LATE:
             L_log2, delta = load_sums(L_head, delta_head, query_rows, problem, BOUNDED)
         S_T = tl.dot(K, tl.trans(Q), input_precision=TILES.PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dP_T = tl.dot(V, tl.trans(dO), input_precision=TILES.PRECISION)
-        if POINTERS:
+        if LATE:
             L_log2, delta = load_sums(L_head, delta_head, query_rows, problem, BOUNDED)
         P_T = recompute_probabilities(S_T, L_log2[None, :], problem.scale_log2, Q.dtype == tl.float32)
         if DIAGONAL:
@@ -144,9 +145,12 @@ def differentiate_keys(
 
     # Query tiles before start_queries see none of these keys; [start_queries, full_queries) are cut by the diagonal.
     # All loops' registers are live at a time: where a wide head leaves none to spare, one loop masks every tile.
-    ONE_LOOP: tl.constexpr = D_TILE >= 128 and K.dtype != tl.float32
+    HALF: tl.constexpr = K.dtype != tl.float32
+    ONE_LOOP: tl.constexpr = D_TILE >= 128 and HALF
     CUT_APART: tl.constexpr = TMA and not CUT_TMA
     BOUNDED: tl.constexpr = not PADDED and not CUT_APART
+    # Addresses leave no register to spare. By TMA, causal tiles of 64 columns are 7 % faster so, full ones 6 % slower.
+    LATE: tl.constexpr = HALF and (not TMA or (IS_CAUSAL and D_TILE <= 64))
     start_queries = 0
     full_queries = 0
     if IS_CAUSAL:
@@ -163,18 +167,18 @@ def differentiate_keys(
             dK, dV = _visit_queries(
                 dK, dV, K, V, key_rows, Q_head, dO_head, L_head, delta_head, start_queries,
                 end_queries if ONE_LOOP else tl.minimum(full_queries, end_queries), problem,
-                TILES, True, BOUNDED, TMA,
+                TILES, True, LATE, BOUNDED, TMA,
             )  # fmt: skip
         if not IS_CAUSAL or not ONE_LOOP:
             dK, dV = _visit_queries(
                 dK, dV, K, V, key_rows, Q_head, dO_head, L_head, delta_head, full_queries, end_queries, problem,
-                TILES, False, BOUNDED, TMA,
+                TILES, False, LATE, BOUNDED, TMA,
             )  # fmt: skip
         if CUT_APART:
             dK, dV = _visit_queries(
                 dK, dV, K, V, key_rows, head_from(Q_cut, head, CUT_TMA), head_from(dO_cut, head, CUT_TMA),
                 L_head, delta_head, tl.maximum(start_queries, end_queries), problem.N_QUERIES, problem,
-                TILES, IS_CAUSAL, True, CUT_TMA, 1,
+                TILES, IS_CAUSAL, HALF, True, CUT_TMA, 1,
             )  # fmt: skip
 
     store_rows(dK_base, dK * scale, key_rows, problem.N_KEYS, stride_dks, TILES)
