@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,20 +11,13 @@ from cs336_systems.attention.compilation import compile_all
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.tiles.config import KERNELS
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments import tile_choice
+from cs336_systems.experiments import tile_choice, tuning
 from cs336_systems.experiments.attention import sized_shape
 from cs336_systems.experiments.implementations import chosen_tiles
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Cell, Unsupported
-from cs336_systems.experiments.tile_choice import (
-    ROWS,
-    AheadRequest,
-    ahead_requests,
-    cell_configs,
-    compile_ahead,
-    compile_on_shape,
-    plausible_grid,
-)
+from cs336_systems.experiments.tile_choice import ROWS, cell_configs, plausible_grid
+from cs336_systems.experiments.tuning import compile_on_shape
 
 COVERS = (
     "cs336_systems/attention/tiles",
@@ -121,7 +115,7 @@ def test_a_kernel_is_checked_and_timed_alone(name):
 def test_a_part_takes_less_than_the_whole(monkeypatch):
     """The row of one kernel must not hold the time of the others in the call."""
     given = {"dkv": [1.0], "dq": [2.0], "total": [4.0]}
-    monkeypatch.setattr(tile_choice, "time_stages", lambda *_, **__: given)
+    monkeypatch.setattr(tuning, "time_stages", lambda *_, **__: given)
     cells = tiny_cells()
     samples = [next(CHOICE.measure(cells[name], TINY)).samples for name in ("table_dkdv", "table_dq")]
     assert samples == [[1.0], [2.0]]
@@ -134,7 +128,7 @@ def test_every_kind_of_cell_is_measured_on_a_gpu():
     cells = tiny_cells(run)
     for name in ("table_forward", "table_dkdv", "table_dq", "table", "fixed"):
         (measurement,) = CHOICE.measure(cells[name], run)
-        assert 5 <= len(measurement.samples) <= 15 and min(measurement.samples) > 0, name
+        assert len(measurement.samples) == 10 and min(measurement.samples) > 0, name
         assert 0 <= measurement.error <= 1, name
     # Long enough that the GPU, and not the host, is what takes the time.
     times = {}
@@ -148,25 +142,24 @@ def test_every_kind_of_cell_is_measured_on_a_gpu():
 
 
 @NO_CUDA
-def test_all_that_is_measured_is_compiled_ahead(monkeypatch):
+def test_the_grid_is_compiled_ahead(monkeypatch):
     seen = []
-    monkeypatch.setattr(tile_choice, "compile_all", lambda requests, one, jobs: seen.extend(requests) or iter(()))
-    assert compile_ahead(HANDOUT) >= 0
-    assert seen == ahead_requests(HANDOUT, "sm90") and len(seen) == len(set(seen))
-    by_shape = {(request.shape, request.config.name) for request in seen}
-    for cell in handout_cells()[1:]:
-        for config in cell_configs(cell.implementation, cell.case, HANDOUT):
-            assert (cell.case, config.name) in by_shape
+    monkeypatch.setattr(tile_choice, "compile_ahead", lambda tiles, arch: seen.extend([arch, *tiles]))
+    first, *others = handout_cells()
+    (measurement,) = CHOICE.measure(first, HANDOUT)
+    assert measurement.row == tile_choice.COMPILE and seen[0] == "sm90"
+    whole = ("table", *tile_choice.FIXED)
+    grid = [(cell.case, cell.implementation) for cell in others if cell.implementation not in whole]
+    assert seen[1:] == [(case, *cell_configs(name, case, HANDOUT)) for case, name in grid]
     with pytest.raises(Unsupported, match="no kernels are compiled ahead for this GPU"):
-        compile_ahead(TINY)
+        next(CHOICE.measure(first, TINY))
 
 
 def test_grouped_heads_compile_without_a_gpu():
-    """Under its own shape: the compilations of `tune flash` have as many key heads as query heads."""
+    """Under its own shape: the reports of `tune flash` have as many key heads as query heads."""
     shape = tile_case(8192, kv_heads=4)
     good, bad = (
-        AheadRequest(shape=shape, config=KernelConfig.from_name(f"sm90_dkdv_{rest}"), arch="sm90")
-        for rest in ("64x64_w4_s2_tma", "2048x2048_w4_s1")
+        (shape, KernelConfig.from_name(f"sm90_dkdv_{rest}")) for rest in ("64x64_w4_s2_tma", "2048x2048_w4_s1")
     )
-    found = dict(compile_all([good, bad], compile_on_shape, jobs=2))
+    found = dict(compile_all([good, bad], partial(compile_on_shape, "sm90"), jobs=2))
     assert found[good] == "" and found[bad]

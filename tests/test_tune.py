@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 
@@ -26,17 +28,12 @@ from cs336_systems.commands import kernels as kernels_command
 from cs336_systems.commands import tune as tune_command
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.device import get_device_info
+from cs336_systems.experiments.frames import load_frame
 from cs336_systems.experiments.harness import Provenance, Sweep
 from cs336_systems.experiments.implementations import chosen_tiles
 from cs336_systems.experiments.records import Record, case_to_dict, read_records
-from cs336_systems.experiments.spec import Disagreement, Unsupported
-from cs336_systems.experiments.tuning import (
-    PROBLEM,
-    measure_tune_flash,
-    medians,
-    proposals,
-    tune_cell,
-)
+from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported, load
+from cs336_systems.experiments.tuning import ROWS, TUNE_FLASH, beside_table, proposed_rows, tune_cells, tuned_on
 from tests.command_line import assert_refused, invoke
 from tests.test_records import record as valid_record
 from tests.test_s4_attention import assert_contract, inputs
@@ -44,6 +41,7 @@ from tests.test_s4_attention import assert_contract, inputs
 COVERS = (
     "cs336_systems/attention/tiles",
     "cs336_systems/attention/triton",
+    "cs336_systems/experiments/tile_choice.py",
     "cs336_systems/experiments/tuning.py",
 )
 HAS_CUDA = torch.cuda.is_available()
@@ -275,23 +273,13 @@ def shape(**change) -> AttentionShape:
     return AttentionShape(**{**defaults, "dtype": dtype, **change})
 
 
+CHOICE = load("tile_choice")
 RUN = RunConfig(scale="handout" if HAS_CUDA else "tiny", device=DEVICE)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_configuration_is_checked_and_timed(kernel):
-    cell = tune_cell(shape(), named(f"portable_{kernel}_64x64_w4_s1"))
-    (measurement,) = measure_tune_flash(cell, RUN)
-    assert measurement.row == cell.rows[0]
-    assert (measurement.row.mode, measurement.row.quantity) == (
-        "forward" if kernel == "forward" else "backward",
-        "time",
-    )
-    assert len(measurement.samples) >= 5 and min(measurement.samples) > 0
-    assert 0 <= measurement.error <= 1
-    assert cell.implementation in measurement.kernel.split()
-    ran = measurement.kernel.removeprefix("interpreter ").split()
-    assert len(ran) == (1 if kernel == "forward" else 2)
+def tune_cell(name: str) -> Cell:
+    (cell,) = tune_cells([shape()], KERNELS, "portable", [name])
+    return cell
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dkdv"])
@@ -306,7 +294,7 @@ def test_a_wrong_configuration_is_not_timed(kernel, monkeypatch):
 
     monkeypatch.setattr(*((forward, "launch_forward") if kernel == "forward" else (backward, "launch_backward")), wrong)
     with pytest.raises(Disagreement, match="is off by .* times the numerical contract's bound"):
-        list(measure_tune_flash(tune_cell(shape(), named(f"portable_{kernel}_64x64_w4_s1")), RUN))
+        list(CHOICE.measure(tune_cell(f"portable_{kernel}_64x64_w4_s1"), RUN))
 
 
 def test_a_configuration_that_does_not_fit_is_unsupported(monkeypatch):
@@ -319,12 +307,13 @@ def test_a_configuration_that_does_not_fit_is_unsupported(monkeypatch):
 
     monkeypatch.setattr(forward, "launch_forward", too_large)
     with pytest.raises(Unsupported, match="portable_dq_64x64_w4_s1: out of resource: shared memory, Required: 300000"):
-        list(measure_tune_flash(tune_cell(shape(), named("portable_dq_64x64_w4_s1")), RUN))
+        list(CHOICE.measure(tune_cell("portable_dq_64x64_w4_s1"), RUN))
 
 
 def record(shape: AttentionShape, name: str, samples: list[float], **changes) -> Record:
-    values = {"problem": PROBLEM, "case": case_to_dict(shape), "implementation": name, "samples": samples}
-    return valid_record(**values | {"mode": "forward" if "_forward_" in name else "backward"} | changes)
+    row = ROWS[named(name).kernel]
+    values = {"problem": TUNE_FLASH, "case": case_to_dict(shape), "implementation": name, "samples": samples}
+    return valid_record(**values | {"mode": row.mode, "quantity": row.quantity, "kernel": name} | changes)
 
 
 SHORT, LONG = (
@@ -333,60 +322,55 @@ SHORT, LONG = (
 )
 
 
+def frame_of(*records: Record, shapes=(SHORT, LONG)) -> pd.DataFrame:
+    return load_frame(CHOICE, tuned_on(shapes, records, (9, 0)))
+
+
 def test_the_proposed_row_is_the_best_in_the_mean_of_those_that_ran_everywhere():
     a, b, c, d = (f"sm90_forward_{rest}" for rest in ("128x64_w8_s3", "64x64_w4_s2", "64x64_w4_s3", "128x128_w8_s2"))
-    records = [
+    shipped = chosen_tiles("forward", SHORT, (9, 0))
+    frame = frame_of(
         record(SHORT, a, [9.0]),  # replaced by the next
         record(SHORT, a, [1.5, 1.1, 1.2]), record(LONG, a, [10.0]),  # 1.2 and 1.0 of the best
         record(SHORT, b, [1.0]), record(LONG, b, [13.0]),  # 1.0 and 1.3
-        record(SHORT, c, [0.5], seed=1), record(LONG, c, [11.0]),  # another seed's inputs
+        record(SHORT, shipped.name, [1.25]), record(LONG, c, [11.0]),
         record(SHORT, d, [], status="skipped", message="spills"),
         record(SHORT, "sm90_dq_128x64_w8_s3", [3.0]),
+        record(SHORT, "sm90_dq_64x64_w4_s2", [0.1], quantity="time"),  # of a whole backward, as older records are
         record(replace(LONG, heads=1), d, [0.1]),  # no shape of this run
-        record(LONG, d, [0.1], problem="flash_benchmarking"),
-    ]  # fmt: skip
-    times = medians(records, [SHORT, LONG], seed=0)
-    assert times == {
-        SHORT: {named(a): 1.2, named(b): 1.0, named("sm90_dq_128x64_w8_s3"): 3.0},
-        LONG: {named(a): 10.0, named(b): 13.0, named(c): 11.0},
-    }
-    forward, dq = proposals(times)
-    assert (forward.key, forward.config.name, forward.num_shapes) == (("forward", 2, 64), a, 2)
-    assert forward.worst_ratio == pytest.approx(1.2)
-    assert forward.line == '("forward", 2, 64): "128x64_w8_s3",  # at most 1.20 x the best of 2 shapes'
-    assert (dq.key, dq.num_shapes) == (("dq", 2, 64), 1)
-
-    shipped = chosen_tiles("forward", SHORT, (9, 0))
-    table, ratios = tune_command.best_beside_table(times | {SHORT: times[SHORT] | {shipped: 1.25}}, (9, 0))
-    assert ratios == [1.25]
-    assert [list(column.cells)[:2] for column in table.columns[5:]] == [
-        [named(b).spelling, "128x64_w8_s3"], ["1.000", "3.000"],
-        [shipped.spelling, chosen_tiles("dq", SHORT, (9, 0)).spelling], ["1.250", "-"], ["1.250", "-"],
-    ]  # fmt: skip
-    assert tune_command.summary_lines(ratios, [forward]) == [
-        "the table's rows: at most 1.250 x the best, over 1 kernels and shapes", "proposed rows:",
-        f"    {forward.line}",
-    ]  # fmt: skip
+    )  # fmt: skip
+    assert proposed_rows(frame) == [
+        '("forward", 2, 64): "128x64_w8_s3",  # at most 1.20 x the best of 2 shapes',
+        '("dq", 2, 64): "128x64_w8_s3",  # at most 1.00 x the best of 1 shapes',
+    ]
+    (line,) = CHOICE.tables["grid"].build(frame).lines
+    texts = [cell.text for cell in line[1:]]
+    assert texts == ["forward", shipped.spelling, "1.25", named(b).spelling, "1.00", "1.25", "3"]
 
 
-def test_proposals_of_two_precisions_are_told_that_a_call_needs_one():
+def test_a_named_configuration_runs_beside_the_table_s():
+    dq, forward = "sm90_dq_64x64_w4_s1", chosen_tiles("forward", SHORT, (9, 0)).name
+    cells = beside_table(tune_cells([SHORT, LONG], ["forward", "dq"], "sm90", [dq, forward]), (9, 0))
+    assert [(cell.case, cell.implementation) for cell in cells] == [
+        (case, name)
+        for case in (SHORT, LONG)
+        for name in (forward, chosen_tiles("dq", case, (9, 0)).name, dq)
+    ]
+
+
+def test_a_proposal_of_another_precision_says_that_a_call_needs_one():
     shape = replace(SHORT, dtype="float32")
-    ieee, pieces = "sm90_dq_32x32_w8_s1", "sm90_forward_64x64_w4_s1_tf32x3"
-    rows = proposals(medians([record(shape, name, [1.0]) for name in (ieee, pieces)], [shape], seed=0))
-    assert tune_command.summary_lines([], rows)[-1] == (
-        "the kernels of a call need one precision, and in head tile 64 they would have "
-        "forward tf32x3, dkdv tf32x3, dq ieee"
-    )
-    assert tune_command.summary_lines([], [row for row in rows if row.key[0] == "forward"])[-1].startswith("    (")
+    dq, forward = (record(shape, f"sm90_{rest}", [1.0]) for rest in ("dq_32x32_w8_s1", "forward_64x64_w4_s1_tf32x3"))
+    rows = proposed_rows(frame_of(dq, forward, shapes=[shape]))
+    assert rows[0].endswith("shapes; only if all kernels of the head tile take ieee") and rows[1].endswith("shapes")
 
 
 def test_a_proposal_that_reads_by_tma_says_what_other_inputs_take():
     a, b, c = (f"sm90_forward_{rest}" for rest in ("64x128_w4_s2_tma", "64x64_w4_s2", "64x64_w4_s3"))
-    times = medians([record(SHORT, a, [1.0]), record(SHORT, b, [1.5]), record(SHORT, c, [1.2])], [SHORT], seed=0)
-    (row,) = proposals(times)
-    assert '("forward", 2, 64): (Only("64x128_w4_s2_tma", tma=True), "64x64_w4_s3"),  # at most 1.00 x' in row.line
-    (alone,) = proposals(medians([record(SHORT, a, [1.0])], [SHORT], seed=0))
-    assert '(Only("64x128_w4_s2_tma", tma=True), ...),' in alone.line
+    (row,) = proposed_rows(frame_of(record(SHORT, a, [1.0]), record(SHORT, b, [1.5]), record(SHORT, c, [1.2])))
+    assert '("forward", 2, 64): (Only("64x128_w4_s2_tma", tma=True), "64x64_w4_s3"),  # at most 1.00 x' in row
+    (alone,) = proposed_rows(frame_of(record(SHORT, a, [1.0])))
+    assert '(Only("64x128_w4_s2_tma", tma=True), ...),' in alone
 
 
 # The commands
@@ -465,23 +449,28 @@ def test_tuning_measures_what_compiles_and_only_once(monkeypatch, tmp_path):
         return sweep
 
     monkeypatch.setattr(tune_command, "_open_sweep", open_sweep)
+    shape = AttentionShape(
+        batch=1, heads=1, seqlen_q=64, seqlen_k=64, head_dim=32, is_causal=True, dtype="float16"
+    )  # fmt: skip
+    shipped = {kernel: chosen_tiles(kernel, shape, (9, 0)).name for kernel in ("forward", "dq")}
     arguments = ["tune", "flash", "--dtype", "float16", "--seqlen", "64", "--head-dim", "32", "--heads", "1"]
     arguments += ["--causal", "--results", tmp_path, "--config", "portable_forward_64x64_w4_s1"]
     arguments += ["--config", "portable_dq_64x64_w4_s1"]
     first = invoke(*arguments)
     assert first.exit_code == 0, first.output
-    assert "1 skipped, 1 ok" in first.stdout
-    assert '("forward", 2, 64): "64x64_w4_s1",  # at most 1.00 x the best of 1 shapes' in first.stdout
+    assert "2 skipped, 2 ok" in first.stdout
+    assert re.search(r'\("forward", 2, 64\): .*"64x64_w4_s\d".*  # at most 1.00 x the best of 1 shapes', first.stdout)
     records = read_records(tmp_path / "records" / "tune_flash.jsonl")
+    skipped = ("skipped", "needs 1,000,000 bytes of shared memory, sm90 has 232,448")
     assert {record.implementation: (record.status, record.message) for record in records} == {
-        "portable_dq_64x64_w4_s1": (
-            "skipped", "needs 1,000,000 bytes of shared memory, sm90 has 232,448"
-        ),
+        "portable_dq_64x64_w4_s1": skipped,
+        shipped["dq"]: skipped,
         "portable_forward_64x64_w4_s1": ("ok", ""),
-    }  # fmt: skip
+        shipped["forward"]: ("ok", ""),
+    }
     again = invoke(*arguments)
-    assert again.exit_code == 0 and "1 ok before, 1 skipped before" in again.stdout
-    assert len(read_records(tmp_path / "records" / "tune_flash.jsonl")) == 2
+    assert again.exit_code == 0 and "2 ok before, 2 skipped before" in again.stdout
+    assert len(read_records(tmp_path / "records" / "tune_flash.jsonl")) == 4
     nothing = invoke(*arguments[:-4], "--config", "portable_dq_64x64_w4_s1", "--seed", "1")
     assert nothing.exit_code == 1 and "error: nothing could be measured" in nothing.stderr
 
@@ -508,8 +497,9 @@ def test_tune_flash_on_a_gpu(tmp_path):
     assert result.exit_code == 0, result.output
     assert "proposed rows:" in result.stdout and '("dq", 2, 64)' in result.stdout
     (file,) = tmp_path.rglob("tune_flash.jsonl")
-    assert [record.status for record in read_records(file)] == ["ok", "ok"]
-    assert "2 ok before" in invoke(*arguments).stdout
+    records = read_records(file)
+    assert len(records) >= 2 and {(record.status, record.quantity) for record in records} == {("ok", "dq_time")}
+    assert f"{len(records)} ok before" in invoke(*arguments).stdout
 
 
 @pytest.mark.gpu

@@ -26,12 +26,12 @@ from cs336_systems.commands.sweeps import check_sweep_options, measure_shown, me
 
 if TYPE_CHECKING:
     from cs336_systems.attention.compilation import CompileReport
-    from cs336_systems.attention.tiles import KernelConfig
     from cs336_systems.config import AttentionShape
     from cs336_systems.experiments.harness import Sweep
-    from cs336_systems.experiments.tuning import Proposal, Times
+    from cs336_systems.experiments.spec import Cell
 
 KERNELS = ("forward", "dkdv", "dq")
+DTYPES = ("bfloat16", "float16", "float32")
 DEFAULT_HEAD_DIMS = (64, 128)
 DEFAULT_SEQLENS = (2048, 16384)
 MAX_SPILL_BYTES = 256  # a few registers stored outside the inner loop may not matter; more of them do
@@ -53,7 +53,7 @@ def flash(
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     heads: Annotated[int, typer.Option(help="Query heads, and as many key heads.")] = 16,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="One mask only; without, both.")] = None,
-    config: Annotated[list[str] | None, typer.Option(help="Only these configurations; may be repeated.")] = None,
+    config: Annotated[list[str] | None, typer.Option(help="Only these, and the table's; may be repeated.")] = None,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Compile; needs no GPU.")] = False,
     arch: Annotated[str | None, typer.Option(help="With --compile-only: sm80, sm86, sm89, sm90 or sm100.")] = None,
     max_spill_bytes: Annotated[int, typer.Option(help="Do not measure what spills more.")] = MAX_SPILL_BYTES,
@@ -66,27 +66,39 @@ def flash(
     dirty: Annotated[bool | None, typer.Option("--dirty/--clean", help="Whether it has uncommitted changes.")] = None,
 ) -> None:
     """Compile, check and time a grid of tiles for the attention kernels; say what the tables might hold."""
-    from cs336_systems.attention.compilation import check_arch
-    from cs336_systems.attention.tiles import target_of
+    from cs336_systems.attention.compilation import check_arch, check_jobs
+    from cs336_systems.attention.tiles import MAX_HEAD_DIM, target_of
+    from cs336_systems.config import AttentionShape
+    from cs336_systems.experiments.tuning import beside_table, tune_cells
 
     with one_line_errors():
-        kernels = _choices("--kernel", kernel, KERNELS)
-        dtypes = _choices("--dtype", dtype, ("bfloat16", "float16", "float32"))[: None if dtype else 1]
+        kernels = _choices("--kernel", kernel or KERNELS, KERNELS)
+        dtypes = _choices("--dtype", dtype or DTYPES[:1], DTYPES)
+        check_sweep_options(rerun, time_budget)
+        check_jobs(jobs)
         if max_spill_bytes < 0:
             raise ValueError(f"--max-spill-bytes must not be negative, got {max_spill_bytes}")
-        shapes = _shapes(
-            dtypes, head_dim or DEFAULT_HEAD_DIMS, seqlen or DEFAULT_SEQLENS, batch, heads,
-            (True, False) if causal is None else (causal,),
-        )  # fmt: skip
+        for width in head_dim or ():
+            if not 1 <= width <= MAX_HEAD_DIM:
+                raise ValueError(f"--head-dim must be between 1 and {MAX_HEAD_DIM}, got {width}")
+        masks = (True, False) if causal is None else (causal,)
+        axes = product(dtypes, head_dim or DEFAULT_HEAD_DIMS, masks, seqlen or DEFAULT_SEQLENS)
+        shapes = [
+            AttentionShape(
+                batch=batch, heads=heads, seqlen_q=length, seqlen_k=length, head_dim=width, is_causal=is_causal,
+                dtype=name,  # type: ignore[arg-type]
+            )
+            for name, width, is_causal, length in dict.fromkeys(axes)
+        ]  # fmt: skip
         if compile_only:
             target = arch or machine_arch("--compile-only")
             check_arch(target)
-            pairs = _pairs(shapes, kernels, target, config or [])
-            reports = _compile(pairs, target, jobs)
+            found = _compile(tune_cells(shapes, kernels, target, config or []), target, jobs)
+            reports = list(dict.fromkeys(found.values()))
         elif arch is not None:
             raise ValueError("--arch goes with --compile-only: what is measured is this machine's GPU")
         else:
-            sweep = _open_sweep(results, seed, rerun, time_budget, commit, dirty)
+            sweep = _open_sweep(results, seed, rerun, commit, dirty)
     if compile_only:
         print_reports(reports, max_spill_bytes)
         good = sum(not report.obstacle(max_spill_bytes) for report in reports)
@@ -96,71 +108,40 @@ def flash(
         return
     with measuring(sweep):
         with one_line_errors():
-            pairs = _pairs(shapes, kernels, target_of(sweep.device.compute_capability), config or [])
-        counts = _measure(sweep, pairs, max_spill_bytes, jobs, time_budget)
+            capability = sweep.device.compute_capability
+            cells = beside_table(tune_cells(shapes, kernels, target_of(capability), config or []), capability)
+        counts = _measure(sweep, cells, max_spill_bytes, jobs, time_budget)
     typer.echo(", ".join(f"{count} {status}" for status, count in counts.items()))
-    if not _show_measured(sweep, shapes, seed):
+    if not _show_measured(sweep, shapes):
         typer.echo("error: nothing could be measured", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED)
 
 
-def _choices(option: str, given: Sequence[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
-    for name in given or ():
+def _choices(option: str, given: Sequence[str], known: Sequence[str]) -> list[str]:
+    for name in given:
         if name not in known:
             raise ValueError(f"{option} must be one of {', '.join(known)}, got {name!r}")
-    return tuple(dict.fromkeys(given or known))
+    return list(dict.fromkeys(given))
 
 
-def _shapes(
-    dtypes: Sequence[str], head_dims: Sequence[int], seqlens: Sequence[int], batch: int, heads: int,
-    masks: Sequence[bool],
-) -> list[AttentionShape]:  # fmt: skip
-    from cs336_systems.attention.tiles import MAX_HEAD_DIM
-    from cs336_systems.config import AttentionShape
+def _compile(cells: Sequence[Cell], arch: str, jobs: int | None) -> dict[Cell, CompileReport]:
+    """What the compiler makes of each cell; cells that differ in lengths, batch or heads share a report."""
+    from cs336_systems.attention.compilation import CompileRequest
+    from cs336_systems.attention.tiles import KernelConfig
 
-    for head_dim in head_dims:
-        if not 1 <= head_dim <= MAX_HEAD_DIM:
-            raise ValueError(f"--head-dim must be between 1 and {MAX_HEAD_DIM}, got {head_dim}")
-    axes = product(dtypes, dict.fromkeys(head_dims), masks, dict.fromkeys(seqlens))
-    return [
-        AttentionShape(
-            batch=batch, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=is_causal,
-            dtype=dtype,
+    requests = {
+        cell: CompileRequest(
+            config=KernelConfig.from_name(cell.implementation), arch=arch, head_dim=cell.case.head_dim,
+            dtype=cell.case.dtype, is_causal=cell.case.is_causal,
         )
-        for dtype, head_dim, is_causal, seqlen in axes
-    ]  # fmt: skip
+        for cell in cells
+    }  # fmt: skip
+    found = compile_with_progress(list(dict.fromkeys(requests.values())), jobs)
+    reports = {report.request: report for report in found}
+    return {cell: reports[request] for cell, request in requests.items()}
 
 
-def _pairs(
-    shapes: Sequence[AttentionShape], kernels: Sequence[str], target: str, names: Sequence[str]
-) -> list[tuple[AttentionShape, KernelConfig]]:
-    """Every shape with every configuration to try on it: the named ones, or the grid of the `target` table."""
-    from cs336_systems.attention.tiles import KernelConfig, tuning_grid
-    from cs336_systems.attention.tiles.tables import TABLES
-
-    named = [KernelConfig.from_name(name) for name in dict.fromkeys(names)]
-    for config in named:
-        if config.target not in TABLES:
-            raise ValueError(f"--config must name a table of {', '.join(TABLES)}, got {config.name}")
-    if named and not any(config.kernel in kernels for config in named):
-        raise ValueError(f"--config must name configurations of {', '.join(kernels)}, got {', '.join(names)}")
-    pairs = []
-    for shape, kernel in product(shapes, kernels):
-        tried = named or tuning_grid(kernel, arch=target, head_dim=shape.head_dim, dtype=shape.dtype)
-        pairs += [(shape, config) for config in tried if config.kernel == kernel]
-    return pairs
-
-
-def _compile(pairs: Sequence[tuple[AttentionShape, KernelConfig]], arch: str, jobs: int | None) -> list[CompileReport]:
-    from cs336_systems.experiments.tuning import compile_request
-
-    requests = dict.fromkeys(compile_request(shape, config, arch) for shape, config in pairs)
-    return compile_with_progress(list(requests), jobs)
-
-
-def _open_sweep(
-    results: Path, seed: int, rerun: str, time_budget: float | None, commit: str | None, dirty: bool | None
-) -> Sweep:
+def _open_sweep(results: Path, seed: int, rerun: str, commit: str | None, dirty: bool | None) -> Sweep:
     """The locked results folder of this machine's GPU; ValueError without one."""
     import torch
 
@@ -171,7 +152,6 @@ def _open_sweep(
     if not torch.cuda.is_available():
         raise ValueError("tune flash measures on a GPU, and there is none here (the interpreter's times say nothing of "
                          "speed): --compile-only --arch sm90 compiles without one")  # fmt: skip
-    check_sweep_options(rerun, time_budget)
     run = RunConfig(scale="handout", device="cuda", seed=seed)
     folder = results_folder(results, get_device_info("cuda"), run)
     folder.mkdir(parents=True, exist_ok=True)
@@ -181,93 +161,50 @@ def _open_sweep(
 
 
 def _measure(
-    sweep: Sweep, pairs: Sequence[tuple[AttentionShape, KernelConfig]], max_spill_bytes: int, jobs: int | None,
-    time_budget_s: float | None,
-) -> Counter[str]:  # fmt: skip
-    """Record every pair that has no record yet, or why the compiler says not to try it; cells counted by status."""
+    sweep: Sweep, cells: list[Cell], max_spill_bytes: int, jobs: int | None, time_budget_s: float | None
+) -> Counter[str]:
+    """Record every cell that has no record yet, or why the compiler says not to try it; cells counted by status."""
     from cs336_systems.attention.compilation import arch_of_capability
-    from cs336_systems.experiments.tuning import PROBLEM, compile_request, tune_cell
+    from cs336_systems.attention.tiles import KernelConfig
+    from cs336_systems.experiments.tuning import TUNE_FLASH, compile_ahead
     from cs336_systems.experiments.worker import Outcome
 
     started = time.monotonic()
-    cells = {tune_cell(shape, config): (shape, config) for shape, config in pairs}
-    pending, finished = sweep.unfinished(PROBLEM, list(cells))
+    left, finished = sweep.unfinished(TUNE_FLASH, cells)
     counts: Counter[str] = Counter({f"{status} before": count for status, count in finished.items()})
     arch = arch_of_capability(sweep.device.compute_capability)
-    left = pending
-    if arch is not None and pending:
-        reports = {report.request: report for report in _compile([cells[cell] for cell in pending], arch, jobs)}
-        obstacles = [reports[compile_request(*cells[cell], arch)].obstacle(max_spill_bytes) for cell in pending]
-        for cell, obstacle in zip(pending, obstacles):
-            if obstacle:
+    if arch is not None and left:
+        for cell, report in _compile(left, arch, jobs).items():
+            if obstacle := report.obstacle(max_spill_bytes):
                 sweep.record(cell, Outcome(status="skipped", message=obstacle))
-        left = [cell for cell, obstacle in zip(pending, obstacles) if not obstacle]
-        counts["skipped"] += len(pending) - len(left)
+                left.remove(cell)
+                counts["skipped"] += 1
+        compile_ahead([(cell.case, KernelConfig.from_name(cell.implementation)) for cell in left], arch, jobs)
     budget = None if time_budget_s is None else time_budget_s - (time.monotonic() - started)
-    counts += measure_shown("tuning", left, partial(sweep.measure, left, time_budget_s=budget))[PROBLEM]
+    counts += measure_shown("tuning", left, partial(sweep.measure, left, time_budget_s=budget))[TUNE_FLASH]
     return counts
 
 
-def _show_measured(sweep: Sweep, shapes: Sequence[AttentionShape], seed: int) -> bool:
+def _show_measured(sweep: Sweep, shapes: Sequence[AttentionShape]) -> bool:
     """Print the best and the proposals from the folder's records; False if there are none for these shapes."""
+    from cs336_systems.experiments.frames import load_frame, pick
     from cs336_systems.experiments.records import read_records
-    from cs336_systems.experiments.tuning import PROBLEM, medians, proposals
+    from cs336_systems.experiments.spec import load
+    from cs336_systems.experiments.tuning import TUNE_FLASH, proposed_rows, tuned_on
 
-    times = medians(read_records(sweep.record_file(PROBLEM)), shapes, seed)
-    if not any(times.values()):
+    file, choice = sweep.record_file(TUNE_FLASH), load("tile_choice")
+    records = [record for record in read_records(file) if record.seed == sweep.run.seed]
+    frame = load_frame(choice, tuned_on(shapes, records, sweep.device.compute_capability))
+    if frame.empty or not (frame["status"] == "ok").any():
         return False
-    table, ratios = best_beside_table(times, sweep.device.compute_capability)
+    spec = choice.tables["grid"]
+    grid = spec.build(frame)
+    table = Table("dtype", *grid.header, box=None)
+    for dtype, line in zip(pick(frame, spec.where)["dtype"], grid.lines):
+        table.add_row(dtype, *(cell.text for cell in line))
     print_table(table)
-    for line in summary_lines(ratios, proposals(times)):
-        typer.echo(line)
-    typer.echo(f"records: {sweep.record_file(PROBLEM)}")
+    if numbers := choice.numbers(frame):
+        worst, judged = numbers["worst"]["over_best"], numbers["judged"]
+        typer.echo(f"the table's rows: at most {worst:.3f} x the best, over {judged} kernels and shapes")
+    typer.echo("\n".join(["proposed rows:", *(f"    {row}" for row in proposed_rows(frame)), f"records: {file}"]))
     return True
-
-
-def best_beside_table(
-    times: dict[AttentionShape, Times], capability: tuple[int, int] | None
-) -> tuple[Table, list[float]]:
-    """A line a kernel and shape: the fastest configuration beside the table's, and all ratios of their times.
-
-    Backward kernels are timed within a backward.
-    """
-    from cs336_systems.experiments.implementations import chosen_tiles
-    from cs336_systems.experiments.tuning import by_kernel
-
-    table = Table("kernel", "dtype", "head dim", "seq", "mask", "best", "ms", "table", "ms", "ratio", box=None)
-    ratios = []
-    for shape, kernel, measured in by_kernel(times):
-        best, shipped = min(measured, key=measured.__getitem__), chosen_tiles(kernel, shape, capability)
-        beside = ["-", "-"]
-        if shipped in measured:
-            ratios.append(measured[shipped] / measured[best])
-            beside = [f"{measured[shipped]:.3f}", f"{ratios[-1]:.3f}"]
-        table.add_row(
-            kernel, shape.dtype, str(shape.head_dim), str(shape.seqlen_q), "causal" if shape.is_causal else "full",
-            best.spelling, f"{measured[best]:.3f}", shipped.spelling, *beside,
-        )  # fmt: skip
-    return table, ratios
-
-
-def summary_lines(ratios: Sequence[float], rows: Sequence[Proposal]) -> list[str]:
-    """How far the tables are from the best, and the rows that would be nearer."""
-    lines = []
-    if ratios:
-        lines.append(f"the table's rows: at most {max(ratios):.3f} x the best, over {len(ratios)} kernels and shapes")
-    return [*lines, "proposed rows:", *(f"    {row.line}" for row in rows), *_precision_lines(rows)]
-
-
-def _precision_lines(rows: Sequence[Proposal]) -> list[str]:
-    """A line for each width and head tile whose kernels would round the same scores differently."""
-    from cs336_systems.attention.tiles.config import KERNELS
-    from cs336_systems.attention.tiles.tables import TABLES
-
-    proposed = {row.key: row.config.precision for row in rows}
-    lines = []
-    for target, width, tile in dict.fromkeys((row.config.target, *row.key[1:]) for row in rows):
-        keys = [(kernel, width, tile) for kernel in KERNELS]
-        precisions = [proposed.get(key, TABLES[target][key].default.precision) for key in keys]
-        if len(set(precisions)) > 1:
-            found = ", ".join(f"{kernel} {precision}" for kernel, precision in zip(KERNELS, precisions))
-            lines.append(f"the kernels of a call need one precision, and in head tile {tile} they would have {found}")
-    return lines

@@ -9,28 +9,24 @@ other would take longer than all else.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 import torch
 
 from cs336_systems.attention.backends import HOPPER_CAPABILITY
-from cs336_systems.attention.compilation import arch_of_capability, compile_all, compiled_launches
+from cs336_systems.attention.compilation import arch_of_capability
 from cs336_systems.attention.tiles import KernelConfig, target_of, tuning_grid
 from cs336_systems.attention.tiles.grid import TMA_TARGETS
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention import BACKWARD, BY_SHAPE, FORWARD, AttentionExperiment, sized_shape
+from cs336_systems.experiments.attention import BACKWARD, BY_SHAPE, AttentionExperiment, sized_shape
 from cs336_systems.experiments.figures import Heat
-from cs336_systems.experiments.frames import tuples
+from cs336_systems.experiments.frames import pick, tuples
 from cs336_systems.experiments.implementations import chosen_tiles
 from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Listing, Pivot
-from cs336_systems.experiments.tuning import launches_of, measure_tiles
-from cs336_systems.inputs import AttentionInputs
-from cs336_systems.measure.stages import time_stages
-from cs336_systems.measure.timing import MIN_SAMPLES, plan_samples, time_calls, time_once
+from cs336_systems.experiments.tuning import ROWS, compile_ahead, measure_tiles
 
 TileSizes = tuple[int, int, int, int, bool] | tuple[int, int, int, int, bool, int]
 # (batch, heads, length, head_dim, causal), and key heads where they are grouped: short and long, full and causal, few
@@ -59,26 +55,18 @@ FIXED_SHAPES: dict[str, tuple[TileSizes, ...]] = {
     "handout": tuple((1, 16, seqlen, head_dim, True) for head_dim in (64, 128) for seqlen in (8192, 16384, 32768)),
 }
 TABLE = "table"  # what `select_config` chooses: `table` for a backward, `table_<kernel>` for one kernel
-FIXED = {"fixed": False, "fixed_tma": True}  # whether Hopper's copy engine reads the tiles
-FIXED_TILES = "64x64_w4_s2"
+OF_TABLE = {"implementation": lambda name: name.startswith(f"{TABLE}_")}
+FIXED = {"fixed": "64x64_w4_s2", "fixed_tma": "64x64_w4_s2_tma"}  # read through pointers, and by Hopper's copy engine
+BACKWARD_KERNELS = ("dkdv", "dq")
 INTERPRETED_TILES = ("64x64_w8_s1", "32x32_w8_s1")  # a grid of two: the interpreter's times say nothing
 COMPILE_AHEAD = "compile_ahead"
-
 COMPILE = Row(mode="forward_backward", quantity="compile_time", unit="s")
-ROWS = {  # of each kernel alone
-    "forward": FORWARD,
-    "dkdv": Row(mode="backward", quantity="dkdv_time", unit="ms"),
-    "dq": Row(mode="backward", quantity="dq_time", unit="ms"),
-}
-STAGES = {"dkdv": "dkv", "dq": "dq"}  # as `launch_backward` marks them
 
 # From `tune_flash`'s records of an H200: 256 held rows take at least 1.7 times the time of the best there, and a fourth
 # stage makes no kernel the fastest.
 MAX_HELD_ROWS = 128
 MAX_DEPTH = 3
 WARP_GROUP_ROWS = 64  # a group of four warps multiplies so many rows of the held tile at once
-SAMPLES_BUDGET_MS = 40.0
-MAX_SAMPLES = 15
 
 
 @problem(title="The tile tables against the best of a grid, and against one fixed tile", order=7)
@@ -102,37 +90,36 @@ class TileChoice(AttentionExperiment):
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """The seconds of compiling the grid, or the times of the kernels that a cell's implementation stands for."""
-        if cell.implementation == COMPILE_AHEAD:
-            yield Sample(row=COMPILE, samples=[compile_ahead(run)])
-        else:
-            configs = cell_configs(cell.implementation, cell.case, run)
-            yield measure_tiles(cell, run, configs, lambda call: _samples(cell.rows[0], call, run.device))
+        if cell.implementation != COMPILE_AHEAD:
+            yield measure_tiles(cell, run, cell_configs(cell.implementation, cell.case, run))
+            return
+        arch = arch_of_capability(_capability(run))
+        if arch is None:
+            raise Unsupported("no kernels are compiled ahead for this GPU")
+        started = time.monotonic()
+        grid = [cell for cell in self.cells(run) if cell.implementation not in (*self.implementations, COMPILE_AHEAD)]
+        compile_ahead([(cell.case, *cell_configs(cell.implementation, cell.case, run)) for cell in grid], arch)
+        yield Sample(row=COMPILE, samples=[time.monotonic() - started])
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """`alone`: the kernel that is timed alone, whose `tiles` these are."""
+        """`alone`: the kernel that is timed alone, whose `config` and `tiles` these are."""
         kernels = {(of.mode, of.quantity): kernel for kernel, of in ROWS.items()}
         alone = kernels.get((row["mode"], row["quantity"]), "")
-        alone = "" if row["implementation"] in (TABLE, *FIXED, COMPILE_AHEAD) else alone
-        names = [name.partition(f"_{alone}_")[2] for name in row["kernel"].split() if f"_{alone}_" in name]
-        return super().columns(row) | {"alone": alone, "tiles": names[0] if names else ""}
+        config = next((name for name in row["kernel"].split() if f"_{alone}_" in name), "")
+        return super().columns(row) | {"alone": alone, "config": config, "tiles": config.partition(f"_{alone}_")[2]}
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Of the table's rows: the `best` of the grid, its `best_ms`, the time `over_best`, how many were `timed`."""
+        """`best`, `best_ms`: tiles and time of the fastest of a case and kernel; how many were `timed`; `over_best`."""
         keys = ["case", "alone"]
         alone = frame[(frame["alone"] != "") & (frame["status"] == "ok") & ~frame["interpreted"]]
         groups = alone.sort_values("median", kind="stable").groupby(keys)
         best = groups.agg(best=("tiles", "first"), best_ms=("median", "first"), timed=("median", "size")).reset_index()
-        joined = frame.merge(best, how="left", on=keys)
-        is_table = joined["implementation"].str.startswith(f"{TABLE}_") & joined["timed"].notna()
-        joined = joined.assign(
-            best=joined["best"].where(is_table, ""), best_ms=joined["best_ms"].where(is_table),
-            timed=joined["timed"].where(is_table, 0).astype(int),
-        )  # fmt: skip
+        joined = frame.merge(best, how="left", on=keys).fillna({"best": "", "timed": 0}).astype({"timed": int})
         return joined.assign(over_best=joined["median"] / joined["best_ms"])
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`worst`: of all kernels and shapes the row whose tiles are farthest from the best of the grid."""
-        judged = frame.dropna(subset="over_best")
+        judged = pick(frame, OF_TABLE).dropna(subset="over_best")
         return {"worst": tuples(judged.sort_values("over_best"))[-1], "judged": len(judged)} if len(judged) else {}
 
     tables = {
@@ -148,7 +135,7 @@ class TileChoice(AttentionExperiment):
                 "table / best": "over_best",
                 "timed": "timed",
             },
-            where={"implementation": lambda name: name.startswith(f"{TABLE}_")},
+            where=OF_TABLE,
         ),
         "fixed": Pivot(
             title="backward under chosen and fixed tiles",
@@ -164,9 +151,9 @@ class TileChoice(AttentionExperiment):
             x_title="kernel",
             y="shape",
             value="over_best",
-            where={"over_best": lambda ratio: ratio == ratio},
+            where=OF_TABLE | {"over_best": pd.notna},
         )
-    }  # fmt: skip
+    }
 
 
 def plausible_grid(kernel: str, shape: AttentionShape, target: str) -> list[KernelConfig]:
@@ -189,88 +176,15 @@ def cell_configs(name: str, shape: AttentionShape, run: RunConfig) -> list[Kerne
     """
     capability = _capability(run)
     if name == TABLE:
-        return [chosen_tiles(kernel, shape, capability) for kernel in STAGES]
+        return [chosen_tiles(kernel, shape, capability) for kernel in BACKWARD_KERNELS]
     if name.startswith(f"{TABLE}_"):
         return [chosen_tiles(name.removeprefix(f"{TABLE}_"), shape, capability)]
     if name not in FIXED:
         return [KernelConfig.from_name(name)]
     target = target_of(capability)
-    if FIXED[name] and target not in TMA_TARGETS:
+    if name == "fixed_tma" and target not in TMA_TARGETS:
         raise Unsupported(f"GPUs of {' and '.join(TMA_TARGETS)} read tiles by TMA, and this is {target}")
-    tiles = FIXED_TILES + ("_tma" if FIXED[name] else "")
-    return [KernelConfig.from_name(f"{target}_{kernel}_{tiles}") for kernel in STAGES]
-
-
-def _samples(row: Row, call: Callable[[], object], device: str) -> list[float]:
-    """Milliseconds of the whole call, or of the one kernel in it that `row` is about."""
-    stage = next((STAGES[kernel] for kernel in STAGES if ROWS[kernel] == row), None)
-    if device == "cpu":
-        num_samples = MIN_SAMPLES
-    else:
-        call()
-        num_samples = plan_samples(time_once(call, device), SAMPLES_BUDGET_MS, MIN_SAMPLES, MAX_SAMPLES)
-    if stage is None:
-        return time_calls(call, device=device, warmup=0, num_samples=num_samples)
-    return time_stages(call, device=device, num_samples=num_samples, warmup=0)[stage]
-
-
-# Compiling ahead
-
-
-@dataclass(frozen=True, kw_only=True)
-class AheadRequest:
-    """A configuration on a shape: lengths and heads matter, as Triton compiles anew for multiples of 16 and for 1."""
-
-    shape: AttentionShape
-    config: KernelConfig
-    arch: str
-
-
-def compile_ahead(run: RunConfig) -> float:
-    """Seconds to compile all that `run` will measure, a process a core, into Triton's cache on disk.
-
-    What does not compile is left to its own cell, which says so. `Unsupported` for a GPU that nobody compiles for.
-    """
-    arch = arch_of_capability(_capability(run))
-    if arch is None:
-        raise Unsupported("no kernels are compiled ahead for this GPU")
-    started = time.monotonic()
-    for _ in compile_all(ahead_requests(run, arch), compile_on_shape, jobs=None):
-        pass
-    return time.monotonic() - started
-
-
-def ahead_requests(run: RunConfig, arch: str) -> list[AheadRequest]:
-    """Every configuration of every cell, shape by shape: shapes that share a compilation do not meet in the pool."""
-    found = [
-        AheadRequest(shape=cell.case, config=config, arch=arch)
-        for cell in TileChoice().cells(run)
-        if cell.implementation != COMPILE_AHEAD
-        for config in cell_configs(cell.implementation, cell.case, run)
-    ]
-    return list(dict.fromkeys(found))
-
-
-def compile_on_shape(request: AheadRequest) -> str:
-    """Compile in this process, a child of the pool, without launching; what went wrong, empty if nothing."""
-    from triton.errors import TritonError
-
-    shape, config = request.shape, request.config
-    sizes = (shape.batch, shape.heads, shape.seqlen_q, shape.head_dim)
-    keys = (shape.batch, shape.kv_heads or shape.heads, shape.seqlen_k, shape.head_dim)
-    q, k = (torch.empty(size, dtype=getattr(torch, shape.dtype), device="meta") for size in (sizes, keys))
-    inputs = AttentionInputs(q=q, k=k, v=k, grad_output=q)
-
-    def call() -> None:
-        launches_of(inputs, shape.is_causal, [config])[0]()
-
-    try:
-        # Where stages are timed, nothing overlaps: those are other kernels.
-        for launch in (call, lambda: time_stages(call, device="cpu", num_samples=1, warmup=0)):
-            compiled_launches(request.arch, f"_{config.kernel}_", launch)
-    except TritonError as error:
-        return str(error)
-    return ""
+    return [KernelConfig.from_name(f"{target}_{kernel}_{FIXED[name]}") for kernel in BACKWARD_KERNELS]
 
 
 def _capability(run: RunConfig) -> tuple[int, int] | None:

@@ -1,61 +1,53 @@
-"""Tuning the attention kernels: one cell a configuration and shape, and table rows proposed from the records.
+"""Tiles of the attention kernels: how one configuration is timed on one shape, and rows that records propose.
 
-`cs336-systems tune flash` compiles the grid first (`attention/compilation.py`), so that what cannot run well is a
-`skipped` row with its reason, then measures the rest through the same machinery as every experiment: checked against
-the oracle, then timed, appended at once, not measured twice. The implementation of a record is the configuration's
-name. The kernels of the backward are timed within a whole backward, the other kernels being the table's.
+The problem `tile_choice` and the command `cs336-systems tune flash` measure the same cells. What is timed has agreed
+with the oracle on the same inputs. A kernel of the backward runs beside the table's others, and its time is that of its
+own stage, so that a good kernel cannot hide a bad one.
 
 Nothing here writes a table: a person reads the proposals and edits `attention/tiles/tables.py`.
 """
 
 import math
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
 
+import msgspec
+import numpy as np
+import pandas as pd
 from torch import Tensor
 
-from cs336_systems.attention.compilation import CompileRequest
-from cs336_systems.attention.tiles import KernelConfig, head_tile
+from cs336_systems.attention.compilation import compile_all, compiled_launches, compiler_errors, first_line
+from cs336_systems.attention.tiles import KernelConfig, head_tile, tuning_grid
+from cs336_systems.attention.tiles.tables import TABLES
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, RunConfig
-from cs336_systems.experiments.attention import BACKWARD, BUDGET_MS, FORWARD, checked_error, inputs_of, oracle_of
-from cs336_systems.experiments.records import Record, case_key, case_to_dict, latest
-from cs336_systems.experiments.spec import Cell, Sample, Unsupported
+from cs336_systems.experiments.attention import FORWARD, checked_error, inputs_of, oracle_of
+from cs336_systems.experiments.implementations import chosen_tiles, query_and_key
+from cs336_systems.experiments.records import Record, case_key, case_to_dict
+from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported
 from cs336_systems.inputs import AttentionInputs
+from cs336_systems.measure.stages import time_stages
 from cs336_systems.measure.timing import time_calls
 
-PROBLEM = "tune_flash"
-MODES = {"forward": FORWARD, "dkdv": BACKWARD, "dq": BACKWARD}  # what is timed to judge a kernel's configuration
-Times = dict[KernelConfig, float]
+TUNE_FLASH = "tune_flash"  # the command's name in records
+ROWS = {  # of each kernel alone
+    "forward": FORWARD,
+    "dkdv": Row(mode="backward", quantity="dkdv_time", unit="ms"),
+    "dq": Row(mode="backward", quantity="dq_time", unit="ms"),
+}
+STAGES = {ROWS["dkdv"]: "dkv", ROWS["dq"]: "dq"}  # as `launch_backward` marks them
+NUM_SAMPLES = {"cuda": 10, "cpu": 5}
 
 
-def tune_cell(shape: AttentionShape, config: KernelConfig) -> Cell:
-    return Cell(problem=PROBLEM, case=shape, implementation=config.name, rows=(MODES[config.kernel],))
+# Measuring
 
 
-def compile_request(shape: AttentionShape, config: KernelConfig, arch: str) -> CompileRequest:
-    """The compilation that `config` needs on `shape`; lengths, batch and heads do not matter for it."""
-    return CompileRequest(
-        config=config, arch=arch, head_dim=shape.head_dim, dtype=shape.dtype, is_causal=shape.is_causal
-    )
-
-
-def measure_tune_flash(cell: Cell, run: RunConfig) -> Iterator[Sample]:
-    """Check the configuration that the cell's implementation names against the oracle, then time it."""
-    config = KernelConfig.from_name(cell.implementation)
-
-    def times(call: Callable[[], object]) -> list[float]:
-        return time_calls(call, device=run.device, warmup=1, budget_ms=BUDGET_MS[run.device])
-
-    yield measure_tiles(cell, run, [config], times)
-
-
-def measure_tiles(
-    cell: Cell, run: RunConfig, configs: Sequence[KernelConfig], times: Callable[[Callable[[], object]], list[float]]
-) -> Sample:
-    """The sample of a cell with one row: `configs` checked against the oracle, then `times` of their launches."""
+def measure_tiles(cell: Cell, run: RunConfig, configs: Sequence[KernelConfig]) -> Sample:
+    """The sample of a cell with one row: `configs` checked against the oracle, then the row's kernels timed."""
     from triton.errors import TritonError
 
+    (row,) = cell.rows
     try:
         call, used = launches_of(inputs_of(cell.case, run.device, run.seed), cell.case.is_causal, configs)
         results = call()
@@ -63,8 +55,13 @@ def measure_tiles(
         raise Unsupported(f"{cell.implementation}: {str(error).strip().splitlines()[0]}") from None
     error_ratio = checked_error(oracle_of(cell.case, run.device, run.seed), results)
     del results
+    num_samples = NUM_SAMPLES[run.device]
+    if row in STAGES:
+        samples = time_stages(call, device=run.device, num_samples=num_samples, warmup=0)[STAGES[row]]
+    else:
+        samples = time_calls(call, device=run.device, num_samples=num_samples, warmup=1)
     kernel = " ".join(["interpreter"] * (run.device == "cpu") + [config.name for config in used])
-    return Sample(row=cell.rows[0], samples=times(call), kernel=kernel, error=error_ratio)
+    return Sample(row=row, samples=samples, kernel=kernel, error=error_ratio)
 
 
 def launches_of(
@@ -81,7 +78,7 @@ def launches_of(
     q, k, v, grad_output = inputs
     scale = 1 / math.sqrt(q.shape[-1])
     shown = {config.kernel: config for config in configs}
-    used = {kernel: kernel_config(kernel, q, k, is_causal=is_causal) for kernel in MODES} | shown
+    used = {kernel: kernel_config(kernel, q, k, is_causal=is_causal) for kernel in ROWS} | shown
 
     def forward() -> dict[str, Tensor]:
         output, lse = launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=used["forward"])
@@ -101,65 +98,106 @@ def launches_of(
     return backward, [used["dkdv"], used["dq"]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Proposal:
-    """A row for the table: of the configurations that ran on every shape, the one with the best geometric mean."""
+# Compiling ahead
 
-    key: tuple[str, int, int]  # as in the tables: kernel, bytes per element, head tile
-    config: KernelConfig
-    worst_ratio: float  # of its times over the best ones'
-    num_shapes: int
-    without_tma: KernelConfig | None = None  # the best one for inputs that TMA cannot read, where `config` needs it
-
-    @property
-    def line(self) -> str:
-        """The row as it would stand in the table; `...` in it is for a person to fill."""
-        kernel, width, tile = self.key
-        row = f'"{self.config.spelling}"'
-        if self.config.tma:
-            other = f'"{self.without_tma.spelling}"' if self.without_tma else "..."
-            row = f"(Only({row}, tma=True), {other})"
-        worst = f"at most {self.worst_ratio:.2f} x the best of {self.num_shapes} shapes"
-        return f'("{kernel}", {width}, {tile}): {row},  # {worst}'
+Tiles = tuple[AttentionShape, KernelConfig]  # Triton compiles anew for lengths and heads of which 16 is no divisor
 
 
-def medians(records: Iterable[Record], shapes: Sequence[AttentionShape], seed: int) -> dict[AttentionShape, Times]:
-    """Median milliseconds by shape and configuration, from the newest good records of `tune_flash`."""
-    by_key = {case_key(case_to_dict(shape)): shape for shape in shapes}
-    found: dict[AttentionShape, Times] = {shape: {} for shape in shapes}
-    for record in latest(record for record in records if record.problem == PROBLEM and record.seed == seed):
-        shape = by_key.get(case_key(record.case))
-        if shape is not None and record.status == "ok":
-            found[shape][KernelConfig.from_name(record.implementation)] = statistics.median(record.samples)
-    return found
+def compile_ahead(tiles: Iterable[Tiles], arch: str, jobs: int | None = None) -> None:
+    """Compile what measuring `tiles` launches, a process a core, into Triton's cache on disk.
+
+    What does not compile is left to its own cell, which says so.
+    """
+    for _ in compile_all(list(dict.fromkeys(tiles)), partial(compile_on_shape, arch), jobs=jobs):
+        pass
 
 
-def by_kernel(times: dict[AttentionShape, Times]) -> Iterator[tuple[AttentionShape, str, Times]]:
-    """Each shape's times of each kernel that has any."""
-    for shape, configs in times.items():
-        for kernel in MODES:
-            if measured := {config: ms for config, ms in configs.items() if config.kernel == kernel}:
-                yield shape, kernel, measured
+def compile_on_shape(arch: str, tiles: Tiles) -> str:
+    """Compile in this process, a child of the pool, without launching; what went wrong, empty if nothing."""
+    shape, config = tiles
+    q, k = query_and_key(shape, "meta")
+
+    def call() -> None:
+        launches_of(AttentionInputs(q=q, k=k, v=k, grad_output=q), shape.is_causal, [config])[0]()
+
+    try:
+        # Where stages are timed, nothing overlaps: those are other kernels.
+        for launch in (call, lambda: time_stages(call, device="cpu", num_samples=1, warmup=0)):
+            compiled_launches(arch, f"_{config.kernel}_", launch)
+    except compiler_errors() as error:
+        return first_line(error)
+    return ""
 
 
-def proposals(times: dict[AttentionShape, Times]) -> list[Proposal]:
-    """One row for each kernel, width of element and head tile measured; shapes without any good time do not count."""
-    groups: dict[tuple[str, int, int], list[Times]] = {}  # times over the best one's, a dictionary a shape
-    for shape, kernel, measured in by_kernel(times):
-        best_ms = min(measured.values())
-        key = (kernel, BYTES_PER_ELEMENT[shape.dtype], head_tile(shape.head_dim))
-        groups.setdefault(key, []).append({config: ms / best_ms for config, ms in measured.items()})
+# The command
+
+
+def tune_cells(
+    shapes: Sequence[AttentionShape], kernels: Sequence[str], target: str, names: Sequence[str]
+) -> list[Cell]:
+    """Every configuration to try on every shape: the named ones, or the grid of the `target` table."""
+    named = [KernelConfig.from_name(name) for name in dict.fromkeys(names)]
+    for config in named:
+        if config.target not in TABLES:
+            raise ValueError(f"--config must name a table of {', '.join(TABLES)}, got {config.name}")
+    if named and not any(config.kernel in kernels for config in named):
+        raise ValueError(f"--config must name configurations of {', '.join(kernels)}, got {', '.join(names)}")
+    return [
+        Cell(problem=TUNE_FLASH, case=shape, implementation=config.name, rows=(ROWS[kernel],))
+        for shape, kernel in product(shapes, kernels)
+        for config in named or tuning_grid(kernel, arch=target, head_dim=shape.head_dim, dtype=shape.dtype)
+        if config.kernel == kernel
+    ]
+
+
+def beside_table(cells: Sequence[Cell], capability: tuple[int, int] | None) -> list[Cell]:
+    """`cells`, each behind that of the table's own tiles for its kernel and shape; no two alike."""
+    found: dict[Cell, None] = {}
+    for cell in cells:
+        chosen = chosen_tiles(KernelConfig.from_name(cell.implementation).kernel, cell.case, capability)
+        found |= dict.fromkeys([replace(cell, implementation=chosen.name), cell])
+    return list(found)
+
+
+def tuned_on(
+    shapes: Sequence[AttentionShape], records: Iterable[Record], capability: tuple[int, int] | None
+) -> list[Record]:
+    """Those of the command's records that are of `shapes`, the table's own under the names that `tile_choice` has."""
+    cases = {case_key(case_to_dict(shape)): shape for shape in shapes}
     found = []
-    for key, ratios in groups.items():
-        everywhere = [config for config in ratios[0] if all(config in shape for shape in ratios)]
-        means = {config: statistics.geometric_mean(shape[config] for shape in ratios) for config in everywhere}
-        if not means:
-            continue
-        config = min(means, key=means.__getitem__)
-        by_pointers = {other: mean for other, mean in means.items() if not other.tma}
-        without_tma = min(by_pointers, key=by_pointers.__getitem__, default=None) if config.tma else None
-        worst = max(shape[config] for shape in ratios)
-        found.append(
-            Proposal(key=key, config=config, worst_ratio=worst, num_shapes=len(ratios), without_tma=without_tma)
-        )
+    for record in records:
+        shape, config = cases.get(case_key(record.case)), KernelConfig.from_name(record.implementation)
+        if shape is not None and record.quantity == ROWS[config.kernel].quantity:  # older ones time whole backwards
+            is_table = config == chosen_tiles(config.kernel, shape, capability)
+            name = f"table_{config.kernel}" if is_table else config.name
+            found.append(msgspec.structs.replace(record, implementation=name))
     return found
+
+
+def proposed_rows(frame: pd.DataFrame) -> list[str]:
+    """A row of the tables for each kernel, width of element and head tile timed in a frame of `tile_choice`.
+
+    Of the configurations that ran on every shape it has the one with the best geometric mean of its times over the best
+    ones'; where TMA must read its tiles, also the best one for other inputs, or `...` for a person to fill.
+    """
+    timed = frame[(frame["alone"] != "") & (frame["status"] == "ok")]
+    best_ms = timed.groupby(["case", "alone"])["median"].transform("min")
+    widths, tiles = timed["dtype"].map(BYTES_PER_ELEMENT), timed["head_dim"].map(head_tile)
+    timed = timed.assign(ratio=timed["median"] / best_ms, width=widths, tile=tiles)
+    rows = []
+    for (kernel, width, tile), group in timed.groupby(["alone", "width", "tile"], sort=False):
+        ratios = group.pivot(index="case", columns="config", values="ratio").dropna(axis="columns")
+        means = np.log(ratios).mean().sort_values(kind="stable")
+        if means.empty:
+            continue
+        best, *others = (KernelConfig.from_name(name) for name in means.index)
+        row = f'"{best.spelling}"'
+        if best.tma:
+            by_pointers = next((f'"{config.spelling}"' for config in others if not config.tma), "...")
+            row = f"(Only({row}, tma=True), {by_pointers})"
+        remark = f"at most {ratios[best.name].max():.2f} x the best of {len(ratios)} shapes"
+        shipped = TABLES[best.target][kernel, width, tile]  # type: ignore[index]
+        if best.precision != shipped.default.precision:
+            remark += f"; only if all kernels of the head tile take {best.precision}"
+        rows.append(f'("{kernel}", {width}, {tile}): {row},  # {remark}')
+    return rows
