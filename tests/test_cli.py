@@ -70,6 +70,7 @@ REFUSALS = [
     ("memory --model xxl", "--model must be one of small"),
     ("memory --model small --context 99999999999999", "batch and context_length must need at most"),
     ("memory --fits many", "a size must be a number with one of B, "),
+    ("generate --out nowhere --length 0", "--length must be at least 1, got 0"),
     ("memory --model small --checkpoint half", "checkpointing must be none, "),
     ("compare nothing nothing", "nothing: no such file or folder"),
     ("compare a b --threshold -1", "--threshold must be a finite percentage, not negative, got -1.0"),

@@ -31,6 +31,8 @@ def generate(
 
         if not prompt:
             raise ValueError("--prompt must not be empty")
+        if length < 1:
+            raise ValueError(f"--length must be at least 1, got {length}")
         config, _ = read_config(out)
         on = torch.device(resolve_device(device))
         dtype = getattr(torch, config.precision.parameters)

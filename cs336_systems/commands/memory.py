@@ -86,12 +86,12 @@ def memory(
 
 def parse_bytes(text: str) -> int:
     """Bytes of "80GB" (10⁹ each) or "80GiB" (2³⁰ each); ValueError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B", text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B", text.strip(), re.IGNORECASE)
     if match is None:
         units = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
         raise ValueError(f"a size must be a number with one of {units}, like 80GB, got {text!r}")
     number, prefix, binary = match.groups()
-    return int(float(number) * (2**10 if binary else 10**3) ** (" KMGT".index(prefix or " ")))
+    return int(float(number) * (2**10 if binary else 10**3) ** (" KMGT".index((prefix or " ").upper())))
 
 
 def _case(

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -92,7 +93,6 @@ def profile(
         if why := predicted_overflow(_predicted_bytes(parsed, implementation, mode), get_device_info(kind)):
             typer.echo(f"error: {why}", err=True)
             raise typer.Exit(EXIT_NOTHING_MEASURED)
-        # On a CPU minutes may pass from here to the tables.
         typer.echo(f"profiling {case} on {kind}: {warmup} warm-up and {steps} profiled step{'s' * (steps != 1)}")
         with _ends_in_one_line():
             prepared = prepare(parsed, implementation, mode, run)
@@ -102,6 +102,13 @@ def profile(
         if tool == "api":
             _run_between_profiler_calls(prepared, steps, warmup)
             return
+        if warmup and kind == "cpu":
+            begin = time.perf_counter()
+            prepared.before()
+            prepared.call()
+            seconds = time.perf_counter() - begin
+            warmup -= 1
+            typer.echo(f"the first took {seconds:.1f} s: about {seconds * (warmup + steps):.0f} s for the others")
         trace = capture(
             prepared.call, device=kind, num_steps=steps, warmup=warmup, before=prepared.before, path=path
         )  # fmt: skip
