@@ -85,6 +85,17 @@ def fail_in_one(rank: int, num_ranks: int, folder: str, how: str) -> None:
     dist.all_reduce(torch.ones(3))
 
 
+class Mute(Exception):
+    """Cannot be shown."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def raise_mute(rank: int, num_ranks: int) -> None:
+    raise Mute
+
+
 def sleep_long(rank: int, num_ranks: int, folder: str) -> None:
     (Path(folder) / str(rank)).write_text(str(os.getpid()))
     time.sleep(600)
@@ -184,6 +195,13 @@ def test_D6_ranks_die_with_their_parent(start_method, tmp_path):
 def test_a_result_that_cannot_be_sent_is_told():
     with pytest.raises(RankError, match=r"(?s)rank 0 of 1 failed:.*cannot pickle 'generator' object"):
         run_ranks(return_a_generator, 1)
+
+
+def test_an_exception_without_a_text_is_told():
+    """Its rank had "died (exit code 1)"."""
+    with pytest.raises(RankError, match=r"(?s)rank 0 of 1 failed:.*Mute.*in raise_mute") as caught:
+        run_ranks(raise_mute, 1)
+    assert caught.value.error_type == "Mute"
 
 
 def test_arguments_are_checked_before_anything_starts(monkeypatch):

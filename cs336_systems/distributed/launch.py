@@ -153,12 +153,14 @@ def _leave(code: int) -> None:
 
 def _describe(rank: int, error: BaseException) -> dict[str, Any]:
     """A failure as the parent reads it."""
+    shown = "".join(traceback.format_exception_only(error)).strip()  # also where str(error) raises
+    reason = shown.partition(": ")[2]
     # gloo raises plain RuntimeErrors that name its source file; the others have a class.
-    is_consequence = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
-    line = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]  # what fits into a table
+    is_consequence = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in reason)
+    line = shown.splitlines()[0]  # what fits into a table
     text = f"failed: {line}\n" + "".join(traceback.format_exception(error)).rstrip()
     is_argument_error = isinstance(error, ValueError | TypeError | OSError)
-    told = {"error_type": type(error).__name__, "reason": str(error), "is_argument_error": is_argument_error}
+    told = {"error_type": type(error).__name__, "reason": reason, "is_argument_error": is_argument_error}
     # Kinds, the most telling first: 0 is an error of its own, 1 a death, 2 a consequence of another rank's end.
     return {"kind": 2 if is_consequence else 0, "when": time.time(), "rank": rank, "text": text, "told": told}
 
