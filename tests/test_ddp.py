@@ -221,6 +221,46 @@ def test_a_bucket_needs_a_positive_finite_size(size, alone_in_a_group):
         BucketedDDP(nn.Linear(2, 2), size)
 
 
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_step_on_gradients_that_were_never_averaged_is_told_in_the_next_forward(wrapper, alone_in_a_group):
+    """The ranks of naive and flat trained apart in silence."""
+    wrapped = WRAPPERS[wrapper](nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(wrapped.parameters())
+
+    def backward() -> None:
+        wrapped(torch.ones(1, 2)).sum().backward()
+
+    backward()
+    wrapped.finish_gradient_synchronization()
+    optimizer.step()
+    with wrapped.no_sync():
+        backward()
+    backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after the backward, before step"):
+        backward()
+    wrapped.skip_step()
+    backward()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_module_has_one_wrapper(wrapper, alone_in_a_group):
+    """Two sent every gradient twice, in place and at once; a wrapper around another as well."""
+    plain = nn.Linear(2, 2)
+    first, second = WRAPPERS[wrapper](plain), WRAPPERS[wrapper](plain)
+    for around in (WRAPPERS[wrapper], FSDP):
+        for wrapped in (first, FSDP(nn.Linear(2, 2))):
+            message = f"module must not be wrapped twice, and {type(wrapped).__name__} wraps it"
+            with pytest.raises(ValueError, match=message):
+                around(nn.Sequential(wrapped))
+    second(torch.ones(1, 2)).sum().backward()
+    second.finish_gradient_synchronization()
+    assert plain.bias.grad.tolist() == [1.0, 1.0]
+    with pytest.raises(RuntimeError, match="must be called outside of .*, on a module's latest wrapper"):
+        first.finish_gradient_synchronization()
+
+
 @pytest.mark.parametrize("wrapper", ["overlap", "bucketed, one"])
 def test_a_second_backward_is_refused_and_the_way_out_is_told(wrapper, alone_in_a_group):
     """Ranks that never synchronise would otherwise part without a word."""

@@ -40,7 +40,7 @@ from cs336_systems.distributed.collectives import (
 class Accumulating:
     """What leaves gradients on their rank while it is told to, and sends them otherwise."""
 
-    sends = True  # False within no_sync
+    sends = True  # False within no_sync, and for good once a module was wrapped again
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -53,7 +53,18 @@ class Accumulating:
 
     def check_sending(self) -> None:
         if not self.sends:
-            raise RuntimeError("finish_gradient_synchronization() must be called outside of no_sync()")
+            raise RuntimeError(
+                "finish_gradient_synchronization() must be called outside of no_sync(), on a module's latest wrapper"
+            )
+
+
+def check_unwrapped(module: Any) -> None:
+    """TypeError if `module` is no module, ValueError if a wrapper in it averages the gradients already."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    for inner in module.modules():
+        if isinstance(inner, Accumulating):
+            raise ValueError(f"module must not be wrapped twice, and {type(inner).__name__} wraps it already")
 
 
 def check_unchanged(named: Iterable[tuple[str, Tensor]], trainable: bool) -> None:
@@ -72,16 +83,18 @@ class DataParallel(nn.Module, Accumulating, ABC):
     among them: ranks then vote at its end, which costs a message and a wait of the host, and a parameter that no rank
     has used keeps no gradient, as in one process. Without it such a step raises.
 
+    A module that is wrapped again belongs to its latest wrapper, and those before are out of use.
+
     Raises TypeError if `module` is no module, ValueError on all ranks if theirs differ, on a rank that is not of
-    `group`, and for a module with `max_norm`; RuntimeError without a process group.
+    `group`, and for a module with `max_norm` or a wrapper in it; RuntimeError without a process group, and in the
+    forward after a step with gradients that were never averaged.
     """
 
     alive: ClassVar[weakref.WeakSet[DataParallel]] = weakref.WeakSet()  # for what averages gradients as well
 
     def __init__(self, module: nn.Module, group: Group = None, *, find_unused_parameters: bool = False) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        check_unwrapped(module)
         for name, inner in module.named_modules():
             if getattr(inner, "max_norm", None) is not None:
                 raise ValueError(f"module {name!r} has max_norm: each rank would rescale the rows that its batch uses")
@@ -92,9 +105,22 @@ class DataParallel(nn.Module, Accumulating, ABC):
         named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.names, self.trainable = [*named], [*named.values()]
         self._frozen = [(name, x) for name, x in module.named_parameters() if not x.requires_grad]
+        for older in self.alive:
+            if not set(older.trainable).isdisjoint(self.trainable):
+                older.sends = False
         self.alive.add(self)
+        self._unfinished: int | None = None  # a backward without its averages: the first parameter's version then
+        call_at_each_gradient(self, self.trainable[:1], DataParallel._note_backward)
+
+    def _note_backward(self, index: int) -> None:
+        if self.sends:
+            self._unfinished = self.trainable[index]._version
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._unfinished is not None and self._unfinished != self.trainable[0]._version:
+            raise RuntimeError(
+                "call finish_gradient_synchronization() after the backward, before step(), or skip_step() to forget it"
+            )
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
@@ -116,6 +142,7 @@ class DataParallel(nn.Module, Accumulating, ABC):
         for index in unused:
             self.trainable[index].grad = torch.zeros_like(self.trainable[index])
         self._synchronize()
+        self._unfinished = None
         if self.find_unused_parameters and self.trainable:
             votes = torch.ones(len(self.trainable), dtype=torch.uint8)
             votes[unused] = 0
@@ -135,6 +162,7 @@ class DataParallel(nn.Module, Accumulating, ABC):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._synchronize()
+        self._unfinished = None
         self.zero_grad(set_to_none=True)
 
 

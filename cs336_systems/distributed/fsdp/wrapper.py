@@ -38,7 +38,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import as_group, broadcast_from_first, check_same_shapes, clip_shards
-from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient, check_unchanged, dense_gradient
+from cs336_systems.distributed.ddp import (
+    Accumulating,
+    call_at_each_gradient,
+    check_unchanged,
+    check_unwrapped,
+    dense_gradient,
+)
 from cs336_systems.distributed.fsdp.plan import Granularity, ShardedWeight, UnitPlan, materialize, plan_units
 from cs336_systems.distributed.fsdp.reduce import average_replicated
 from cs336_systems.distributed.fsdp.unit import ExecutionOrder, State, Unit, Window, gather_copy
@@ -75,8 +81,7 @@ class FSDP(nn.Module, Accumulating):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        check_unwrapped(module)
         for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"{name} must be a floating-point dtype, got {dtype!r}")
