@@ -293,13 +293,35 @@ def test_what_zero1_would_average_twice_or_not_see_is_refused(alone_in_a_group):
     optimizer = Zero1Optimizer(model.parameters(), SGD, lr=0.1)
     model(torch.ones(3, 2)).sum().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    with pytest.raises(RuntimeError, match="a gradient was changed after it was averaged.* clip_grad_norm_ of the opt"):
+    with pytest.raises(RuntimeError, match="a gradient was changed after it was averaged.* use clip_grad_norm_ and"):
         optimizer.step()
     optimizer.zero_grad()
     model(torch.ones(3, 2)).sum().backward()
     model.bias.grad = model.bias.grad + 1
-    with pytest.raises(RuntimeError, match="a gradient was replaced after the backward, which the update does not see"):
+    message = "a gradient was replaced after the backward, which the update does not see"
+    with pytest.raises(RuntimeError, match=message):
         optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(3, 2)).sum().backward()
+    model.zero_grad()  # the optimizer's would have been right
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("bucket_size_mb", [1e-6, 1.0])
+def test_a_backward_that_is_thrown_away_leaves_nothing(bucket_size_mb, alone_in_a_group):
+    """With a parameter that it had not used, `step` took its gradients, and the next backward was called the second."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = Zero1Optimizer(model.parameters(), SGD, lr=0.1, bucket_size_mb=bucket_size_mb)
+    model[1](torch.ones(1, 2)).sum().backward()
+    optimizer.zero_grad()
+    before = model[1].bias.clone()
+    optimizer.step()
+    assert torch.equal(model[1].bias, before)
+    for thrown_away in (True, False):
+        model[1](torch.ones(1, 2)).sum().backward()
+        optimizer.zero_grad() if thrown_away else optimizer.step()
+    assert torch.equal(model[1].bias, before - 0.1)
 
 
 def test_a_loss_scaler_needs_no_group_and_no_gradients():

@@ -61,7 +61,8 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
     ValueError for a bad bucket size, an optimizer that is not elementwise, parameters that differ between ranks or
     are a DDP wrapper's, or a closure; RuntimeError without a process group, on a second backward before `step` outside
     of `no_sync`, for a parameter that got other memory, a gradient that was changed after it was averaged, gradients to
-    be finished under `no_sync`, and a group added later.
+    be finished under `no_sync`, and a group added later. Changes past autograd, by `.grad.data` or by `unscale_` of
+    torch.amp.GradScaler before a plain `step`, cannot be told: the update does not see them.
     float16 needs the LossScaler of `loss_scale.py`; torch.amp.GradScaler is refused with a TypeError.
     """
 
@@ -117,7 +118,10 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         """Take the gradient into its bucket, and reduce the buckets that are full and whose turn it is."""
         number, place = self._places[index]
         if number not in self._queue.waiting:
-            raise RuntimeError("a second backward before step(): run all but the last one under no_sync()")
+            raise RuntimeError(
+                "a second backward before step(): run all but the last one under no_sync(), or call zero_grad() of the "
+                "optimizer after one that is thrown away"
+            )
         self.buckets[number].take_gradient(place)
         if self.sends:
             self._queue.arrive(index, self._send)
@@ -152,12 +156,11 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         self.finish_gradient_synchronization()
         self.give_settings()
         for bucket in self.buckets:
-            gradients = zip((parameter.grad for parameter in bucket.parameters), bucket.views)
-            replaced = any(gradient is not None and gradient is not view for gradient, view in gradients)
+            replaced = any(one.grad is not view for one, view in zip(bucket.parameters, bucket.views))
             if replaced or bucket.flat._version != bucket.version:
                 raise RuntimeError(
                     f"a gradient was {'replaced after the backward' if replaced else 'changed after it was averaged'}, "
-                    "which the update does not see: clip with clip_grad_norm_ of the optimizer, not with torch's"
+                    "which the update does not see: use clip_grad_norm_ and zero_grad of the optimizer"
                 )
             bucket.follow_parameters()
         self.local.step()
@@ -165,10 +168,11 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         self._queue.begin()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, also averaged ones that no step has used: of a loss scale that overflowed."""
-        super().zero_grad(set_to_none)
-        if not self._queue.waiting:
+        """Forget the gradients; of a backward that no step has used (the loss scale overflowed) on all ranks."""
+        if self._queue.arrived or not self._queue.waiting:
+            self._queue.finish(self._send)  # what unused parameters kept waiting: another rank may have sent it
             self._queue.begin()
+        super().zero_grad(set_to_none)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -232,7 +236,7 @@ class ShardedBucket(Bucket):
         """Start averaging; what no backward touched counts as zero."""
         for parameter, view in zip(self.parameters, self.views):
             if parameter.grad is None:
-                view.zero_()
+                parameter.grad = view.zero_()
         self.master.grad, self.version = self.gradient, self.flat._version
         return reduce_scatter_mean_flat(self.gradient, self.flat, self.group, async_op=True)
 
