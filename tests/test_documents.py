@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.attention.backends import available_backends
+from cs336_systems.distributed.fsdp import FSDP
 
 ROOT = Path(__file__).parent.parent
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -49,6 +50,15 @@ def chapters():
 def test_the_api_page_and_its_pictures_are_fresh():
     """`tools/api_docs.py` writes them; it runs every example but Triton's, and fails where one does."""
     assert api_docs.stale(api_docs.build()) == []
+
+
+def test_methods_are_listed_with_their_meaning():
+    """A wrapper's page named its constructor only."""
+    assert api_docs.methods(api_docs.BlockMask, {"BlockMask.causal"}) != api_docs.methods(api_docs.BlockMask, set())
+    listed = "\n".join(api_docs.methods(FSDP, set()))
+    for name in ("no_sync()", "finish_gradient_synchronization()", "clip_grad_norm_(max_norm, eps)"):
+        assert f"- `{name}`: " in listed
+    assert "__init__" not in listed and "register_buffer" not in listed
 
 
 def test_the_example_of_the_triton_function_runs(chapters):

@@ -105,6 +105,7 @@ def build() -> dict[Path, str]:
     lines += [f"- [{title}](#{anchor(title)})" for title in contents]
     lines += ["", *support_matrix(), "", *causal_alignment()]
     files = {}
+    described = {section.name for chapter in chapters for section in chapter.sections}
     for chapter in chapters:
         names, failures = run_examples(chapter, has_triton=False)
         if failures:
@@ -116,7 +117,10 @@ def build() -> dict[Path, str]:
                 path = IMAGES / f"{section.name.lower().replace('.', '_')}.svg"
                 files[path] = draw(names["masks"][section.name])
                 lines += [f"![{section.name}](images/{path.name})", ""]
-            lines += describe(find(section.name, names))
+            thing = find(section.name, names)
+            lines += describe(thing)
+            if isinstance(thing, type):
+                lines += methods(thing, described)
             lines += [section.text, ""] if section.text else []
             lines += code(section.examples)
     text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
@@ -145,6 +149,23 @@ def describe(thing: Any) -> list[str]:
     if rest.strip():
         lines += ["<details><summary>more</summary>", "", "```text", rest.strip(), "```", "</details>", ""]
     return lines
+
+
+def methods(thing: type, described: set[str]) -> list[str]:
+    """A line for each public method and property that the package gives `thing` and no section has `described`."""
+    own = [base for base in thing.__mro__ if base.__module__.startswith("cs336_systems.")]
+    members = {name: member for base in reversed(own) for name, member in vars(base).items()}
+    lines = []
+    for name, member in members.items():
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        if name[0] == "_" or not inspect.isfunction(function) or f"{thing.__name__}.{name}" in described:
+            continue
+        if doc := inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0]:
+            parameters = [str(one).partition(":")[0] for one in inspect.signature(function).parameters.values()]
+            shown = parameters[not isinstance(member, staticmethod) :]  # without self
+            call = name if isinstance(member, property) else f"{name}({', '.join(shown)})"
+            lines.append(f"- `{call}`: {' '.join(doc.split())}")
+    return [*lines, ""]
 
 
 def signature(thing: Any) -> str:
