@@ -32,8 +32,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -44,7 +45,6 @@ from cs336_systems.distributed.training_state import Part, TrainingState
 INDEX = "index.json"
 FORMAT = 3
 STEP_FOLDER = re.compile(r"step-\d{8,}")
-DATA_FILE = re.compile(r"rank-\d+\.bin")
 
 
 class CheckpointError(ValueError):
@@ -112,6 +112,45 @@ def on_rank_0(call: Callable[[], Any], group: Group = None) -> None:
 
 # The index
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Chunk(TypedDict):
+    """Rows of a tensor, and their bytes in a file."""
+
+    first: Count
+    rows: Count
+    file: Annotated[str, msgspec.Meta(pattern=r"^rank-\d+\.bin$")]
+    start: Count
+    length: Count
+    crc32: int
+
+
+class Entry(TypedDict):
+    """A tensor."""
+
+    dtype: str
+    size: list[Count]
+    chunks: list[Chunk]
+
+
+class Settings(TypedDict):
+    """An optimizer's class, hyper-parameters by group, and names of the parameters in each."""
+
+    kind: str
+    groups: list[dict[str, Any]]
+    names: list[list[str]]
+
+
+class Content(TypedDict):
+    """What an index holds, beside its format and checksum."""
+
+    step: Count
+    position: dict[str, Any]
+    num_ranks: Annotated[int, msgspec.Meta(ge=1)]
+    optimizer: Settings | None
+    tensors: dict[str, Entry]
+
 
 def write_index(path: Path, content: dict[str, Any]) -> None:
     """Write `content` with its own checksum to `path`, on disk when this returns."""
@@ -132,6 +171,7 @@ def read_index(path: Path) -> dict[str, Any]:
         content = sealed["content"]
         if sealed["crc32"] != _content_crc32(content):
             raise CheckpointError("its checksum is not that of its content")
+        msgspec.convert(content, Content)
         for name, entry in content["tensors"].items():
             size, rows = entry["size"], 0
             row_bytes = math.prod(size[1:]) * getattr(torch, entry["dtype"]).itemsize
@@ -139,16 +179,15 @@ def read_index(path: Path) -> dict[str, Any]:
                 if chunk["first"] != rows:
                     break  # they would leave a gap
                 rows += chunk["rows"]
-                if not DATA_FILE.fullmatch(chunk["file"]):
-                    raise CheckpointError(f"it names {chunk['file']!r}, which is no file of a checkpoint")
                 is_cut = chunk["start"] + chunk["length"] > _num_bytes(path / chunk["file"])
                 if is_cut or chunk["length"] != chunk["rows"] * row_bytes:
                     raise CheckpointError(f"{chunk['file']} has not the bytes of {name!r}: it is cut off")
             if rows != (size or [1])[0]:
                 raise CheckpointError(f"its chunks of {name!r} have {rows} rows, and its shape is {tuple(size)}")
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
-        kind = "" if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: "
-        raise CheckpointError(f"{file} is damaged: {kind}{error}") from None
+    except (CheckpointError, msgspec.ValidationError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from None
     return content
 
 

@@ -62,9 +62,11 @@ class TrainingState:
         return {"kind": type(makes).__name__, "groups": settings, "names": names}
 
     def model_parts(self) -> dict[str, Part]:
-        """Parameters and buffers, a tied one once."""
+        """Parameters and buffers, a tied one once; ValueError naming what a module's `get_extra_state` adds."""
         parts, seen = {}, set()
         for name, value in self.module.state_dict(keep_vars=True).items():
+            if name.endswith("_extra_state") and value is not None:
+                raise ValueError(f"{name!r} cannot be kept: a checkpoint has parameters, buffers and optimizer states")
             if isinstance(value, Tensor) and id(value) not in seen:
                 seen.add(id(value))
                 parts[f"model.{name}"] = self._part(value, value.detach())

@@ -123,7 +123,7 @@ class RunFolder:
             if not before:
                 raise
             raise CheckpointError(f"{error}; to go on from {before[-1].name}, remove {newest} or rename it") from error
-        trainee.scaler.load_state_dict(progress.position["loss_scale"])
+        trainee.scaler.load_state_dict(progress.position.get("loss_scale", {}))
         return progress.step
 
     def _write_config(self) -> None:
