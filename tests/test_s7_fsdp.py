@@ -390,6 +390,17 @@ def test_D16_the_first_step_of_an_optimizer_of_whole_matrices_is_refused(alone_i
             optimizer.step()
 
 
+def test_an_optimizer_that_was_built_before_wrapping_is_refused(alone_in_a_group):
+    """It moved parameters that the model no longer had."""
+    plain = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(plain.parameters())
+    wrapped = FSDP(plain)
+    wrapped(torch.ones(2, 4)).sum().backward()
+    wrapped.finish_gradient_synchronization()
+    with pytest.raises(ValueError, match="parameters from before FSDP cut them: build it after wrapping"):
+        optimizer.step()
+
+
 def test_a_step_before_the_end_of_the_synchronization_is_refused(alone_in_a_group):
     """Replicated parameters took each rank's own gradients, in silence."""
     wrapped = FSDP(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))

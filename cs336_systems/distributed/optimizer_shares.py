@@ -134,7 +134,7 @@ def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], settings: dict
 
 @cache
 def watch_optimizers() -> None:
-    """From now on a ValueError before the first step of an optimizer over FSDP's rows that does not go row by row.
+    """From now on a ValueError before the first step of an optimizer that does not update FSDP's rows, row by row.
 
     Once and for good: a hook that goes with its model would go in the middle of a step, where that is collected.
     """
@@ -142,7 +142,10 @@ def watch_optimizers() -> None:
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer not in checked:
-            if any(hasattr(parameter, "is_rows") for group in optimizer.param_groups for parameter in group["params"]):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if any(hasattr(parameter, "is_cut") for parameter in parameters):
+                raise ValueError("the optimizer has parameters from before FSDP cut them: build it after wrapping")
+            if any(hasattr(parameter, "is_rows") for parameter in parameters):
                 check_elementwise(type(optimizer), optimizer.defaults, rows=True)
             checked.add(optimizer)
 

@@ -67,7 +67,7 @@ class FSDP(nn.Module, Accumulating):
     Construction raises TypeError or ValueError naming the argument, a parameter of which ranks hold other shapes or one
     with gradient hooks. A step raises RuntimeError naming a unit that only some ranks run, that writes into an argument
     which was cast, or whose gradients shall have a graph, and a parameter that a forward changes or that has hooks;
-    TypeError for a sparse gradient; ValueError for an optimizer that does not update row by row, as Adafactor.
+    TypeError for a sparse gradient; ValueError for an optimizer that was built before, or does not update row by row.
     """
 
     def __init__(
@@ -123,6 +123,8 @@ class FSDP(nn.Module, Accumulating):
         """Shard one weight after the other: each is made real, sent by rank 0, cut and freed before the next."""
         units = [Unit(plan, self._window, self.compute_dtype) for plan in plans]  # while nothing else has memory yet
         for plan in plans:
+            for _, parameter, _ in plan.parameters:
+                parameter.is_cut = True  # type: ignore[attr-defined] # for an optimizer that has it already
             plan.parameters.clear()  # but for the modules, the last reference to the whole parameters
         homes = {home for unit in units for weight in unit.weights for home in weight.homes}
         ends_with: dict[nn.Module, list[ShardedWeight]] = defaultdict(list)  # by the last module that holds it
