@@ -183,9 +183,7 @@ def test_a_wrapper_can_be_copied_between_steps(wrapper, alone_in_a_group):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_D9_wrapping_needs_a_module_and_a_process_group(wrapper):
-    with pytest.raises(TypeError, match="module must be a torch.nn.Module, got list"):
-        WRAPPERS[wrapper]([])
+def test_D9_wrapping_needs_a_process_group(wrapper):
     with pytest.raises(RuntimeError, match="there is no process group: start the ranks with run_ranks"):
         WRAPPERS[wrapper](nn.Linear(2, 2))
 
@@ -213,12 +211,6 @@ def test_what_is_frozen_or_thawed_after_wrapping_is_refused(scheme, change, alon
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match=f"parameter '(0.weight|0)' was {change} after wrapping"):
         optimizer.step() if optimizer else model.finish_gradient_synchronization()
-
-
-@pytest.mark.parametrize("size", [0, -1.0, float("nan"), float("inf")])
-def test_a_bucket_needs_a_positive_finite_size(size, alone_in_a_group):
-    with pytest.raises(ValueError, match=f"bucket_size_mb must be positive and finite, or None, got {size}"):
-        BucketedDDP(nn.Linear(2, 2), size)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -269,7 +261,7 @@ def test_a_second_backward_is_refused_and_the_way_out_is_told(wrapper, alone_in_
     with pytest.raises(ArithmeticError, match="planted"):
         last(RaiseInBackward.apply(first(torch.ones(1, 2)))).sum().backward()
     wrapped.zero_grad()
-    for message in (r"call skip_step\(\) after one that raised", r"gradient of parameter '1\.\w+' arrived twice in a"):
+    for message in (r"call skip_step\(\) .* after one that", r"gradient of parameter '1\.\w+' arrived twice in a"):
         with pytest.raises(RuntimeError, match=message):
             wrapped(torch.ones(1, 2)).sum().backward()
         wrapped.skip_step()

@@ -154,11 +154,9 @@ def test_what_optimizers_refuse(alone_in_a_group):
     moved.to(torch.float64)
     refused: dict[str, Callable[[], object]] = {
         "must have groups of .1. parameters, got .2.": lambda: sharded.load_state_dict(lost.state_dict()),
-        "optimizer_cls must be a subclass": lambda: ShardedOptimizer(model.parameters(), sharded),
         "should be an iterable of Tensors": lambda: ShardedOptimizer(model.weight, AdamW),
-        r"a second backward before step\(\): run all but the last one": lambda: low(x).sum().backward(),
+        "gradient of parameter '.' arrived twice in a step": lambda: low(x).sum().backward(),
         r"a parameter of shape \(2.*\) was moved or cast after": lambda: moved(x.double()).sum().backward(),
-        "bucket_size_mb must be positive, got 0": lambda: Zero1Optimizer(model.parameters(), SGD, bucket_size_mb=0),
         "step takes no closure": lambda: zero1.step(lambda: None),
         "Zero1Optimizer cannot add a group": lambda: zero1.add_param_group({"params": []}),
         "max_norm must be positive, got -1": lambda: zero1.clip_grad_norm_(-1),

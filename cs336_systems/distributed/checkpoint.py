@@ -116,9 +116,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Chunk(TypedDict):
-    """Rows of a tensor, and their bytes in a file."""
-
-    first: Count
+    first: Count  # row of its tensor
     rows: Count
     file: Annotated[str, msgspec.Meta(pattern=r"^rank-\d+\.bin$")]
     start: Count
@@ -127,24 +125,18 @@ class Chunk(TypedDict):
 
 
 class Entry(TypedDict):
-    """A tensor."""
-
     dtype: str
     size: list[Count]
     chunks: list[Chunk]
 
 
 class Settings(TypedDict):
-    """An optimizer's class, hyper-parameters by group, and names of the parameters in each."""
-
-    kind: str
-    groups: list[dict[str, Any]]
-    names: list[list[str]]
+    kind: str  # the optimizer's class
+    groups: list[dict[str, Any]]  # hyper-parameters
+    names: list[list[str]]  # of each group's parameters
 
 
 class Content(TypedDict):
-    """What an index holds, beside its format and checksum."""
-
     step: Count
     position: dict[str, Any]
     num_ranks: Annotated[int, msgspec.Meta(ge=1)]
@@ -217,19 +209,16 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder`/step-<step> and remove all but the newest `keep` checkpoints; collective.
 
-    Raises on every rank ValueError for a negative step, keep below 1, a position that is no JSON and an optimizer whose
-    state cannot be sharded, FileExistsError where the step is there already, CheckpointError while another process
-    saves into `folder`, and OSError where it cannot be written.
+    Raises on every rank ValueError for a negative step, keep below 1 and an optimizer whose state cannot be sharded,
+    TypeError for a position that is no JSON, FileExistsError where the step is there already, CheckpointError while
+    another process saves into `folder`, and OSError where it cannot be written.
     """
     if step < 0 or keep < 1:
         raise ValueError(f"step must not be negative, and keep at least 1, got {step} and {keep}")
     rank, size = _rank_and_size(process_group)
     state = TrainingState(model, optimizer)
     content = {"step": step, "position": position or {}, "num_ranks": size, "optimizer": state.settings()}
-    try:
-        content = json.loads(json.dumps(content, allow_nan=False))  # as it will be read: keys are strings
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"position and settings must be JSON, got {position!r} ({error})") from error
+    content = json.loads(json.dumps(content, allow_nan=False))  # as it will be read: keys are strings
     folder = Path(folder)
     final = folder / f"step-{step:08d}"
     aside = folder / f".{final.name}.partial"

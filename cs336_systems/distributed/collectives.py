@@ -50,29 +50,23 @@ def wait_for(works: list[Work]) -> None:
         works.pop(0).wait()
 
 
-def num_ranks(group: Group = None) -> int:
-    """Ranks of `group`; RuntimeError where no process group was made, ValueError on a rank that `group` is without."""
-    return _as_member(dist.get_world_size, group)
-
-
-def rank_in(group: Group = None) -> int:
-    """This process's place in `group`; raises as `num_ranks` does."""
-    return _as_member(dist.get_rank, group)
-
-
 def as_group(group: Group) -> dist.ProcessGroup:
-    """`group`, or the default one; raises as `num_ranks` does."""
-    num_ranks(group)
+    """`group`, or the default one; RuntimeError where there is none, ValueError on a rank that `group` is without."""
+    if not dist.is_initialized():
+        raise RuntimeError("there is no process group: start the ranks with run_ranks, or by launch under torchrun")
+    if dist.get_rank(group) < 0:  # what PyTorch answers on other ranks
+        raise ValueError(f"this process must be a member of the process group, and rank {dist.get_rank()} is none")
     return group or dist.group.WORLD  # type: ignore[return-value]
 
 
-def _as_member(ask: Callable[[Group], int], group: Group) -> int:
-    if not dist.is_initialized():
-        raise RuntimeError("there is no process group: start the ranks with run_ranks, or by launch under torchrun")
-    number = ask(group)
-    if number < 0:  # what PyTorch answers on other ranks
-        raise ValueError(f"this process must be a member of the process group, and rank {dist.get_rank()} is none")
-    return number
+def num_ranks(group: Group = None) -> int:
+    """Ranks of `group`; raises as `as_group` does."""
+    return dist.get_world_size(as_group(group))
+
+
+def rank_in(group: Group = None) -> int:
+    """This process's place in `group`; raises as `as_group` does."""
+    return dist.get_rank(as_group(group))
 
 
 def all_reduce_mean(tensor: Shaped[Tensor, "*shape"], group: Group = None, async_op: bool = False) -> Work:
@@ -81,7 +75,6 @@ def all_reduce_mean(tensor: Shaped[Tensor, "*shape"], group: Group = None, async
     Any strides; floating point or complex. Sums of float16 may overflow.
     """
     size = num_ranks(group)
-    _require_mean("tensor", tensor)
     if size == 1 or not tensor.numel():
         return Work()
     target = tensor.detach()  # its storage, without a graph
@@ -161,7 +154,6 @@ def reduce_scatter_mean_flat(
 ) -> Work:
     """Fill `output` with this rank's part of the mean of `input`, made in the input's dtype and then rounded."""
     size = num_ranks(group)
-    _require_mean("input", input)
     output, input = output.detach(), input.detach()
     if size == 1:
         output.copy_(input)
@@ -191,11 +183,6 @@ def _mean_op(group: Group) -> Any:
 def _through_host(tensor: Tensor, group: Group) -> bool:
     """gloo takes CUDA tensors for all-reduce and broadcast only; the others are staged in host memory."""
     return tensor.is_cuda and dist.get_backend(group) == "gloo"
-
-
-def _require_mean(name: str, tensor: Tensor) -> None:
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        raise TypeError(f"{name} must be floating point or complex to have a mean, got {tensor.dtype}")
 
 
 # Construction: every rank starts from rank 0's model

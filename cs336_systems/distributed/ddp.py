@@ -41,6 +41,7 @@ class Accumulating:
     """What leaves gradients on their rank while it is told to, and sends them otherwise."""
 
     sends = True  # False within no_sync, and for good once a module was wrapped again
+    unfinished: tuple[Tensor, int] | None = None  # of a backward not yet averaged: a parameter, and its version then
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -51,6 +52,14 @@ class Accumulating:
         finally:
             self.sends = before
 
+    def check_finished(self) -> None:
+        """RuntimeError if an optimizer has used gradients that were not averaged."""
+        if self.unfinished is not None and self.unfinished[0]._version != self.unfinished[1]:
+            raise RuntimeError(
+                "call finish_gradient_synchronization() after the backward, before step(); to forget a backward, call "
+                "skip_step() of a DDP wrapper, or FSDP's zero_grad()"
+            )
+
     def check_sending(self) -> None:
         if not self.sends:
             raise RuntimeError(
@@ -58,10 +67,8 @@ class Accumulating:
             )
 
 
-def check_unwrapped(module: Any) -> None:
-    """TypeError if `module` is no module, ValueError if a wrapper in it averages the gradients already."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+def check_unwrapped(module: nn.Module) -> None:
+    """ValueError if a wrapper in `module` averages the gradients already."""
     for inner in module.modules():
         if isinstance(inner, Accumulating):
             raise ValueError(f"module must not be wrapped twice, and {type(inner).__name__} wraps it already")
@@ -85,9 +92,9 @@ class DataParallel(nn.Module, Accumulating, ABC):
 
     A module that is wrapped again belongs to its latest wrapper, and those before are out of use.
 
-    Raises TypeError if `module` is no module, ValueError on all ranks if theirs differ, on a rank that is not of
-    `group`, and for a module with `max_norm` or a wrapper in it; RuntimeError without a process group, and in the
-    forward after a step with gradients that were never averaged.
+    Raises ValueError on all ranks if their modules differ, on a rank that is not of `group`, and for a module with
+    `max_norm` or a wrapper in it; RuntimeError without a process group, and in the forward after a step with gradients
+    that were never averaged.
     """
 
     alive: ClassVar[weakref.WeakSet[DataParallel]] = weakref.WeakSet()  # for what averages gradients as well
@@ -109,18 +116,14 @@ class DataParallel(nn.Module, Accumulating, ABC):
             if not set(older.trainable).isdisjoint(self.trainable):
                 older.sends = False
         self.alive.add(self)
-        self._unfinished: int | None = None  # a backward without its averages: the first parameter's version then
         call_at_each_gradient(self, self.trainable[:1], DataParallel._note_backward)
 
     def _note_backward(self, index: int) -> None:
         if self.sends:
-            self._unfinished = self.trainable[index]._version
+            self.unfinished = self.trainable[index], self.trainable[index]._version
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._unfinished is not None and self._unfinished != self.trainable[0]._version:
-            raise RuntimeError(
-                "call finish_gradient_synchronization() after the backward, before step(), or skip_step() to forget it"
-            )
+        self.check_finished()
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
@@ -142,7 +145,7 @@ class DataParallel(nn.Module, Accumulating, ABC):
         for index in unused:
             self.trainable[index].grad = torch.zeros_like(self.trainable[index])
         self._synchronize()
-        self._unfinished = None
+        self.unfinished = None
         if self.find_unused_parameters and self.trainable:
             votes = torch.ones(len(self.trainable), dtype=torch.uint8)
             votes[unused] = 0
@@ -162,7 +165,7 @@ class DataParallel(nn.Module, Accumulating, ABC):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._synchronize()
-        self._unfinished = None
+        self.unfinished = None
         self.zero_grad(set_to_none=True)
 
 
@@ -201,8 +204,10 @@ class SendQueue:
     later ones in that in which rank 0's messages were complete in the first.
     """
 
-    def __init__(self, message_of: Sequence[int], parameters: Sequence[Tensor], group: Group) -> None:
-        self.message_of, self.sizes = message_of, Counter(message_of)
+    def __init__(
+        self, message_of: Sequence[int], parameters: Sequence[Tensor], names: Sequence[str], group: Group
+    ) -> None:
+        self.names, self.message_of, self.sizes = names, message_of, Counter(message_of)
         self.order, self.is_learned = sorted(self.sizes), False
         self.device, self.group = parameters[0].device if parameters else "cpu", group
         self.under_way: list[Work] = []
@@ -217,13 +222,19 @@ class SendQueue:
         self.waiting = deque(self.order)
 
     def arrive(self, index: int, send: Callable[[int], Work]) -> None:
-        """The gradient of parameter `index` is there: `send` what is next, as far as it is complete."""
+        """The gradient of parameter `index` is there, for the first time: `send` what is next and complete."""
+        if index in self.arrived:  # it would be added to a sum that may be under way
+            raise RuntimeError(
+                f"the gradient of parameter {self.names[index]!r} arrived twice in a step: call "
+                "finish_gradient_synchronization() (step() of a Zero1Optimizer) after each backward, run all but the "
+                "last of several under no_sync(), call skip_step() (or its zero_grad()) after one that raised; for a "
+                "weight in several reentrant checkpoints take use_reentrant=False, or NaiveDDP or FlatDDP"
+            )
         message = self.message_of[index]
-        if index not in self.arrived:
-            self.arrived.add(index)
-            self.missing[message] -= 1
-            if not self.missing[message]:
-                self.complete.append(message)
+        self.arrived.add(index)
+        self.missing[message] -= 1
+        if not self.missing[message]:
+            self.complete.append(message)
         while self.waiting and not self.missing[self.waiting[0]]:
             self.under_way.append(send(self.waiting.popleft()))
 
@@ -236,12 +247,3 @@ class SendQueue:
             order = torch.tensor([*dict.fromkeys([*self.complete, *self.order])], device=self.device)
             broadcast_from_first(order, self.group)
             self.order, self.is_learned = order.tolist(), True
-
-
-def arrived_twice(name: str) -> RuntimeError:
-    """The error for a gradient that would be added to a sum already under way."""
-    return RuntimeError(
-        f"the gradient of parameter {name!r} arrived twice in a step: call finish_gradient_synchronization() after "
-        "each backward, run all but the last of several under no_sync(), call skip_step() after one that raised; for "
-        "a weight in several reentrant checkpoints take use_reentrant=False, or NaiveDDP or FlatDDP"
-    )

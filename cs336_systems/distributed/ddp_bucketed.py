@@ -14,7 +14,7 @@ from itertools import accumulate
 from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import Group, Work, all_reduce_mean
-from cs336_systems.distributed.ddp import DataParallel, SendQueue, arrived_twice, call_at_each_gradient, dense_gradient
+from cs336_systems.distributed.ddp import DataParallel, SendQueue, call_at_each_gradient, dense_gradient
 
 BYTES_PER_MB = 2**20  # as torch's DistributedDataParallel counts its bucket_cap_mb
 ALIGNMENT_BYTES = 16  # of each view: the width of a GPU's vector loads
@@ -25,7 +25,7 @@ class BucketedDDP(DataParallel):
 
     A parameter larger than that has a bucket of its own, and dtypes do not mix. Buckets stay allocated when `zero_grad`
     sets gradients to None: a new gradient is copied into its place when it arrives, which costs less than clearing the
-    bucket and adding to it. Raises ValueError for a size that is not positive and finite.
+    bucket and adding to it.
     """
 
     def __init__(
@@ -36,26 +36,21 @@ class BucketedDDP(DataParallel):
         *,
         find_unused_parameters: bool = False,
     ) -> None:
-        if bucket_size_mb is not None and not (bucket_size_mb > 0 and math.isfinite(bucket_size_mb)):
-            raise ValueError(f"bucket_size_mb must be positive and finite, or None, got {bucket_size_mb}")
         super().__init__(module, group, find_unused_parameters=find_unused_parameters)
         limit = math.inf if bucket_size_mb is None else bucket_size_mb * BYTES_PER_MB
         plan = plan_buckets(self.trainable, limit)
         self.buckets = [Bucket([self.trainable[index] for index in indices]) for indices in plan]
         # Of each parameter; the plan goes from the last one to the first.
         self._places = [(number, place) for number, indices in enumerate(plan) for place in range(len(indices))][::-1]
-        self._queue = SendQueue([number for number, _ in self._places], self.trainable, group)
+        self._queue = SendQueue([number for number, _ in self._places], self.trainable, self.names, group)
         call_at_each_gradient(self, self.trainable, BucketedDDP._arrive)
 
     def _arrive(self, index: int) -> None:
         """The backward has accumulated the gradient of parameter `index`: into its bucket, and send what is full."""
         number, place = self._places[index]
         self.buckets[number].take_gradient(place)
-        if not self.sends:
-            return
-        if index in self._queue.arrived:
-            raise arrived_twice(self.names[index])
-        self._queue.arrive(index, self._send)
+        if self.sends:
+            self._queue.arrive(index, self._send)
 
     def _send(self, message: int) -> Work:
         return all_reduce_mean(self.buckets[message].flat, self.group, async_op=True)

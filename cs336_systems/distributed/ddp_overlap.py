@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from cs336_systems.distributed.collectives import Group, Work, all_reduce_mean
-from cs336_systems.distributed.ddp import DataParallel, SendQueue, arrived_twice, call_at_each_gradient, dense_gradient
+from cs336_systems.distributed.ddp import DataParallel, SendQueue, call_at_each_gradient, dense_gradient
 
 
 class OverlapDDP(DataParallel):
@@ -21,16 +21,13 @@ class OverlapDDP(DataParallel):
 
     def __init__(self, module: nn.Module, group: Group = None, *, find_unused_parameters: bool = False) -> None:
         super().__init__(module, group, find_unused_parameters=find_unused_parameters)
-        self._queue = SendQueue(range(len(self.trainable))[::-1], self.trainable, group)
+        self._queue = SendQueue(range(len(self.trainable))[::-1], self.trainable, self.names, group)
         call_at_each_gradient(self, self.trainable, OverlapDDP._arrive)
 
     def _arrive(self, index: int) -> None:
         """The backward has accumulated the gradient of parameter `index`: send what is next, as far as it is there."""
-        if not self.sends:
-            return
-        if index in self._queue.arrived:
-            raise arrived_twice(self.names[index])
-        self._queue.arrive(index, self._send)
+        if self.sends:
+            self._queue.arrive(index, self._send)
 
     def _send(self, message: int) -> Work:
         return all_reduce_mean(dense_gradient(self.trainable[-1 - message]), self.group, async_op=True)

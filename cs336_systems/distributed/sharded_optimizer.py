@@ -37,8 +37,7 @@ class ShardedOptimizer(OptimizerOfShares):
     hold equal gradients when `step` is called. Learning rates are changed in `param_groups`, as always. `state` holds
     this rank's share.
 
-    Raises TypeError if `optimizer_cls` is no torch optimizer or works on all parameters at once (LBFGS), and
-    RuntimeError where there is no process group.
+    Raises TypeError if `optimizer_cls` works on all parameters at once (LBFGS), RuntimeError without a process group.
     """
 
     def __init__(

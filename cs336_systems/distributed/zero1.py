@@ -58,12 +58,12 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         kwargs: for `optimizer_cls`.
 
     The parameters' memory is replaced by views of the buckets: build it after the model is on its device. Raises
-    ValueError for a bad bucket size, an optimizer that is not elementwise, parameters that differ between ranks or
-    are a DDP wrapper's, or a closure; RuntimeError without a process group, on a second backward before `step` outside
-    of `no_sync`, for a parameter that got other memory, a gradient that was changed after it was averaged, gradients to
-    be finished under `no_sync`, and a group added later. Changes past autograd, by `.grad.data` or by `unscale_` of
-    torch.amp.GradScaler before a plain `step`, cannot be told: the update does not see them.
-    float16 needs the LossScaler of `loss_scale.py`; torch.amp.GradScaler is refused with a TypeError.
+    ValueError for an optimizer that is not elementwise, parameters that differ between ranks or are a DDP wrapper's,
+    or a closure; RuntimeError without a process group, on a second backward before `step` outside of `no_sync`, for a
+    parameter that got other memory, a gradient that was changed after it was averaged, and a group added later.
+    Changes past autograd, by `.grad.data` or by `unscale_` of torch.amp.GradScaler before a plain `step`, cannot be
+    told: the update does not see them. float16 needs the LossScaler of `loss_scale.py`; torch.amp.GradScaler's `step`
+    is refused with a TypeError.
     """
 
     def __init__(
@@ -75,8 +75,6 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         process_group: Group = None,
         **kwargs: Any,
     ) -> None:
-        if not bucket_size_mb > 0:
-            raise ValueError(f"bucket_size_mb must be positive, got {bucket_size_mb!r}")
         super().__init__(params, optimizer_cls, process_group, kwargs)
         check_elementwise(optimizer_cls, kwargs, rows=False)
         for wrapper in DataParallel.alive:
@@ -103,7 +101,9 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         self._places = [(number, place) for number, one in enumerate(self.buckets) for place in range(len(one.views))]
         in_buckets = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         # Groups (decayed or not) take turns in a backward, which the queue learns in the first step.
-        self._queue = SendQueue([number for number, _ in self._places], in_buckets, process_group)
+        names = {parameter: str(place) for place, parameter in enumerate(self.parameters)}
+        messages = [number for number, _ in self._places]
+        self._queue = SendQueue(messages, in_buckets, [*map(names.__getitem__, in_buckets)], process_group)
         call_at_each_gradient(self, in_buckets, Zero1Optimizer._gradient_arrived)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -117,11 +117,6 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
     def _gradient_arrived(self, index: int) -> None:
         """Take the gradient into its bucket, and reduce the buckets that are full and whose turn it is."""
         number, place = self._places[index]
-        if number not in self._queue.waiting:
-            raise RuntimeError(
-                "a second backward before step(): run all but the last one under no_sync(), or call zero_grad() of the "
-                "optimizer after one that is thrown away"
-            )
         self.buckets[number].take_gradient(place)
         if self.sends:
             self._queue.arrive(index, self._send)

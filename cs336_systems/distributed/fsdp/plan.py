@@ -177,7 +177,6 @@ class ShardedWeight:
         # `.data` gives each alias of `place` a version counter of its own: gathering again, into the same memory, must
         # not look to autograd like a change of what it saved.
         self.gathered = place.data  # (N * chunk, ...): the memory of `whole` and the padding behind it
-        self.own_place = self.gathered[self.rows]  # the shard's place in it
         chunk = chunk_rows(len(like), num_ranks)
         self.chunk = self.gathered[rank * chunk : (rank + 1) * chunk]  # that, and padding: what this rank sends
         # (R, ...) in the compute dtype; without memory while it is not gathered

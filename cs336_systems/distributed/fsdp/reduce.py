@@ -31,7 +31,6 @@ class GradientReducer:
         self.group, self.lane, self.reduce_dtype = group, Lane(device), reduce_dtype
         self._under_way = Work()
         self._in_use: list[Tensor] = []
-        self.unfinished: tuple[Tensor, int] | None = None  # rows with gradients, and the version that these go with
 
     @torch.no_grad()
     def accumulate(self, weight: ShardedWeight) -> None:
@@ -78,8 +77,6 @@ class GradientReducer:
         for weight, (_, place) in zip(weights, results):
             weight.shard.grad = place
         self._in_use = [*inputs, *outputs, *sources]
-        if weights and self.unfinished is None:
-            self.unfinished = weights[0].shard, weights[0].shard._version
 
     def wait(self) -> None:
         """Let the compute stream wait for the reduction under way, and give its buffers back."""

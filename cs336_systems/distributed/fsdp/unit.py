@@ -201,7 +201,7 @@ class Unit:
             if weight.gathered.dtype != weight.shard.dtype or len(weight.chunk) != len(weight.shard):
                 # One chunk in the compute dtype, made where the gather would put it: no memory of its own. What lies
                 # behind the own rows is padding that nobody reads.
-                places.append(weight.own_place)
+                places.append(weight.gathered[weight.rows])
                 shards.append(weight.shard)
                 inputs[-1] = weight.chunk
         with self.window.lane.after_compute():

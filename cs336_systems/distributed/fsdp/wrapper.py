@@ -64,10 +64,11 @@ class FSDP(nn.Module, Accumulating):
         device: where the shards go. None: where the parameters are; for a meta module the GPU if there is one.
         process_group: None: all ranks.
 
-    Construction raises TypeError or ValueError naming the argument, a parameter of which ranks hold other shapes or one
-    with gradient hooks. A step raises RuntimeError naming a unit that only some ranks run, that writes into an argument
-    which was cast, or whose gradients shall have a graph, and a parameter that a forward changes or that has hooks;
-    TypeError for a sparse gradient; ValueError for an optimizer that was built before, or does not update row by row.
+    Construction raises ValueError naming the argument, a wrapper in the module, a parameter of which ranks hold other
+    shapes or one with gradient hooks. A step raises RuntimeError naming a unit that only some ranks run, that writes
+    into an argument which was cast, or whose gradients shall have a graph, and a parameter that a forward changes or
+    that has hooks; TypeError for a sparse gradient; ValueError for an optimizer that was built before, or does not
+    update row by row.
     """
 
     def __init__(
@@ -82,12 +83,7 @@ class FSDP(nn.Module, Accumulating):
     ) -> None:
         super().__init__()
         check_unwrapped(module)
-        for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"{name} must be a floating-point dtype, got {dtype!r}")
         plans = plan_units(module, granularity)
-        if not plans:
-            raise ValueError("module must own a weight of two or more dimensions, found none to shard")
         self.group = group = as_group(process_group)
         self.device = torch.device(device or next(module.parameters()).device)
         if self.device.type == "meta":
@@ -158,8 +154,7 @@ class FSDP(nn.Module, Accumulating):
         """The wrapped module's forward."""
         if self._window.in_forward or self._window.in_backward:  # of a checkpoint around the model
             return self.module(*inputs, **kwargs)
-        if (unfinished := self._window.reducer.unfinished) and unfinished[0]._version != unfinished[1]:
-            raise RuntimeError("call finish_gradient_synchronization() after the backward, before step()")
+        self.check_finished()
         self._forget_backward()
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -207,7 +202,8 @@ class FSDP(nn.Module, Accumulating):
             args = call.cast(args, self.compute_dtype)
             kwargs = {name: call.cast(value, self.compute_dtype) for name, value in kwargs.items()}
         if torch.is_grad_enabled():
-            call.keep_given(_tensors_in([*args, *kwargs.values(), *_attributes(self._places[entry])]))
+            given = _tensors_in([*args, *kwargs.values(), *_attributes(self._places[entry])])
+            call.given = {id(tensor): (weakref.ref(tensor), _version(tensor)) for tensor in given}
         return args, kwargs
 
     def _after_forward(
@@ -285,7 +281,9 @@ class FSDP(nn.Module, Accumulating):
         ready = [weight in arrived or weight.accumulated is not None for weight in unit.weights]
         if any(ready):
             self._window.agree("reduces", unit, sum(is_ready << place for place, is_ready in enumerate(ready)))
-            self._window.reducer.reduce([weight for weight, is_ready in zip(unit.weights, ready) if is_ready])
+            weights = [weight for weight, is_ready in zip(unit.weights, ready) if is_ready]
+            self._window.reducer.reduce(weights)
+            self.unfinished = self.unfinished or (weights[0].shard, weights[0].shard._version)
 
     def _end_backward(self, backward: int) -> None:
         """Leave nothing gathered; reduce what the unused weights of a unit kept waiting."""
@@ -315,7 +313,7 @@ class FSDP(nn.Module, Accumulating):
                 if weight.shard._backward_hooks or weight.shard._post_accumulate_grad_hooks:
                     raise RuntimeError(f"parameter {weight.name!r} must have no gradient hooks: FSDP never calls them")
         self._window.reducer.wait()
-        self._window.reducer.unfinished = None
+        self.unfinished = None
         if self._window.num_ranks == 1:
             return
         average_replicated(self._replicated, self.group)
@@ -327,7 +325,7 @@ class FSDP(nn.Module, Accumulating):
         self._forget_backward()
         for weight in self.weights.values():
             weight.accumulated = None
-        self._window.reducer.unfinished = None
+        self.unfinished = None
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, eps: float = 1e-6) -> Tensor:
@@ -378,9 +376,6 @@ class _Call:
     casts: list[Tensor]
     # The tensors that were there before, by id, which another may have once one is gone, with their versions.
     given: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
-
-    def keep_given(self, tensors: list[Tensor]) -> None:
-        self.given = {id(tensor): (weakref.ref(tensor), _version(tensor)) for tensor in tensors}
 
     def was_given(self, tensor: Tensor) -> bool:
         """Whether it was there before the forward, as it is now."""
