@@ -249,7 +249,7 @@ def test_a_module_has_one_wrapper(wrapper, alone_in_a_group):
     second(torch.ones(1, 2)).sum().backward()
     second.finish_gradient_synchronization()
     assert plain.bias.grad.tolist() == [1.0, 1.0]
-    with pytest.raises(RuntimeError, match="must be called outside of .*, on a module's latest wrapper"):
+    with pytest.raises(RuntimeError, match=r"must be outside of no_sync\(\), of the latest wrapper"):
         first.finish_gradient_synchronization()
 
 

@@ -166,7 +166,7 @@ def test_what_optimizers_refuse(alone_in_a_group):
     for message, call in refused.items():
         with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
             call()
-    with zero1.no_sync(), pytest.raises(RuntimeError, match=r"must be called outside of no_sync\(\)"):
+    with zero1.no_sync(), pytest.raises(RuntimeError, match=r"must be outside of no_sync\(\)"):
         zero1.finish_gradient_synchronization()
 
 

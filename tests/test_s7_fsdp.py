@@ -418,7 +418,7 @@ def test_what_no_sync_put_aside_is_finished_outside_and_first(alone_in_a_group):
     wrapped = FSDP(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
     with wrapped.no_sync():
         wrapped(torch.randn(3, 4)).square().sum().backward()
-        with pytest.raises(RuntimeError, match=r"must be called outside of no_sync\(\)"):
+        with pytest.raises(RuntimeError, match=r"must be outside of no_sync\(\)"):
             wrapped.finish_gradient_synchronization()
     with pytest.raises(RuntimeError, match=r"gradients wait that no_sync put aside: call finish_gradient_sync"):
         wrapped.clip_grad_norm_(1.0)

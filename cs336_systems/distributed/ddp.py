@@ -52,7 +52,7 @@ class Accumulating:
         finally:
             self.sends = before
 
-    def check_finished(self) -> None:
+    def _check_finished(self) -> None:
         """RuntimeError if an optimizer has used gradients that were not averaged."""
         if self.unfinished is not None and self.unfinished[0]._version != self.unfinished[1]:
             raise RuntimeError(
@@ -60,18 +60,15 @@ class Accumulating:
                 "skip_step() of a DDP wrapper, or FSDP's zero_grad()"
             )
 
-    def check_sending(self) -> None:
+    def _check_sending(self) -> None:
         if not self.sends:
-            raise RuntimeError(
-                "finish_gradient_synchronization() must be called outside of no_sync(), on a module's latest wrapper"
-            )
+            raise RuntimeError("finish_gradient_synchronization() must be outside of no_sync(), of the latest wrapper")
 
-
-def check_unwrapped(module: nn.Module) -> None:
-    """ValueError if a wrapper in `module` averages the gradients already."""
-    for inner in module.modules():
-        if isinstance(inner, Accumulating):
-            raise ValueError(f"module must not be wrapped twice, and {type(inner).__name__} wraps it already")
+    def _check_unwrapped(self, module: nn.Module) -> None:
+        """ValueError if a wrapper in `module` averages the gradients already."""
+        for inner in module.modules():
+            if isinstance(inner, Accumulating):
+                raise ValueError(f"module must not be wrapped twice, and {type(inner).__name__} wraps it already")
 
 
 def check_unchanged(named: Iterable[tuple[str, Tensor]], trainable: bool) -> None:
@@ -101,7 +98,7 @@ class DataParallel(nn.Module, Accumulating, ABC):
 
     def __init__(self, module: nn.Module, group: Group = None, *, find_unused_parameters: bool = False) -> None:
         super().__init__()
-        check_unwrapped(module)
+        self._check_unwrapped(module)
         for name, inner in module.named_modules():
             if getattr(inner, "max_norm", None) is not None:
                 raise ValueError(f"module {name!r} has max_norm: each rank would rescale the rows that its batch uses")
@@ -123,7 +120,7 @@ class DataParallel(nn.Module, Accumulating, ABC):
             self.unfinished = self.trainable[index], self.trainable[index]._version
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.check_finished()
+        self._check_finished()
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
@@ -132,7 +129,7 @@ class DataParallel(nn.Module, Accumulating, ABC):
         Waits on the device, not on the host. Raises RuntimeError within `no_sync` and for a parameter without a
         gradient, TypeError for a sparse one.
         """
-        self.check_sending()
+        self._check_sending()
         check_unchanged(self._frozen, False)
         if not self.find_unused_parameters:  # with it, one that is frozen is one that no rank has used
             check_unchanged(zip(self.names, self.trainable), True)

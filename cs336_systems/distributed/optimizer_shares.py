@@ -49,13 +49,13 @@ class OptimizerOfShares(torch.optim.Optimizer):
         """All parameters, in the order in which state dicts number them."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def take_settings(self) -> None:
+    def _take_settings(self) -> None:
         """Show what `local` has filled in or loaded."""
         self.defaults, self.state = self.local.defaults, self.local.state
         for group, own in zip(self.param_groups, self.local.param_groups):
             group.update(hyperparameters(own))
 
-    def give_settings(self) -> None:
+    def _give_settings(self) -> None:
         """Tell `local` of a learning rate that the caller or a schedule has changed."""
         for group, own in zip(self.param_groups, self.local.param_groups):
             own.update(hyperparameters(group))
@@ -82,7 +82,7 @@ class OptimizerOfShares(torch.optim.Optimizer):
             own.update(hyperparameters(saved))
         own_states = self.own_states({one: states.get(place, {}) for place, one in enumerate(self.parameters)})
         self.local.load_state_dict({"state": own_states, "param_groups": own_groups})
-        self.take_settings()
+        self._take_settings()
 
     @abstractmethod
     def all_states(self) -> dict[Tensor, dict[str, Any]]:

@@ -47,7 +47,7 @@ class ShardedOptimizer(OptimizerOfShares):
         self.bytes_owned: dict[int, int] = defaultdict(int)  # by rank
         super().__init__(params, optimizer_cls, process_group, kwargs)
         self.local = optimizer_cls([self._own_part(group) for group in self.param_groups], **kwargs)
-        self.take_settings()
+        self._take_settings()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and share it out; also called for each group by the constructor of the base class."""
@@ -61,7 +61,7 @@ class ShardedOptimizer(OptimizerOfShares):
             self.bytes_owned[owner] += parameter.nbytes
         if hasattr(self, "local"):
             self.local.add_param_group(self._own_part(group))
-            self.take_settings()
+            self._take_settings()
 
     def _own_part(self, group: dict[str, Any]) -> dict[str, Any]:
         return {**hyperparameters(group), "params": [*filter(self.owns, group["params"])]}
@@ -72,7 +72,7 @@ class ShardedOptimizer(OptimizerOfShares):
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the own share, then exchange the updated parameters; returns what `closure`, run by all, returns."""
-        self.give_settings()
+        self._give_settings()
         loss = self.local.step(**kwargs) if closure is None else self.local.step(closure, **kwargs)
         self._broadcast_updates()
         return loss

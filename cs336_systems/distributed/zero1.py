@@ -34,13 +34,7 @@ from cs336_systems.distributed.collectives import (
     reduce_scatter_mean_flat,
     wait_for,
 )
-from cs336_systems.distributed.ddp import (
-    Accumulating,
-    DataParallel,
-    SendQueue,
-    call_at_each_gradient,
-    check_unchanged,
-)
+from cs336_systems.distributed.ddp import Accumulating, DataParallel, SendQueue, call_at_each_gradient, check_unchanged
 from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, Bucket, plan_buckets
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, check_elementwise, hyperparameters
 
@@ -97,7 +91,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
             self.buckets += buckets
             local_groups.append({**hyperparameters(group), "params": [bucket.master for bucket in buckets]})
         self.local = optimizer_cls(local_groups, **kwargs)
-        self.take_settings()
+        self._take_settings()
         self._places = [(number, place) for number, one in enumerate(self.buckets) for place in range(len(one.views))]
         in_buckets = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         # Groups (decayed or not) take turns in a backward, which the queue learns in the first step.
@@ -126,7 +120,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
 
     def finish_gradient_synchronization(self) -> None:
         """Reduce the buckets that unused parameters kept waiting, and wait for all; RuntimeError within `no_sync`."""
-        self.check_sending()
+        self._check_sending()
         self._queue.finish(self._send)
 
     def averaged_gradients(self) -> list[Tensor]:
@@ -149,7 +143,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         for place, (parameter, trained) in enumerate(zip(self.parameters, self._trained)):
             check_unchanged([(str(place), parameter)], trained)
         self.finish_gradient_synchronization()
-        self.give_settings()
+        self._give_settings()
         for bucket in self.buckets:
             replaced = any(one.grad is not view for one, view in zip(bucket.parameters, bucket.views))
             if replaced or bucket.flat._version != bucket.version:

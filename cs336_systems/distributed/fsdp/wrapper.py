@@ -38,13 +38,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import as_group, broadcast_from_first, check_same_shapes, clip_shards
-from cs336_systems.distributed.ddp import (
-    Accumulating,
-    call_at_each_gradient,
-    check_unchanged,
-    check_unwrapped,
-    dense_gradient,
-)
+from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient, check_unchanged, dense_gradient
 from cs336_systems.distributed.fsdp.plan import Granularity, ShardedWeight, UnitPlan, materialize, plan_units
 from cs336_systems.distributed.fsdp.reduce import average_replicated
 from cs336_systems.distributed.fsdp.unit import ExecutionOrder, State, Unit, Window, gather_copy
@@ -82,7 +76,7 @@ class FSDP(nn.Module, Accumulating):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        check_unwrapped(module)
+        self._check_unwrapped(module)
         plans = plan_units(module, granularity)
         self.group = group = as_group(process_group)
         self.device = torch.device(device or next(module.parameters()).device)
@@ -154,7 +148,7 @@ class FSDP(nn.Module, Accumulating):
         """The wrapped module's forward."""
         if self._window.in_forward or self._window.in_backward:  # of a checkpoint around the model
             return self.module(*inputs, **kwargs)
-        self.check_finished()
+        self._check_finished()
         self._forget_backward()
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -303,7 +297,7 @@ class FSDP(nn.Module, Accumulating):
 
         On a GPU the stream waits for them, not the host. RuntimeError within `no_sync`.
         """
-        self.check_sending()
+        self._check_sending()
         for unit in self.units:
             if not unit.arrived:  # else a backward has raised
                 self._reduce(unit)
