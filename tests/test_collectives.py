@@ -125,12 +125,6 @@ def test_D8_ranks_built_differently_are_told_the_parameter(rank: int, ranks: int
             check_same_shapes(module.named_parameters())
 
 
-@TWO_RANKS.check
-def test_wrong_arguments_are_refused(rank: int, ranks: int) -> None:
-    with pytest.raises(ValueError, match="parameter 'weight' is on the meta device: give it memory before"):
-        broadcast_parameters(nn.Linear(2, 2, device="meta"))
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_D3_D9_means_gathers_and_scatters(ranks):
     results = TWO_RANKS.results(means) if ranks == 2 else run_ranks(means, ranks)

@@ -207,8 +207,6 @@ def check_same_shapes(named_tensors: Iterable[tuple[str, Tensor]], group: Group 
 
 
 def broadcast_parameters(module: nn.Module, group: Group = None) -> None:
-    """Give every rank the parameters and buffers of rank 0 of `group`; ValueError for one on the meta device."""
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if tensor.is_meta:
-            raise ValueError(f"parameter {name!r} is on the meta device: give it memory before it is broadcast")
+    """Give every rank the parameters and buffers of rank 0 of `group`."""
+    for tensor in [*module.parameters(), *module.buffers()]:
         broadcast_from_first(tensor, group)

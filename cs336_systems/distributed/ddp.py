@@ -71,9 +71,9 @@ class Accumulating:
                 raise ValueError(f"module must not be wrapped twice, and {type(inner).__name__} wraps it already")
 
 
-def check_unchanged(named: Iterable[tuple[str, Tensor]], trainable: bool) -> None:
-    """RuntimeError for a parameter that has been frozen or thawed since what trains it was built."""
-    for name, parameter in named:
+def check_unchanged(named: Iterable[tuple[str, Tensor, bool]]) -> None:
+    """RuntimeError for a parameter that was trainable, or was not, when what trains it was built, and is no more."""
+    for name, parameter, trainable in named:
         if parameter.requires_grad != trainable:
             change = "frozen" if trainable else "made trainable"
             raise RuntimeError(f"parameter {name!r} was {change} after wrapping: wrap again, with a new optimizer")
@@ -87,11 +87,10 @@ class DataParallel(nn.Module, Accumulating, ABC):
     among them: ranks then vote at its end, which costs a message and a wait of the host, and a parameter that no rank
     has used keeps no gradient, as in one process. Without it such a step raises.
 
-    A module that is wrapped again belongs to its latest wrapper, and those before are out of use.
-
-    Raises ValueError on all ranks if their modules differ, on a rank that is not of `group`, and for a module with
-    `max_norm` or a wrapper in it; RuntimeError without a process group, and in the forward after a step with gradients
-    that were never averaged.
+    A module that is wrapped again belongs to its latest wrapper, and those before are out of use. Raises ValueError on
+    all ranks if their modules differ, on a rank that is not of `group`, and for a module with `max_norm` or a wrapper
+    in it; RuntimeError without a process group, and in the forward after a step with gradients that were never
+    averaged.
     """
 
     alive: ClassVar[weakref.WeakSet[DataParallel]] = weakref.WeakSet()  # for what averages gradients as well
@@ -106,9 +105,9 @@ class DataParallel(nn.Module, Accumulating, ABC):
         broadcast_parameters(module, group)
         self.module, self.group = module, group
         self.find_unused_parameters = find_unused_parameters
-        named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self.names, self.trainable = [*named], [*named.values()]
-        self._frozen = [(name, x) for name, x in module.named_parameters() if not x.requires_grad]
+        self._named = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
+        self.names = [name for name, _, trainable in self._named if trainable]
+        self.trainable = [parameter for _, parameter, trainable in self._named if trainable]
         for older in self.alive:
             if not set(older.trainable).isdisjoint(self.trainable):
                 older.sends = False
@@ -130,9 +129,8 @@ class DataParallel(nn.Module, Accumulating, ABC):
         gradient, TypeError for a sparse one.
         """
         self._check_sending()
-        check_unchanged(self._frozen, False)
-        if not self.find_unused_parameters:  # with it, one that is frozen is one that no rank has used
-            check_unchanged(zip(self.names, self.trainable), True)
+        # With find_unused_parameters one that is frozen is one that no rank has used.
+        check_unchanged(one for one in self._named if not (one[2] and self.find_unused_parameters))
         unused = [index for index, parameter in enumerate(self.trainable) if parameter.grad is None]
         if unused and not self.find_unused_parameters:
             raise RuntimeError(
@@ -201,9 +199,7 @@ class SendQueue:
     later ones in that in which rank 0's messages were complete in the first.
     """
 
-    def __init__(
-        self, message_of: Sequence[int], parameters: Sequence[Tensor], names: Sequence[str], group: Group
-    ) -> None:
+    def __init__(self, message_of: Sequence[int], parameters: list[Any], names: list[str], group: Group) -> None:
         self.names, self.message_of, self.sizes = names, message_of, Counter(message_of)
         self.order, self.is_learned = sorted(self.sizes), False
         self.device, self.group = parameters[0].device if parameters else "cpu", group

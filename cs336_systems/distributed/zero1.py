@@ -18,7 +18,6 @@ zeros, so that momentum and weight decay go on moving it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,12 +51,11 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         kwargs: for `optimizer_cls`.
 
     The parameters' memory is replaced by views of the buckets: build it after the model is on its device. Raises
-    ValueError for an optimizer that is not elementwise, parameters that differ between ranks or are a DDP wrapper's,
-    or a closure; RuntimeError without a process group, on a second backward before `step` outside of `no_sync`, for a
-    parameter that got other memory, a gradient that was changed after it was averaged, and a group added later.
-    Changes past autograd, by `.grad.data` or by `unscale_` of torch.amp.GradScaler before a plain `step`, cannot be
-    told: the update does not see them. float16 needs the LossScaler of `loss_scale.py`; torch.amp.GradScaler's `step`
-    is refused with a TypeError.
+    ValueError for an optimizer that is not elementwise, parameters that differ between ranks or are a DDP wrapper's;
+    RuntimeError without a process group, on a second backward before `step` outside of `no_sync`, for a parameter that
+    got other memory, a gradient that was changed after it was averaged, and a group added later. Changes past autograd,
+    by `.grad.data` or by `unscale_` of torch.amp.GradScaler before a plain `step`, cannot be told: the update does not
+    see them. float16 needs the LossScaler of `loss_scale.py`; `step` of torch.amp.GradScaler raises TypeError.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         for parameter in self.parameters:
             if not parameter.requires_grad:  # in no bucket, whose values rank 0 sends
                 broadcast_from_first(parameter, process_group)
-        self._trained = [parameter.requires_grad for parameter in self.parameters]
+        self._named = [(str(place), one, one.requires_grad) for place, one in enumerate(self.parameters)]
         self.buckets: list[ShardedBucket] = []
         local_groups = []
         for group in self.param_groups:
@@ -95,7 +93,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         self._places = [(number, place) for number, one in enumerate(self.buckets) for place in range(len(one.views))]
         in_buckets = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         # Groups (decayed or not) take turns in a backward, which the queue learns in the first step.
-        names = {parameter: str(place) for place, parameter in enumerate(self.parameters)}
+        names = {parameter: name for name, parameter, _ in self._named}
         messages = [number for number, _ in self._places]
         self._queue = SendQueue(messages, in_buckets, [*map(names.__getitem__, in_buckets)], process_group)
         call_at_each_gradient(self, in_buckets, Zero1Optimizer._gradient_arrived)
@@ -136,12 +134,9 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
     # Update and gather
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the own slices and gather all of them; a closure is refused, since it would run backward in here."""
-        if closure is not None:
-            raise ValueError("Zero1Optimizer.step takes no closure: run backward before it")
-        for place, (parameter, trained) in enumerate(zip(self.parameters, self._trained)):
-            check_unchanged([(str(place), parameter)], trained)
+    def step(self) -> None:  # type: ignore[override] # a closure would run backward in here
+        """Update the own slices and gather all of them."""
+        check_unchanged(self._named)
         self.finish_gradient_synchronization()
         self._give_settings()
         for bucket in self.buckets:

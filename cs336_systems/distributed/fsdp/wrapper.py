@@ -301,8 +301,7 @@ class FSDP(nn.Module, Accumulating):
         for unit in self.units:
             if not unit.arrived:  # else a backward has raised
                 self._reduce(unit)
-            for weight in unit.weights:
-                check_unchanged([(weight.name, weight.shard)], weight.whole.requires_grad)
+            check_unchanged((weight.name, weight.shard, weight.whole.requires_grad) for weight in unit.weights)
             for weight in unit.trainable:
                 if weight.shard._backward_hooks or weight.shard._post_accumulate_grad_hooks:
                     raise RuntimeError(f"parameter {weight.name!r} must have no gradient hooks: FSDP never calls them")
