@@ -48,7 +48,7 @@ def take_turns_one_at_a_time(rank: int, num_ranks: int) -> tuple[dict[str, Any],
 
     with (
         patch.object(data_parallel_turns, "ParallelStep", Watched),
-        patch.object(NaiveDDP, "finish_gradient_synchronization", lambda self: None),
+        patch.object(NaiveDDP, "_synchronize", lambda self: None),
     ):
         return take_turns(rank, num_ranks, TURNS.implementations, CASE, TINY), order
 
