@@ -77,6 +77,9 @@ class FSDP(nn.Module, Accumulating):
     ) -> None:
         super().__init__()
         self._check_unwrapped(module)
+        for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(f"{name} must be a floating-point dtype, got {dtype!r}")
         plans = plan_units(module, granularity)
         self.group = group = as_group(process_group)
         self.device = torch.device(device or next(module.parameters()).device)
