@@ -12,7 +12,8 @@ two mechanisms, by which specialised warps order what they share:
 
   dispatch   the number of each warp's partition: written and read between barriers of all warps, at the kernel's first
              line and at `gl.warp_specialize`
-  ring       rows in `..._slots`, guarded by mbarriers at which one thread arrives for those that it met before
+  ring       rows in `..._slots`, and the forward's `items`, guarded by mbarriers at which one thread arrives for those
+             that it met before
 
 A hazard is explained if its source lines are of one mechanism, and a control kernel, which is right and tiny
 (`tests/sanitizer_controls.py`), shows that mechanism in the same run. Any other hazard is an error. Explained is not
@@ -52,7 +53,7 @@ CALLS = re.compile(r"^(\d+) calls\b", re.MULTILINE)
 ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", re.MULTILINE)
 REPORT = "Race reported between"
 ACCESS = re.compile(r"(Read|Write) access(?: at (\w+)\S* in (\S+):(\d+))?(?:.*\[(\d+) hazards?\])?")
-SLOT_ACCESS = re.compile(r"\b(\w+_slots)\.index\(\w*slot\)\.(load|store)\(")
+SLOT_ACCESS = re.compile(r"\b(\w+_slots|items)\.index\(\w*slot\)\.(load|store)\(")
 
 GROUPS = {
     "triton": ("dense", "causal", "blocks64", "blocks128", "varlen", "varlen_causal"),
