@@ -236,6 +236,23 @@ def test_a_step_on_gradients_that_were_never_averaged_is_told_in_the_next_forwar
     backward()
 
 
+def test_a_compiled_wrapper_is_compiled_once(alone_in_a_group):
+    """The check of its last step once made the second step compile the whole model again."""
+    frames: list[Any] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        frames.append(graph)
+        return graph
+
+    wrapped = NaiveDDP(nn.Linear(2, 2))
+    compiled, optimizer = torch.compile(wrapped, backend=count), torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for _ in range(3):
+        compiled(torch.ones(1, 2)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+        optimizer.step()
+    assert len(frames) == 1
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_module_has_one_wrapper(wrapper, alone_in_a_group):
     """Two sent every gradient twice, in place and at once; a wrapper around another as well."""

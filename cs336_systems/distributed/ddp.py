@@ -105,6 +105,7 @@ class DataParallel(nn.Module, Accumulating, ABC):
         broadcast_parameters(module, group)
         self.module, self.group = module, group
         self.find_unused_parameters = find_unused_parameters
+        self.unfinished = None  # its own from the start: a compiled forward compiles once
         self._named = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
         self.names = [name for name, _, trainable in self._named if trainable]
         self.trainable = [parameter for _, parameter, trainable in self._named if trainable]
