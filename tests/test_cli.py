@@ -241,6 +241,14 @@ def test_the_published_folder_away_from_the_repository_gets_a_report(tmp_path, m
 # What comes from files is no markup
 
 
+def test_sizes_may_be_lower_case_and_profiling_says_how_long_it_takes(tmp_path):
+    """`profile small` took two minutes on a laptop without a word."""
+    fits = invoke("memory", "--model", "small", "--context", "512", "--batch", "2", "--fits", "80gb")
+    assert fits.exit_code == 0 and "fits in 80gb: peak " in fits.output
+    profiled = invoke("profile", "1x1x16x16", "--device", "cpu", "--steps", "1", "--results", tmp_path)
+    assert profiled.exit_code == 0 and "the first took" in profiled.stdout
+
+
 def test_names_of_kernels_are_no_markup_and_give_no_orders_to_a_terminal(capsys):
     """[clone .kind] behind the name of a function vanished, and [/tag] ended the command with a traceback."""
     facts = {"category": "other", "phase": "forward", "start_us": 0.0, "duration_us": 1.0, "ranges": ()}

@@ -72,8 +72,7 @@ def test_an_attention_shape_is_profiled_without_what_prepares_it(tmp_path: Path)
     result = invoke("profile", "1x2x64x32", *options, "--results", tmp_path)
     assert result.exit_code == 0, result.output
     trace = trace_of(read_events(trace_in(tmp_path)))
-    assert "the first took" in result.stdout and "2 steps:" in result.stdout
-    assert "aten::_softmax_backward_data" in result.stdout
+    assert "2 steps:" in result.stdout and "aten::_softmax_backward_data" in result.stdout
     names = {kernel.name for kernel in trace.in_steps().kernels}
     assert "aten::_softmax_backward_data" in names and "aten::_softmax" not in names
 
