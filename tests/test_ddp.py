@@ -214,7 +214,7 @@ def test_what_is_frozen_or_thawed_after_wrapping_is_refused(scheme, change, alon
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_step_on_gradients_that_were_never_averaged_is_told_in_the_next_forward(wrapper, alone_in_a_group):
+def test_a_step_on_gradients_that_were_never_averaged_is_refused(wrapper, alone_in_a_group):
     """The ranks of naive and flat trained apart in silence."""
     wrapped = WRAPPERS[wrapper](nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(wrapped.parameters())
@@ -228,16 +228,32 @@ def test_a_step_on_gradients_that_were_never_averaged_is_told_in_the_next_forwar
     with wrapped.no_sync():
         backward()
     backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    torch.optim.SGD(nn.Linear(2, 2).parameters()).step()  # of another model
     with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after the backward, before step"):
-        backward()
-    wrapped.skip_step()
-    backward()
+        optimizer.step()
+    wrapped.finish_gradient_synchronization()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_backward_may_be_forgotten_before_a_state_is_loaded(wrapper, alone_in_a_group):
+    """One that warms up; a write into parameters was taken for a step without averages."""
+    wrapped = WRAPPERS[wrapper](nn.Linear(2, 2))
+    state, optimizer = deepcopy(wrapped.state_dict()), torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    wrapped(torch.ones(1, 2)).sum().backward()
+    if wrapper in ("naive", "flat"):
+        optimizer.zero_grad()
+    else:  # which has sent them
+        wrapped.skip_step()
+    wrapped.load_state_dict(state)
+    optimizer.step()  # of nothing
+    wrapped(torch.ones(1, 2)).sum().backward()
+    wrapped.finish_gradient_synchronization()
+    optimizer.step()
 
 
 def test_a_compiled_wrapper_is_compiled_once(alone_in_a_group):
-    """The check of its last step once made the second step compile the whole model again."""
+    """Checks in its forward once made later steps compile the whole model again, also of those that accumulate."""
     frames: list[Any] = []
 
     def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -247,7 +263,8 @@ def test_a_compiled_wrapper_is_compiled_once(alone_in_a_group):
     wrapped = NaiveDDP(nn.Linear(2, 2))
     compiled, optimizer = torch.compile(wrapped, backend=count), torch.optim.SGD(wrapped.parameters(), lr=0.1)
     for _ in range(3):
-        compiled(torch.ones(1, 2)).sum().backward()
+        for _ in range(2):
+            compiled(torch.ones(1, 2)).sum().backward()
         wrapped.finish_gradient_synchronization()
         optimizer.step()
     assert len(frames) == 1

@@ -20,12 +20,13 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cs336_systems.distributed.collectives import (
     Group,
@@ -41,7 +42,7 @@ class Accumulating:
     """What leaves gradients on their rank while it is told to, and sends them otherwise."""
 
     sends = True  # False within no_sync, and for good once a module was wrapped again
-    unfinished: tuple[Tensor, int] | None = None  # of a backward not yet averaged: a parameter, and its version then
+    unfinished: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()  # the wrappers with gradients not yet averaged
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -52,14 +53,6 @@ class Accumulating:
         finally:
             self.sends = before
 
-    def _check_finished(self) -> None:
-        """RuntimeError if an optimizer has used gradients that were not averaged."""
-        if self.unfinished is not None and self.unfinished[0]._version != self.unfinished[1]:
-            raise RuntimeError(
-                "call finish_gradient_synchronization() after the backward, before step(); to forget a backward, call "
-                "skip_step() of a DDP wrapper, or FSDP's zero_grad()"
-            )
-
     def _check_sending(self) -> None:
         if not self.sends:
             raise RuntimeError("finish_gradient_synchronization() must be outside of no_sync(), of the latest wrapper")
@@ -69,6 +62,21 @@ class Accumulating:
         for inner in module.modules():
             if isinstance(inner, Accumulating):
                 raise ValueError(f"module must not be wrapped twice, and {type(inner).__name__} wraps it already")
+
+
+@cache
+def watch_steps() -> None:
+    """From now on a RuntimeError before an optimizer's step with gradients that were not averaged."""
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for wrapper in [*Accumulating.unfinished]:
+            waiting = {parameter for parameter in wrapper.parameters() if parameter.grad is not None}
+            if any(not waiting.isdisjoint(group["params"]) for group in optimizer.param_groups):
+                raise RuntimeError("call finish_gradient_synchronization() after the backward, before step()")
+
+    register_optimizer_step_pre_hook(check)
 
 
 def check_unchanged(named: Iterable[tuple[str, Tensor, bool]]) -> None:
@@ -89,8 +97,7 @@ class DataParallel(nn.Module, Accumulating, ABC):
 
     A module that is wrapped again belongs to its latest wrapper, and those before are out of use. Raises ValueError on
     all ranks if their modules differ, on a rank that is not of `group`, and for a module with `max_norm` or a wrapper
-    in it; RuntimeError without a process group, and in the forward after a step with gradients that were never
-    averaged.
+    in it; RuntimeError without a process group, and before an optimizer's step with gradients that were not averaged.
     """
 
     alive: ClassVar[weakref.WeakSet[DataParallel]] = weakref.WeakSet()  # for what averages gradients as well
@@ -105,22 +112,22 @@ class DataParallel(nn.Module, Accumulating, ABC):
         broadcast_parameters(module, group)
         self.module, self.group = module, group
         self.find_unused_parameters = find_unused_parameters
-        self.unfinished = None  # its own from the start: a compiled forward compiles once
         self._named = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
         self.names = [name for name, _, trainable in self._named if trainable]
         self.trainable = [parameter for _, parameter, trainable in self._named if trainable]
         for older in self.alive:
             if not set(older.trainable).isdisjoint(self.trainable):
                 older.sends = False
+                self.unfinished.discard(older)
         self.alive.add(self)
         call_at_each_gradient(self, self.trainable[:1], DataParallel._note_backward)
+        watch_steps()
 
-    def _note_backward(self, index: int) -> None:
+    def _note_backward(self, _: int) -> None:
         if self.sends:
-            self.unfinished = self.trainable[index], self.trainable[index]._version
+            self.unfinished.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_finished()
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
@@ -141,7 +148,7 @@ class DataParallel(nn.Module, Accumulating, ABC):
         for index in unused:
             self.trainable[index].grad = torch.zeros_like(self.trainable[index])
         self._synchronize()
-        self.unfinished = None
+        self.unfinished.discard(self)
         if self.find_unused_parameters and self.trainable:
             votes = torch.ones(len(self.trainable), dtype=torch.uint8)
             votes[unused] = 0
@@ -161,7 +168,7 @@ class DataParallel(nn.Module, Accumulating, ABC):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._synchronize()
-        self.unfinished = None
+        self.unfinished.discard(self)
         self.zero_grad(set_to_none=True)
 
 

@@ -38,7 +38,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import as_group, broadcast_from_first, check_same_shapes, clip_shards
-from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient, check_unchanged, dense_gradient
+from cs336_systems.distributed.ddp import (
+    Accumulating,
+    call_at_each_gradient,
+    check_unchanged,
+    dense_gradient,
+    watch_steps,
+)
 from cs336_systems.distributed.fsdp.plan import Granularity, ShardedWeight, UnitPlan, materialize, plan_units
 from cs336_systems.distributed.fsdp.reduce import average_replicated
 from cs336_systems.distributed.fsdp.unit import ExecutionOrder, State, Unit, Window, gather_copy
@@ -109,6 +115,7 @@ class FSDP(nn.Module, Accumulating):
         self._trained = [(unit, weight) for unit in self.units for weight in unit.trainable]
         call_at_each_gradient(self, [weight.whole for _, weight in self._trained], FSDP._gradient_arrived)
         watch_optimizers()
+        watch_steps()
 
     # Construction
 
@@ -151,7 +158,6 @@ class FSDP(nn.Module, Accumulating):
         """The wrapped module's forward."""
         if self._window.in_forward or self._window.in_backward:  # of a checkpoint around the model
             return self.module(*inputs, **kwargs)
-        self._check_finished()
         self._forget_backward()
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -280,7 +286,7 @@ class FSDP(nn.Module, Accumulating):
             self._window.agree("reduces", unit, sum(is_ready << place for place, is_ready in enumerate(ready)))
             weights = [weight for weight, is_ready in zip(unit.weights, ready) if is_ready]
             self._window.reducer.reduce(weights)
-            self.unfinished = self.unfinished or (weights[0].shard, weights[0].shard._version)
+            self.unfinished.add(self)
 
     def _end_backward(self, backward: int) -> None:
         """Leave nothing gathered; reduce what the unused weights of a unit kept waiting."""
@@ -309,7 +315,7 @@ class FSDP(nn.Module, Accumulating):
                 if weight.shard._backward_hooks or weight.shard._post_accumulate_grad_hooks:
                     raise RuntimeError(f"parameter {weight.name!r} must have no gradient hooks: FSDP never calls them")
         self._window.reducer.wait()
-        self.unfinished = None
+        self.unfinished.discard(self)
         if self._window.num_ranks == 1:
             return
         average_replicated(self._replicated, self.group)
@@ -321,7 +327,7 @@ class FSDP(nn.Module, Accumulating):
         self._forget_backward()
         for weight in self.weights.values():
             weight.accumulated = None
-        self.unfinished = None
+        self.unfinished.discard(self)
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, eps: float = 1e-6) -> Tensor:
