@@ -285,6 +285,9 @@ def test_a_module_has_one_wrapper(wrapper, alone_in_a_group):
     assert plain.bias.grad.tolist() == [1.0, 1.0]
     with pytest.raises(RuntimeError, match=r"must be outside of no_sync\(\), of the latest wrapper"):
         first.finish_gradient_synchronization()
+    del first, second, wrapped
+    assert not plain.weight._post_accumulate_grad_hooks  # which FSDP would refuse
+    FSDP(plain)
 
 
 @pytest.mark.parametrize("wrapper", ["overlap", "bucketed, one"])

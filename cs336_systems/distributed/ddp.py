@@ -188,7 +188,8 @@ def dense_gradient(parameter: Tensor) -> Tensor:
 def call_at_each_gradient(owner: Any, parameters: list[Any], react: Callable[[Any, int], None]) -> None:
     """Have `react(owner, index)` called in a backward when the gradient of `parameters[index]` is there.
 
-    The owner is held weakly: a cycle through autograd's hooks would keep owner and model alive for good.
+    The owner is held weakly: a cycle through autograd's hooks would keep owner and model alive for good. Once it is
+    gone, so are the hooks.
     """
     itself = weakref.ref(owner)
 
@@ -197,7 +198,8 @@ def call_at_each_gradient(owner: Any, parameters: list[Any], react: Callable[[An
             react(alive, index)
 
     for index, parameter in enumerate(parameters):
-        parameter.register_post_accumulate_grad_hook(partial(hook, index))
+        handle = parameter.register_post_accumulate_grad_hook(partial(hook, index))
+        weakref.finalize(owner, handle.remove).atexit = False
 
 
 class SendQueue:
