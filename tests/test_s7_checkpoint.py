@@ -374,6 +374,9 @@ def test_damaged_and_hostile_checkpoints_are_refused_and_nothing_of_them_runs(tm
     counting = type("Counting", (nn.Linear,), {"get_extra_state": lambda self: {"calls": 7}})(2, 2)
     with pytest.raises(ValueError, match="'_extra_state' cannot be kept: a checkpoint has parameters, buffers and opt"):
         save_checkpoint(tmp_path / "bad", 1, counting)
+    named_alike = nn.Module()
+    named_alike.register_buffer("cell_extra_state", torch.ones(1))
+    save_checkpoint(tmp_path / "named alike", 1, named_alike)
     optimizer.state[model.scale]["history"] = [1]
     with pytest.raises(ValueError, match="the state 'optimizer.scale.history' must be a tensor or a number, got list"):
         save_checkpoint(tmp_path / "bad", 1, model, optimizer)

@@ -65,7 +65,7 @@ class TrainingState:
         """Parameters and buffers, a tied one once; ValueError naming what a module's `get_extra_state` adds."""
         parts, seen = {}, set()
         for name, value in self.module.state_dict(keep_vars=True).items():
-            if name.endswith("_extra_state") and value is not None:
+            if name.rpartition(".")[2] == "_extra_state" and value is not None:
                 raise ValueError(f"{name!r} cannot be kept: a checkpoint has parameters, buffers and optimizer states")
             if isinstance(value, Tensor) and id(value) not in seen:
                 seen.add(id(value))
