@@ -123,6 +123,13 @@ def test_the_sharded_optimizer_takes_closures_names_and_a_tensor_twice(alone_in_
         assert torch.equal(*losses)
 
 
+def test_zero1_takes_the_closure_none_that_trainers_pass_on(alone_in_a_group):
+    model = nn.Linear(2, 2)
+    optimizer = Zero1Optimizer(model.parameters(), SGD, lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step(closure=None)
+
+
 def test_zero1_keeps_low_precision_in_float32(alone_in_a_group):
     """An update too small for bfloat16 is not lost; what is written into weights is what the next step starts from."""
     low = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
@@ -157,7 +164,7 @@ def test_what_optimizers_refuse(alone_in_a_group):
         "should be an iterable of Tensors": lambda: ShardedOptimizer(model.weight, AdamW),
         "gradient of parameter '.' arrived twice in a step": lambda: low(x).sum().backward(),
         r"a parameter of shape \(2.*\) was moved or cast after": lambda: moved(x.double()).sum().backward(),
-        "takes 1 positional argument but 2 were given": lambda: zero1.step(lambda: None),
+        "takes no closure: run backward before it": lambda: zero1.step(lambda: None),
         "Zero1Optimizer cannot add a group": lambda: zero1.add_param_group({"params": []}),
         "max_norm must be positive, got -1": lambda: zero1.clip_grad_norm_(-1),
         "Adafactor does not update a weight element by": lambda: Zero1Optimizer(model.parameters(), Adafactor),

@@ -134,8 +134,10 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
     # Update and gather
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override] # a closure would run backward in here
-        """Update the own slices and gather all of them."""
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the own slices and gather all of them; TypeError for a closure, which would run backward in here."""
+        if closure is not None:
+            raise TypeError("Zero1Optimizer.step() takes no closure: run backward before it")
         check_unchanged(self._named)
         self.finish_gradient_synchronization()
         self._give_settings()
