@@ -16,6 +16,7 @@ import hashlib
 import importlib
 import json
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ COLORS = {  # ours in colour, the plain baselines in grey, the libraries' in coo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
+class Figure(ABC):
     """What all kinds share; `chart` is None where no row has a number."""
 
     x: str  # columns of the frame
@@ -84,8 +85,8 @@ class Figure:
             return None
         return self._finished(self._marks(rows), rows)
 
-    def _marks(self, rows: pd.DataFrame) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _marks(self, rows: pd.DataFrame) -> Any: ...
 
     def _data(self, rows: pd.DataFrame, *more: str) -> alt.Data:
         """Only what is drawn, so that a figure's file holds no raw samples."""
