@@ -43,8 +43,10 @@ EVENTS = (
     ("end", re.compile(r"^ret;")),
 )
 READ = re.compile(r"\bld\.global|\bcp\.async\.c[ag]\b")
-# Where the sources load L and delta, which the preprocess writes, and the parts of a forward that splits keys.
-WRITTEN_BEFORE = re.compile(r"tl\.load\((?:(?:L|delta)_(?:base|head|ptr \+ row_base)|all_[ml] \+)|\bO_parts \+")
+# Where the sources load what the kernel before writes: L and delta, the parts of a forward that splits keys, dQ's sums.
+WRITTEN_BEFORE = re.compile(
+    r"l\.load\((?:(?:L|delta)_(?:base|head|ptr \+ row_base)|all_[ml] \+|rows_of_head|accumulator)|\bO_parts \+"
+)
 
 
 def events_of(ptx: str) -> list[str]:

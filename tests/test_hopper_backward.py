@@ -555,12 +555,12 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
     plan = walk.BackwardPlan(
         width, query_tile, group=2, is_causal=True, whole_key_tiles=is_whole, dq_way=way, ordered=False
     )
-    assert options == {"PLAN": plan, "num_warps": 4}
+    assert options == {"PLAN": plan, "num_warps": 4, "launch_pdl": False}
     assert turns is rows
     assert not dk[:, :, key_tiles * 128 :].any() and not dv[:, :, key_tiles * 128 :].any()
 
     grid, tensors, numbers, options = launched["preprocess_kernel"]
-    columns = {"D": padded, "D_TILE": width, "ROWS": 64}
+    columns = {"D": padded, "D_TILE": width, "ROWS": 64, "OVERLAP": False}
     assert grid == (num_rows // 64 * 12,) and options == {"HAS_DL": False, "HAS_SUMS": True, "ORDERED": False} | columns
     assert tensors[4] is rows
     row = padded // 8

@@ -4,6 +4,8 @@
   main         one program a tile of 128 keys: dK and dV stay in registers, dQ is added into memory, in float32
   convert      dQ = scale · accumulator, in rows and in the inputs' dtype
 
+Each of the last two starts while the one before it ends, and waits for it only where it needs its results.
+
 A program of the main kernel has up to five partitions. A producer warp copies tiles by TMA into a ring of two slots.
 Two consumer warp groups own 64 of the keys each and walk the query tiles that see them. Two sender warps add what each
 consumer has made of dQ into memory. S and dP are computed transposed, so that Pᵀ and dSᵀ are left operands that the
@@ -59,6 +61,7 @@ and the turns.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -73,6 +76,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cs336_systems.attention.hopper.backward_walk import (
     KEY_TILE,
@@ -109,7 +113,7 @@ from cs336_systems.attention.hopper.wide_backward import gradients_of_keys, hopp
 from cs336_systems.attention.tiles import head_tile
 from cs336_systems.attention.tiles.config import L2_SHARE_BYTES
 from cs336_systems.attention.triton.block_sparse import TileLists
-from cs336_systems.attention.triton.launch import empty, empty_like, launch, log_launch
+from cs336_systems.attention.triton.launch import empty, empty_like, launch, log_launch, overlap_options
 from cs336_systems.attention.triton.operands import num_multiprocessors, num_tiles
 from cs336_systems.attention.triton.steps import LOG2_E
 from cs336_systems.measure.stages import stage
@@ -181,6 +185,8 @@ def _produce(
     K_tile, V_tile = shared.KV_tiles.index(0), shared.KV_tiles.index(1)
     tma.async_copy_global_to_shared(K_desc, place, shared.kv_full.index(0), _as_block(K_tile, K_desc))
     tma.async_copy_global_to_shared(V_desc, place, shared.kv_full.index(0), _as_block(V_tile, V_desc))
+    gdc_wait()  # for L and delta
+    gdc_launch_dependents()
     done = 0
     for number in range(num_walks(PLAN)):
         walk = walk_of(number, tile, problem, mask, PLAN)
@@ -226,6 +232,7 @@ def _send(
     D_TILE: gl.constexpr = PLAN.head_tile
     tile = own_tile(problem, mask, PLAN)
     dQ_tile = shared.dQ_tiles.index(CONSUMER)
+    gdc_wait()  # for the zeros that dQ is added to, and the turns
     arrive_at(DQ_IS_SENT + CONSUMER, SENDER)
     if PLAN.dq_way == LATE:  # the first step forms the dQ of no step
         wait_at(DQ_IS_WRITTEN + CONSUMER, SENDER)
@@ -639,7 +646,7 @@ def hopper_backward(
             *(tile_descriptor(x.view(one_batch), CONSUMER_KEYS.value) for x in (grad_k, grad_v)), rows,
         )  # fmt: skip
         numbers = (kv_heads, heads_together, tiles_together, num_queries, num_keys, scale * LOG2_E.value)
-        grid, options = (num_key_tiles * batch * kv_heads,), {"PLAN": plan, "num_warps": CONSUMER_WARPS}
+        grid, options = (num_key_tiles * batch * kv_heads,), _options(plan, q)
         if lists is None:
             launch(hopper_backward_kernel, grid, (*tiles, rows if turns is None else turns), numbers, options)
         else:
@@ -696,7 +703,7 @@ def hopper_packed_backward(
         launch(
             hopper_packed_backward_kernel, ((num_keys // key_tile + documents + 1) * kv_heads,), tensors,
             (kv_heads, heads_together, 1, num_queries, num_keys, scale * LOG2_E.value, documents),
-            {"PLAN": plan, "num_warps": CONSUMER_WARPS},
+            _options(plan, q),
         )  # fmt: skip
     with stage("dq"):
         convert(sums, grad_q, num_rows, scale, cu_seqlens_q)
@@ -720,6 +727,11 @@ def dq_way(
     if deterministic or num_queries >= LATE_FROM:
         return LATE.value
     return BY_SENDERS.value if packed else ALONE.value
+
+
+def _options(plan: BackwardPlan, q: Tensor) -> dict[str, Hashable]:
+    """The main kernel's; it starts while the light one before it ends."""
+    return {"PLAN": plan, "num_warps": CONSUMER_WARPS, "launch_pdl": overlap_options(q.device)["OVERLAP"]}
 
 
 def _heads_together(q: Tensor, group: int, num_rows: int) -> int:

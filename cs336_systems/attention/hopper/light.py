@@ -16,8 +16,8 @@ from torch import Tensor
 from cs336_systems.attention.hopper.backward_walk import ROW_PADDING
 from cs336_systems.attention.masks.tiles import BITS
 from cs336_systems.attention.tiles import head_tile
-from cs336_systems.attention.triton.launch import empty, launch
-from cs336_systems.attention.triton.steps import LOG2_E
+from cs336_systems.attention.triton.launch import empty, launch, overlap_options
+from cs336_systems.attention.triton.steps import LOG2_E, await_previous, start_next
 from cs336_systems.attention.triton.varlen import rows_of_document, tile_of_slot
 
 LIGHT_ROWS = 64  # of a program: those of a block of dQ's accumulator
@@ -32,7 +32,7 @@ def hopper_backward_preprocess_kernel(
     O_ptr, dO_ptr, L_ptr, dL_ptr, rows_ptr, dQ_ptr, turns_ptr,
     chunks_ob, chunks_oh, chunks_os, chunks_dob, chunks_doh, chunks_dos, N_HEADS, N_QUERIES, N_ROWS,
     HAS_DL: tl.constexpr, HAS_SUMS: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """L and its gradient are contiguous. The results have N_ROWS rows a head: L and delta in `rows`, and if HAS_SUMS
     dQ of zeros; if ORDERED two turns of zero for each ROWS of them.
@@ -40,6 +40,7 @@ def hopper_backward_preprocess_kernel(
     O and dO are as TMA reads them, with strides that are counted in chunks of 16 bytes: so they fit 32 bits, and the
     compiler knows that a thread may read a chunk at a time.
     """
+    start_next(OVERLAP)
     tiles = N_ROWS // ROWS
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     batch, head = batch_head // N_HEADS, batch_head % N_HEADS
@@ -83,7 +84,7 @@ def hopper_transpose_bits_kernel(bits_ptr, words_ptr, WORDS: tl.constexpr, Q_TIL
 @triton.jit(do_not_specialize=["N_QUERIES", "N_ROWS"])
 def hopper_backward_convert_kernel(
     accumulator_ptr, dQ_ptr, cu_seqlens_ptr, N_QUERIES, N_ROWS, N_DOCUMENTS, scale,
-    PACKED: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr,
+    PACKED: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dQ (batch, heads, queries, D), contiguous, from sums of N_ROWS rows a head that lack their scale.
 
@@ -104,6 +105,7 @@ def hopper_backward_convert_kernel(
         exists = query_rows < N_QUERIES
         dQ_rows = batch_head * N_QUERIES + query_rows
     columns = tl.arange(0, D_TILE)
+    await_previous(OVERLAP)
     sums = tl.load(accumulator_ptr + (batch_head * N_ROWS + first_row) * D_TILE + tl.arange(0, ROWS * D_TILE))
     # (64 columns, 8 of them, warp, row, pair, half of the warp's rows, of the pair), as `_in_thread_order` leaves them
     sums = tl.permute(tl.reshape(sums, [D_TILE // 64, 8, 4, 8, 4, 2, 2]), [2, 5, 3, 0, 1, 4, 6])
@@ -129,7 +131,10 @@ def preprocess(
             rows if sums is None else sums, rows if turns is None else turns,
         ),
         (*_in_chunks(output), *_in_chunks(grad_output), heads, num_queries, num_rows),
-        {"HAS_DL": grad_lse is not None, "HAS_SUMS": sums is not None, "ORDERED": turns is not None, **_options(width)},
+        {
+            "HAS_DL": grad_lse is not None, "HAS_SUMS": sums is not None, "ORDERED": turns is not None,
+            **_options(width), **overlap_options(output.device),
+        },
     )  # fmt: skip
 
 
@@ -144,7 +149,8 @@ def convert(sums: Tensor, grad_q: Tensor, num_rows: int, scale: float, cu_seqlen
         programs, documents = num_rows // LIGHT_ROWS * heads, len(cu_seqlens) - 1
     launch(
         hopper_backward_convert_kernel, (programs,), (sums, grad_q, sums if cu_seqlens is None else cu_seqlens),
-        (num_queries, num_rows, documents, scale), {"PACKED": cu_seqlens is not None, **_options(width)},
+        (num_queries, num_rows, documents, scale),
+        {"PACKED": cu_seqlens is not None, **_options(width), **overlap_options(grad_q.device, follows=True)},
     )  # fmt: skip
 
 
