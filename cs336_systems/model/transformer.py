@@ -21,6 +21,7 @@ from cs336_systems.model.layers import Embedding, Linear, RMSNorm, RotaryEmbeddi
 # Back ends of `cs336_systems.attention.flash_attention`, which refuses one that the machine or the dtype is not for.
 OWN_ATTENTION = ("reference", "compiled", "tiled", "triton", "hopper")
 ATTENTION_NAMES = (*OWN_ATTENTION, "sdpa")  # sdpa: PyTorch's scaled_dot_product_attention
+CONSTRUCTOR_ARGUMENTS = ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff", "rope_theta")
 BlockRunner = Callable[[Sequence[nn.Module], Tensor], Tensor]  # (blocks, residual stream) -> residual stream
 
 
@@ -144,16 +145,7 @@ class TransformerLM(nn.Module):
 
     @classmethod
     def from_config(cls, config: ModelConfig, attention: str = "reference") -> TransformerLM:
-        return cls(
-            vocab_size=config.vocab_size,
-            context_length=config.context_length,
-            d_model=config.d_model,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            d_ff=config.d_ff,
-            rope_theta=config.rope_theta,
-            attention=attention,
-        )
+        return cls(**{name: getattr(config, name) for name in CONSTRUCTOR_ARGUMENTS}, attention=attention)
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
         """Logits of the next token at every position; ValueError if seq exceeds the context length."""
