@@ -351,7 +351,7 @@ def test_bad_checkpointing_is_refused():
     model = build_model(SMALL, device="cpu")
     with pytest.raises(TypeError, match="model must be a TransformerLM, .*, got Linear"):
         apply_checkpointing(nn.Linear(2, 2), "recursive")
-    message = r"one operator \(sdpa, tiled, triton, hopper\) to keep its output, got reference"
+    message = r"one operator \(tiled, triton, hopper, sdpa\) to keep its output, got reference"
     with pytest.raises(ValueError, match=message):
         apply_checkpointing(model, "selective")
     for name in ("0", "two", "-1", "", 5, None):

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from cs336_systems.config import FUSED_ATTENTION
 from cs336_systems.model.transformer import BlockRunner, TransformerLM, run_in_order
 
 # Operators that are an attention as a whole, whose output (and log-sum-exp) selective checkpointing keeps.
-FUSED_ATTENTION = (
+FUSED_OPERATORS = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
@@ -37,7 +38,6 @@ FUSED_ATTENTION = (
     "cs336_systems::hopper_attention",
     "cs336_systems::tiled_attention",
 )
-FUSED_ATTENTION_NAMES = ("sdpa", "tiled", "triton", "hopper")  # attentions of the model that are one operator
 
 
 def apply_checkpointing(model: nn.Module, name: str) -> None:
@@ -60,8 +60,8 @@ def apply_checkpointing(model: nn.Module, name: str) -> None:
         transformer.run_blocks = _run_halves
     elif name == "selective":
         attentions: set[Any] = {block.attn.attention for block in transformer.layers}  # type: ignore[union-attr]
-        for attention in sorted(attentions - set(FUSED_ATTENTION_NAMES)):
-            fused = ", ".join(FUSED_ATTENTION_NAMES)
+        for attention in sorted(attentions - set(FUSED_ATTENTION)):
+            fused = ", ".join(FUSED_ATTENTION)
             raise ValueError(
                 f"model must have an attention that is one operator ({fused}) to keep its output, got {attention}"
             )
@@ -137,7 +137,7 @@ def _checkpoint(run: BlockRunner, blocks: Sequence[nn.Module], x: Tensor, **opti
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operator.name().partition(".")[0]
-    return CheckpointPolicy.MUST_SAVE if name in FUSED_ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if name in FUSED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _transformer(model: nn.Module) -> TransformerLM:
