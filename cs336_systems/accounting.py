@@ -9,21 +9,23 @@ FLOPs, and FLOPs of softmax, norms and other pointwise work are not counted. Usa
 
 from dataclasses import dataclass
 
-from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, ModelCase, ModelConfig, Precision
+from cs336_systems.config import (
+    ATTENTION_NAMES,
+    BYTES_PER_ELEMENT,
+    SCORE_STORING_ATTENTION,
+    AttentionShape,
+    ModelCase,
+    ModelConfig,
+    Precision,
+)
 
 # FLOPs per attended pair and head dimension. Forward: QKᵀ and PV, 2 each. Backward: dV, dP, dQ, dK and the recomputed
 # QKᵀ, 2.5 times that, whatever a kernel executes (the convention of FlashAttention-2, section 4.1).
 ATTENTION_FLOPS_PER_PAIR = {"forward": 4, "backward": 10, "forward_backward": 14}
-# Copies of the score matrix that live at the peak of plain attention; see `eager_attention_bytes`.
-EAGER_SCORE_COPIES = {"forward": 2, "backward": 3, "forward_backward": 3}
-CUDA_EXTRA_SCORE_COPIES = {"forward": 0, "backward": 1, "forward_backward": 1}
 # Operations of a softmax on one score, exp counted as one: maximum, subtract it, exp, add up, divide by the sum.
 SOFTMAX_FLOPS_PER_SCORE = 5
 # Temporaries of the logits' size at the peak of the cross-entropy's backward; see `model_peak_bytes`.
 LOSS_BACKWARD_COPIES = 3
-# Attention back ends of a model that store the probabilities for backward; the others store the log-sum-exp.
-SCORE_STORING_ATTENTION = ("reference", "compiled")
-LINEAR_MEMORY_ATTENTION = ("tiled", "triton", "hopper", "sdpa")
 # The largest temporary of an AdamW step (model/optimizer.py), unless one parameter alone is larger.
 OPTIMIZER_TEMPORARY_BYTES = 256 * 2**20
 FLOAT32_BYTES = 4
@@ -70,9 +72,9 @@ def eager_attention_bytes(shape: AttentionShape, mode: str, *, device_kind: str 
     whole, an upper bound: q, k, v, O, in backward dO, dQ, dK, dV, and under grouped-query attention K and V (and their
     gradients) repeated for every query head.
     """
-    extra = CUDA_EXTRA_SCORE_COPIES[mode] if device_kind == "cuda" else 0
-    scores = (EAGER_SCORE_COPIES[mode] + extra) * _score_elements(shape) * BYTES_PER_ELEMENT[shape.dtype]
-    masks = (1 if extra else 2) * shape.seqlen_q * shape.seqlen_k * BOOL_BYTES if shape.is_causal else 0
+    copies = 2 if mode == "forward" else 4 if device_kind == "cuda" else 3
+    scores = copies * _score_elements(shape) * BYTES_PER_ELEMENT[shape.dtype]
+    masks = (1 if copies == 4 else 2) * shape.seqlen_q * shape.seqlen_k * BOOL_BYTES if shape.is_causal else 0
     linear = attention_input_bytes(shape) + _query_bytes(shape) + _repeated_key_value_bytes(shape)
     return scores + masks + (linear if mode == "forward" else 2 * linear)
 
@@ -123,7 +125,7 @@ def num_parameters(model: ModelConfig) -> int:
     Embedding and untied head (V·d each); a block's four attention projections (d² each), three SwiGLU matrices
     (d·d_ff each) and two RMSNorm gains (d each); the final norm's gain (d). No biases.
     """
-    block = _block_matrix_elements(model) + 2 * model.d_model
+    block = block_matrix_elements(model) + 2 * model.d_model
     return 2 * model.vocab_size * model.d_model + model.num_layers * block + model.d_model
 
 
@@ -137,7 +139,7 @@ def model_flops(model: ModelConfig, batch: int, mode: str) -> int:
     train_step equals forward_backward: an optimizer has no matmuls.
     """
     tokens = batch * model.context_length
-    matrices = model.num_layers * _block_matrix_elements(model) + model.vocab_size * model.d_model
+    matrices = model.num_layers * block_matrix_elements(model) + model.vocab_size * model.d_model
     area = causal_area(model.context_length, model.context_length)
     forward = 2 * tokens * matrices + 4 * area * model.d_model * batch * model.num_layers
     return forward * {"forward": 1, "backward": 2, "forward_backward": 3, "train_step": 3}[mode]
@@ -153,7 +155,8 @@ def eager_attention_part_flops(model: ModelConfig, batch: int) -> dict[str, int]
     return {"scores": matmul, "softmax": SOFTMAX_FLOPS_PER_SCORE * scores, "values": matmul}
 
 
-def _block_matrix_elements(model: ModelConfig) -> int:
+def block_matrix_elements(model: ModelConfig) -> int:
+    """Of a block: four attention projections and three SwiGLU matrices."""
     return 4 * model.d_model**2 + 3 * model.d_model * model.d_ff
 
 
@@ -194,9 +197,8 @@ def block_saved_bytes(
     Raises ValueError for an attention whose memory is not known.
     """
     precision = Precision() if precision is None else precision
-    if attention not in SCORE_STORING_ATTENTION + LINEAR_MEMORY_ATTENTION:
-        known = ", ".join(SCORE_STORING_ATTENTION + LINEAR_MEMORY_ATTENTION)
-        raise ValueError(f"attention must be one of {known}, got {attention!r}")
+    if attention not in ATTENTION_NAMES:
+        raise ValueError(f"attention must be one of {', '.join(ATTENTION_NAMES)}, got {attention!r}")
     tokens = batch * model.context_length
     width, compute = tokens * model.d_model, _compute_bytes(precision)
     casts = precision.autocast is not None
@@ -221,16 +223,13 @@ def block_saved_bytes(
     return saved
 
 
-def activation_bytes(
-    model: ModelConfig, batch: int, *, attention: str = "reference", precision: Precision | None = None
-) -> int:
+def activation_bytes(model: ModelConfig, batch: int, *, attention: str, precision: Precision) -> int:
     """Estimate of all bytes saved between forward and backward: num_layers blocks, the head, and autocast's weights.
 
     The head saves the final norm's input, normalized input and reciprocal roots, the input of the output layer, and
     the (tokens, vocab_size) logits for the cross-entropy in float32 or wider. Autocast keeps a low-precision copy of
     every matrix but the embedding until backward is done.
     """
-    precision = Precision() if precision is None else precision
     blocks = model.num_layers * sum(block_saved_bytes(model, batch, attention=attention, precision=precision).values())
     tokens = batch * model.context_length
     norm = (2 * model.d_model + 1) * tokens * _norm_bytes(precision)
@@ -275,7 +274,7 @@ def model_peak_bytes(case: ModelCase, mode: str) -> int:
 
 def _weight_copy_bytes(model: ModelConfig, precision: Precision) -> int:
     """Autocast's low-precision copies of every matrix but the embedding."""
-    matrices = model.num_layers * _block_matrix_elements(model) + model.vocab_size * model.d_model
+    matrices = model.num_layers * block_matrix_elements(model) + model.vocab_size * model.d_model
     return matrices * _compute_bytes(precision) if precision.autocast is not None else 0
 
 

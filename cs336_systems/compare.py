@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from msgspec.structs import replace
@@ -38,7 +38,7 @@ from cs336_systems.experiments.records import RUNS, Record, is_series, latest, r
 
 Verdict = Literal["regression", "improvement", "noise", "unchanged", "not compared"]
 FailOn = Literal["regression", "any", "none"]
-FAIL_ON = ("regression", "any", "none")
+FAIL_ON: tuple[str, ...] = get_args(FailOn)
 
 DEFAULT_THRESHOLD_PERCENT = 1.5
 FAMILY_CONFIDENCE = 0.95  # that no unchanged row or group of a whole comparison is called changed
@@ -243,7 +243,7 @@ def _compare(base: Record, target: Record, threshold_percent: float, confidence:
     if base.unit not in JUDGED_UNITS or is_series(base.quantity):
         same = base.samples == target.samples
         return ComparedRow(base, target, "unchanged" if same else "not compared", reason="" if same else NO_COST)
-    sign = -1 if base.unit in RATE_UNITS else 1
+    sign = _sign_of_worse(base)
     before, after = median(base.samples), median(target.samples)
     if before == 0:
         verdict: Verdict = "unchanged" if after == 0 else "not compared"
@@ -255,11 +255,21 @@ def _compare(base: Record, target: Record, threshold_percent: float, confidence:
         return ComparedRow(base, target, "not compared", change, reason=counts)
     ends = bootstrap_change(base.samples, target.samples, confidence=confidence, seed=_seed_of(base.key))
     low, high = sorted(100 * sign * end for end in ends)
+    return ComparedRow(base, target, _verdict(change, low, high, threshold_percent, beyond=0.0), change, low, high)
+
+
+def _verdict(change: float, low: float, high: float, threshold_percent: float, *, beyond: float) -> Verdict:
+    """What a change over the threshold is, whose whole interval must lie `beyond` so many percent to be real."""
     if abs(change) <= threshold_percent:
-        return ComparedRow(base, target, "unchanged", change, low, high)
-    if low > 0 or high < 0:
-        return ComparedRow(base, target, "regression" if change > 0 else "improvement", change, low, high)
-    return ComparedRow(base, target, "noise", change, low, high)
+        return "unchanged"
+    if low > beyond:
+        return "regression"
+    return "improvement" if high < -beyond else "noise"
+
+
+def _sign_of_worse(record: Record) -> int:
+    """Which way a change is for the worse: up, but of rates down."""
+    return -1 if record.unit in RATE_UNITS else 1
 
 
 def _seed_of(key: Iterable[str]) -> int:
@@ -303,20 +313,13 @@ def _compare_group(
         before, after = (
             _resampled_medians(record.samples, generator, NUM_GROUP_RESAMPLES) for record in (row.base, row.target)
         )
-        drawn += (-1 if row.base.unit in RATE_UNITS else 1) * np.log(after / before) / len(rows)
+        drawn += _sign_of_worse(row.base) * np.log(after / before) / len(rows)
     of_samples = float(np.std(drawn, ddof=1))
     degrees_of_samples = sum(len(row.base.samples) + len(row.target.samples) - 2 for row in rows)
     errors = {len(cases) - 1: of_cases, degrees_of_samples: of_samples}
     margin = max(student.ppf((1 + confidence) / 2, degrees) * error for degrees, error in errors.items())
     change, low, high = (100 * math.expm1(min(value, 700.0)) for value in (mean, mean - margin, mean + margin))
-    if abs(change) <= threshold_percent:
-        verdict: Verdict = "unchanged"
-    elif low > threshold_percent:
-        verdict = "regression"
-    elif high < -threshold_percent:
-        verdict = "improvement"
-    else:
-        verdict = "noise"
+    verdict = _verdict(change, low, high, threshold_percent, beyond=threshold_percent)
     problem, scale, implementation, quantity = group
     facts = (len(rows), len(cases), verdict, change, low, high)
     return ComparedGroup(problem, scale, implementation, quantity, *facts)
@@ -324,8 +327,7 @@ def _compare_group(
 
 def _log_ratio(row: ComparedRow) -> float:
     """Logarithm of how many times worse the target is."""
-    sign = -1 if row.base.unit in RATE_UNITS else 1
-    return sign * math.log(median(row.target.samples) / median(row.base.samples))
+    return _sign_of_worse(row.base) * math.log(median(row.target.samples) / median(row.base.samples))
 
 
 def _compare_statuses(base: Record, target: Record) -> ComparedRow:

@@ -11,6 +11,11 @@ DTypeName = Literal["float64", "float32", "float16", "bfloat16"]
 Scale = Literal["tiny", "smoke", "handout"]
 Mode = Literal["forward", "backward", "forward_backward", "train_step"]
 
+# What a model may attend with: attentions that store the probabilities for backward, and those that are one operator
+# and store the log-sum-exp. sdpa is PyTorch's scaled_dot_product_attention, the others are this package's back ends.
+SCORE_STORING_ATTENTION = ("reference", "compiled")
+FUSED_ATTENTION = ("tiled", "triton", "hopper", "sdpa")
+ATTENTION_NAMES = (*SCORE_STORING_ATTENTION, *FUSED_ATTENTION)
 DTYPES: tuple[str, ...] = get_args(DTypeName)
 SCALES: tuple[str, ...] = get_args(Scale)
 MODES: tuple[str, ...] = get_args(Mode)
@@ -160,7 +165,7 @@ class ModelCase:
 
     model: ModelConfig
     batch: int
-    attention: str  # name of the attention inside the model: reference, compiled, tiled, triton, hopper or sdpa
+    attention: str  # inside the model, one of ATTENTION_NAMES
     precision: Precision = Precision()
     warmup: int = 5  # steps run before the first timed one, in a fresh process where the problem is about warm-up
 

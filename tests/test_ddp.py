@@ -1,6 +1,6 @@
 """The four data-parallel wrappers: what they send and when, their memory, and errors.
 
-`test_equality.py` compares them with one process, `graded/` has the course's checks.
+`test_equality.py` compares them with one process, `test_graded.py` has the course's checks.
 """
 
 from __future__ import annotations

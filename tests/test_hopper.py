@@ -37,7 +37,7 @@ from cs336_systems.attention.operator import _passes_of
 from cs336_systems.attention.tiled import tiled_backward, tiled_forward
 from cs336_systems.attention.tiles import head_tile
 from cs336_systems.config import ModelConfig
-from cs336_systems.model.checkpointing import checkpoint_selectively
+from cs336_systems.model.checkpointing import apply_checkpointing
 from cs336_systems.model.transformer import TransformerLM
 from tests import test_varlen as varlen
 from tests.covered import HOPPER_ATTENTION
@@ -284,7 +284,7 @@ def test_the_model_attends_with_it(replaced):
 
 def test_selective_checkpointing_keeps_its_output(replaced):
     model, tokens = tiny_model("hopper")
-    checkpoint_selectively(model, 1)
+    apply_checkpointing(model, "selective")
     model(tokens).sum().backward()
     assert replaced == ["hopper forward"] * 2 + ["hopper backward"] * 2
 

@@ -1,7 +1,7 @@
 """Section 7: FSDP against one process, on gloo.
 
-`test_equality.py` has the wide family of models and uses, `graded/` the course's checks; here are its settings, what it
-refuses, memory, precision, and errors.
+`test_equality.py` has the wide family of models and uses, `test_graded.py` the course's checks; here are its settings,
+what it refuses, memory, precision, and errors.
 """
 
 from __future__ import annotations

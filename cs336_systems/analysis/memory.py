@@ -12,7 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cs336_systems.accounting import LOSS_BACKWARD_COPIES, activation_bytes, block_saved_bytes, num_parameters
+from cs336_systems.accounting import (
+    LOSS_BACKWARD_COPIES,
+    activation_bytes,
+    block_matrix_elements,
+    block_saved_bytes,
+    num_parameters,
+)
 from cs336_systems.analysis import traffic
 from cs336_systems.analysis.traffic import COMPUTE_BYTES, MASTER_BYTES, Plan
 from cs336_systems.config import BYTES_PER_ELEMENT, DTypeName, ModelConfig, Precision
@@ -111,8 +117,7 @@ def fsdp_bytes(
     reduced = BYTES_PER_ELEMENT[reduce_dtype or computed]
     replicated = (2 * model.num_layers + 1) * model.d_model
     own = -(-(num_parameters(model) - replicated) // num_ranks) + replicated
-    block = 4 * model.d_model**2 + 3 * model.d_model * model.d_ff
-    unit = max(block, model.vocab_size * model.d_model)
+    unit = max(block_matrix_elements(model), model.vocab_size * model.d_model)
     return RankBytes(
         parameters=own * master,
         gradients=own * master,

@@ -12,11 +12,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase, Precision, RunConfig, proxy_model
+from cs336_systems.config import (
+    ATTENTION_NAMES,
+    MODEL_SIZES,
+    AttentionShape,
+    ModelCase,
+    Precision,
+    RunConfig,
+    proxy_model,
+)
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, build
 from cs336_systems.experiments.models import MODEL_MODES, TrainingStep
 from cs336_systems.inputs import attention_inputs
-from cs336_systems.model.transformer import ATTENTION_NAMES
 
 SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)")
 PRECISIONS = {

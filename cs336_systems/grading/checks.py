@@ -33,7 +33,6 @@ class Check:
 
     problem: str
     name: str
-    requires: str
     function: Callable[..., None]  # (adapters), or (adapters, rank, num_ranks) in every rank of a gloo group
     num_ranks: int = 1
     beyond: bool = False
@@ -42,24 +41,23 @@ class Check:
     def id(self) -> str:
         return f"{self.problem}.{self.name}"
 
+    @property
+    def requires(self) -> str:
+        return (self.function.__doc__ or "").partition("\n")[0]
+
 
 CHECKS: dict[str, Check] = {}
 
 
-def register(problem: str, name: str, function: Callable[..., None], num_ranks: int, beyond: bool) -> None:
-    requires = (function.__doc__ or "").strip().splitlines()[0]
-    new = Check(
-        problem=problem, name=name, requires=requires, function=function, num_ranks=num_ranks, beyond=beyond
-    )  # fmt: skip
-    assert new.id not in CHECKS, new.id
-    CHECKS[new.id] = new
-
-
-def check(problem: str, *, num_ranks: int = 1, beyond: bool = False) -> Callable[[Any], Any]:
-    """Register the decorated function as a check of `problem` under its own name."""
+def check(problem: str, name: str = "", *, num_ranks: int = 1, beyond: bool = False) -> Callable[[Any], Any]:
+    """Register the decorated function as a check of `problem`, under its own name if no other is given."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        register(problem, function.__name__, function, num_ranks, beyond)
+        new = Check(
+            problem=problem, name=name or function.__name__, function=function, num_ranks=num_ranks, beyond=beyond
+        )
+        assert new.id not in CHECKS, new.id
+        CHECKS[new.id] = new
         return function
 
     return decorate

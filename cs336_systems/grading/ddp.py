@@ -51,43 +51,34 @@ class Wrapped:
                 raise missing from None
             self._after = "ddp_individual_parameters_on_after_backward"
 
-    def start_of_step(self, optimizer: torch.optim.Optimizer) -> None:
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """The frame of a training step; the block runs forward and backward."""
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        optimizer.zero_grad(set_to_none=True)
         if self._is_bucketed:
             self._adapters.call("ddp_bucketed_on_train_batch_start", ddp_model=self.model, optimizer=optimizer)
-
-    def after_backward(self, optimizer: torch.optim.Optimizer) -> None:
-        self._adapters.call(self._after, ddp_model=self.model, optimizer=optimizer)
-
-    @contextmanager
-    def step(self, learning_rate: float = 0.1) -> Iterator[None]:
-        """The frame of a training step; the block runs forward and backward."""
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=learning_rate)
-        optimizer.zero_grad(set_to_none=True)
-        self.start_of_step(optimizer)
         yield
-        self.after_backward(optimizer)
+        self._adapters.call(self._after, ddp_model=self.model, optimizer=optimizer)
         optimizer.step()
 
 
-def register_for_both(*, beyond: bool = False) -> Callable[[Any], Any]:
-    """A check of both wrappers; it is given the bucket sizes to try."""
+def check_both(function: Callable[..., None]) -> None:
+    """Register a check of both wrappers; it is given the bucket sizes to try."""
 
-    def decorate(function: Callable[..., None]) -> None:
-        def overlapped(adapters: Adapters, rank: int, num_ranks: int) -> None:
-            function(adapters, rank, num_ranks, "individual")
+    def overlapped(adapters: Adapters, rank: int, num_ranks: int) -> None:
+        function(adapters, rank, num_ranks, "individual")
 
-        def bucketed(adapters: Adapters, rank: int, num_ranks: int) -> None:
-            for bucket_size_mb in (0.0001, 0.002, None):  # a bucket a tensor, several, one
-                function(adapters, rank, num_ranks, bucket_size_mb)
+    def bucketed(adapters: Adapters, rank: int, num_ranks: int) -> None:
+        for bucket_size_mb in (0.0001, 0.002, None):  # a bucket a tensor, several, one
+            function(adapters, rank, num_ranks, bucket_size_mb)
 
-        for problem, one in ((OVERLAP, overlapped), (BUCKETED, bucketed)):
-            one.__doc__, one.__name__ = function.__doc__, function.__name__
-            check(problem, num_ranks=2, beyond=beyond)(one)
-
-    return decorate
+    for problem, one in ((OVERLAP, overlapped), (BUCKETED, bucketed)):
+        one.__doc__ = function.__doc__
+        check(problem, function.__name__, num_ranks=2)(one)
 
 
-@register_for_both()
+@check_both
 def broadcasts_the_parameters(adapters: Adapters, rank: int, num_ranks: int, size: Any) -> None:
     """After wrapping every rank has rank 0's parameters, the frozen one too."""
     module = seeded(Toy, seed=rank)
@@ -99,7 +90,7 @@ def broadcasts_the_parameters(adapters: Adapters, rank: int, num_ranks: int, siz
     assert not wrong, f"not rank 0's after wrapping: {', '.join(wrong)}"
 
 
-@register_for_both()
+@check_both
 def keeps_the_module(adapters: Adapters, rank: int, num_ranks: int, size: Any) -> None:
     """`.module` is the model, parameters keep names and order, a shared one stands once, `state_dict` is whole."""
     module = seeded(Toy)
@@ -113,7 +104,7 @@ def keeps_the_module(adapters: Adapters, rank: int, num_ranks: int, size: Any) -
     assert list(model.module.state_dict()) == state, "the state_dict of `.module` has other names than the model's"
 
 
-@register_for_both()
+@check_both
 def equals_one_process(adapters: Adapters, rank: int, num_ranks: int, size: Any) -> None:
     """Training on halves of a batch ends where one process ends with the whole batch, on every rank."""
     single, wrapped = seeded(Toy), Wrapped(adapters, seeded(Toy, seed=rank), size)

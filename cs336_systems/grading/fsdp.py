@@ -57,8 +57,10 @@ def in_float16(model: nn.Module) -> nn.Module:
 
 
 def trains_like_one_process(
-    adapters: Adapters, rank: int, num_ranks: int, compute_dtype: torch.dtype | None, bound: float
+    adapters: Adapters, rank: int, num_ranks: int, compute_dtype: torch.dtype | None = None, evaluates: bool = False
 ) -> None:
+    """Three steps; with `evaluates` there is a forward without a backward before each, with and without gradients."""
+    bound = FP32_BOUND if compute_dtype is None else FP16_BOUND
     torch.use_deterministic_algorithms(True)
     single = seeded(Language)
     start = deepcopy(dict(single.named_parameters()))
@@ -70,6 +72,10 @@ def trains_like_one_process(
     reference, optimizer = (torch.optim.SGD(model.parameters(), lr=0.01) for model in (single, fsdp))
     for step in range(3):
         tokens, targets = token_batch(step)
+        if evaluates:
+            with torch.no_grad():
+                fsdp(tokens)
+            fsdp(tokens)
         reference.zero_grad(set_to_none=True)
         next_token_loss(single, (tokens, targets)).backward()
         reference.step()
@@ -86,7 +92,7 @@ def trains_like_one_process(
 @check(PROBLEM, num_ranks=2)
 def equals_one_process(adapters: Adapters, rank: int, num_ranks: int) -> None:
     """Training in float32 on halves of a batch ends where one process ends with the whole batch."""
-    trains_like_one_process(adapters, rank, num_ranks, None, FP32_BOUND)
+    trains_like_one_process(adapters, rank, num_ranks)
 
 
 @check(PROBLEM, num_ranks=2)
@@ -108,7 +114,7 @@ def shards_the_weights(adapters: Adapters, rank: int, num_ranks: int) -> None:
 @check(PROBLEM, num_ranks=2)
 def equals_one_process_in_float16(adapters: Adapters, rank: int, num_ranks: int) -> None:
     """With `compute_dtype=torch.float16`: as one process that computes with float16 copies of float32 weights."""
-    trains_like_one_process(adapters, rank, num_ranks, torch.float16, FP16_BOUND)
+    trains_like_one_process(adapters, rank, num_ranks, torch.float16)
 
 
 @check(PROBLEM, num_ranks=2)
@@ -210,17 +216,4 @@ def leaves_no_weights_to_autograd(adapters: Adapters, rank: int, num_ranks: int)
 @check(PROBLEM, num_ranks=2, beyond=True)
 def evaluates_in_between(adapters: Adapters, rank: int, num_ranks: int) -> None:
     """Forwards without a backward, with and without gradients, change nothing about the training."""
-    single, fsdp = seeded(Language), adapters.call("get_fsdp", seeded(Language), compute_dtype=None)
-    reference, optimizer = (torch.optim.SGD(model.parameters(), lr=0.01) for model in (single, fsdp))
-    for step in range(3):
-        tokens, targets = token_batch(step)
-        with torch.no_grad():
-            fsdp(tokens)
-        fsdp(tokens)
-        reference.zero_grad()
-        next_token_loss(single, (tokens, targets)).backward()
-        reference.step()
-        own = part(tokens, rank, num_ranks), part(targets, rank, num_ranks)
-        step_of(adapters, fsdp, optimizer, own, next_token_loss)
-    error, name = largest_difference(full_parameters(adapters, fsdp), dict(single.named_parameters()))
-    assert error <= FP32_BOUND, f"{name} differs by {error:.2g} from one process's"
+    trains_like_one_process(adapters, rank, num_ranks, evaluates=True)

@@ -87,19 +87,15 @@ def wraps_any_optimizer(adapters: Adapters, rank: int, num_ranks: int) -> None:
 @check(PROBLEM, num_ranks=2)
 def adds_parameter_groups(adapters: Adapters, rank: int, num_ranks: int) -> None:
     """`add_param_group` during training: the new parameters are trained and sharded too."""
-    results = []
-    for build in (torch.optim.AdamW, None):
-        model = seeded(Toy)
-        first, second = groups(model)
-        if build is not None:
-            optimizer: Any = build([first], **SETTINGS)
-        else:
-            optimizer = adapters.call("get_sharded_optimizer", [first], torch.optim.AdamW, **SETTINGS)
-        train(model, optimizer, 0)
-        optimizer.add_param_group(second)
+    single, ours = seeded(Toy), seeded(Toy)
+    (first, second), (our_first, our_second) = groups(single), groups(ours)
+    reference = torch.optim.AdamW([first], **SETTINGS)
+    sharded = adapters.call("get_sharded_optimizer", [our_first], torch.optim.AdamW, **SETTINGS)
+    for model, optimizer, later in ((single, reference, second), (ours, sharded, our_second)):
+        train(model, optimizer)
+        optimizer.add_param_group(later)
         train(model, optimizer, STEPS)
-        results.append(model)
-    assert_equal_training(results[1], results[0], "after add_param_group")
+    assert_equal_training(ours, single, "after add_param_group")
 
 
 @check(PROBLEM, num_ranks=2)

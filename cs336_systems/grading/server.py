@@ -13,9 +13,9 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
-import select
 import signal
 import sys
 import tempfile
@@ -24,9 +24,11 @@ import traceback
 import types
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,10 @@ from cs336_systems.device import interpret_kernels
 from cs336_systems.grading.checks import CHECKS, HUNG, Adapters, Check, NotImplementedYet, Skipped
 from cs336_systems.grading.counting import count_messages
 
+FORK = multiprocessing.get_context("fork")
 OWN_PACKAGE = Path(__file__).resolve().parent.parent
 GRACE_S = 1.0  # for the other ranks to say what happened to them, behind a first failure
-MAX_DETAIL = 20_000  # characters of a traceback; a pipe holds 64 KiB
+MAX_DETAIL = 20_000  # characters of a traceback
 STUDENT_PACKAGES = ("cs336_systems", "cs336_basics")
 
 
@@ -132,80 +135,72 @@ def _is_under_test(filename: str, adapters: Path) -> bool:
     return path.is_relative_to(project_root(adapters)) and not path.is_relative_to(OWN_PACKAGE / "grading")
 
 
-@dataclass
-class Process:
-    """A forked process and what it has said so far."""
+def fork(task: Callable[[], None], adapters: Path) -> tuple[Connection, ForkProcess]:
+    """A new process, and leader of a session, that runs `task`; where it says how it ended."""
+    reading, writing = FORK.Pipe(duplex=False)
 
-    pid: int
-    pipe: int
-    said: bytes = b""
-    outcome: dict[str, Any] = field(default_factory=dict)
-    has_exited: bool = False
+    def run() -> None:
+        outcome: dict[str, Any] = {"status": "passed", "message": ""}
+        try:
+            os.setsid()
+            reading.close()
+            null = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(null, stream)
+            task()
+        except BaseException as error:
+            outcome = outcome_of_error(error, adapters)
+            raise
+        finally:  # no interpreter tear-down: gloo's threads may abort in it
+            writing.send_bytes(json.dumps(outcome | {"when": time.monotonic()}).encode())
+            os._exit(0)
 
-
-def fork(task: Callable[[], None], adapters: Path) -> Process:
-    """A new process, and leader of a session, that runs `task`, writes a line on how it ended to a pipe, and exits."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(writing)
-        return Process(pid=pid, pipe=reading)
-    outcome: dict[str, Any] = {"status": "passed", "message": ""}
-    try:
-        os.setsid()
-        os.close(reading)
-        null = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(null, stream)
-        task()
-    except BaseException as error:
-        outcome = outcome_of_error(error, adapters)
-        raise
-    finally:  # no interpreter tear-down: gloo's threads may abort in it
-        os.write(writing, json.dumps(outcome | {"when": time.monotonic()}).encode() + b"\n")
-        os._exit(0)
+    process = FORK.Process(target=run)
+    process.start()
+    writing.close()
+    return reading, process
 
 
 def wait_for(
-    processes: list[Process], time_limit_s: float, where_they_hang: Callable[[list[Process]], tuple[str, str]]
+    processes: dict[Connection, ForkProcess], time_limit_s: float, adapters: Path, scratch: Path
 ) -> dict[str, Any]:
     """The outcome of all together: the first failure, or passed. No process is left on return."""
     deadline, timed_out, places, detail = time.monotonic() + time_limit_s, False, "", ""
-    running = list(processes)
+    stdin, running, outcomes = sys.stdin.fileno(), list(processes), []
     try:
         while running and not timed_out:
-            left = max(0.0, deadline - time.monotonic())
-            ready = select.select([sys.stdin, *(process.pipe for process in running)], [], [], left)[0]
-            if sys.stdin in ready:  # nothing is sent while a check runs: the other side has gone
+            ready = connection.wait([stdin, *running], max(0.0, deadline - time.monotonic()))
+            if stdin in ready:  # nothing is sent while a check runs: the other side has gone
                 sys.exit(1)
             timed_out = not ready
-            for process in [process for process in running if process.pipe in ready]:
-                chunk = os.read(process.pipe, 1 << 16)
-                process.said += chunk
-                if chunk and not process.said.endswith(b"\n"):
-                    continue
-                running.remove(process)
-                process.outcome = json.loads(process.said) if chunk else _death(process)
-                if process.outcome["status"] == "failed":
+            for pipe in [pipe for pipe in running if pipe in ready]:
+                running.remove(pipe)
+                try:
+                    outcome = json.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    outcome = _death(processes[pipe])
+                outcomes.append(outcome)
+                if outcome["status"] == "failed":
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if timed_out:
-            places, detail = where_they_hang(running)
+            places, detail = where_they_hang([processes[pipe] for pipe in running], adapters, scratch)
     finally:
-        for process in processes:
+        for pipe, process in processes.items():
+            pipe.close()
             _end(process)
-    failures = [process.outcome for process in processes if process.outcome.get("status") == "failed"]
+    failures = [outcome for outcome in outcomes if outcome["status"] == "failed"]
     if failures:
         # That gloo lost a connection is what another rank's end looks like.
         return min(failures, key=lambda outcome: ("gloo/" in outcome["message"], outcome["when"]))
     if timed_out:
         return {"status": "failed", "message": f"{HUNG} after {time_limit_s:g} s{places}", "detail": detail}
-    return next((p.outcome for p in processes if p.outcome["status"] == "skipped"), processes[0].outcome)
+    return next((outcome for outcome in outcomes if outcome["status"] == "skipped"), outcomes[0])
 
 
-def where_they_hang(adapters: Path, scratch: Path, processes: list[Process]) -> tuple[str, str]:
+def where_they_hang(processes: list[ForkProcess], adapters: Path, scratch: Path) -> tuple[str, str]:
     """The lines under test in which the processes are, and their stacks."""
     for process in processes:
-        os.kill(process.pid, signal.SIGUSR1)
+        os.kill(process.pid, signal.SIGUSR1)  # type: ignore[arg-type]
     time.sleep(GRACE_S)
     places, stacks = [], []
     for file in sorted(scratch.glob("stack of rank *")):
@@ -217,22 +212,20 @@ def where_they_hang(adapters: Path, scratch: Path, processes: list[Process]) -> 
     return f" ({', '.join(places)})" if places else "", "\n".join(stacks)
 
 
-def _death(process: Process) -> dict[str, Any]:
+def _death(process: ForkProcess) -> dict[str, Any]:
     """The outcome of a process that ended without a word."""
-    code = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
-    process.has_exited = True
+    process.join()
+    code = process.exitcode or 0
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return {"status": "failed", "message": f"the process died ({how})", "when": time.monotonic()}
 
 
-def _end(process: Process) -> None:
+def _end(process: ForkProcess) -> None:
     """Kill the process, where it still runs, and everything that it has started."""
-    os.close(process.pipe)
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    if not process.has_exited:
-        os.kill(process.pid, signal.SIGKILL)  # it may not lead its session yet
-        os.waitpid(process.pid, 0)
+        os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+    process.kill()  # it may not lead its session yet
+    process.join()
 
 
 def serve() -> None:
@@ -255,8 +248,8 @@ def serve() -> None:
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="grade-") as folder:
             scratch = Path(folder)
-            processes = [fork(partial(run_check, check, adapters, rank, scratch), adapters)
-                         for rank in range(check.num_ranks)]  # fmt: skip
-            outcome = wait_for(processes, request["time_limit_s"], partial(where_they_hang, adapters, scratch))
+            tasks = [partial(run_check, check, adapters, rank, scratch) for rank in range(check.num_ranks)]
+            processes = dict(fork(task, adapters) for task in tasks)
+            outcome = wait_for(processes, request["time_limit_s"], adapters, scratch)
         outcome = {key: outcome.get(key, "") for key in ("status", "message", "detail")}
         print(json.dumps(outcome | {"seconds": time.monotonic() - started}), file=answers, flush=True)

@@ -1,14 +1,14 @@
-"""Arithmetic of time intervals: how long something ran, and how long two things ran at once.
+"""Arithmetic of time intervals: when anything ran, and for how long.
 
     busy = union([(0, 2), (1, 3), (5, 6)])          # [(0, 3), (5, 6)]
-    length(busy), length(intersection(busy, [(2, 5.5)]))      # 4, 1.5
+    length(busy)                                    # 4
 
 An interval is (start, end) in any one unit; the lists that these functions return are sorted and disjoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 Interval = tuple[float, float]
 
@@ -29,21 +29,6 @@ def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
 def length(intervals: Iterable[Interval]) -> float:
     """Total time of disjoint intervals."""
     return sum(end - start for start, end in intervals)
-
-
-def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """The times in both of two sorted lists of disjoint intervals."""
-    common: list[Interval] = []
-    i = j = 0
-    while i < len(first) and j < len(second):
-        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
-        if start < end:
-            common.append((start, end))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
 
 
 def simplify(intervals: Iterable[Interval], most: int) -> list[Interval]:

@@ -10,6 +10,7 @@ the input of a linear layer that a norm saved as its output is not paid for twic
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from cs336_systems.measure.timeline import source_line
+from cs336_systems.measure.timeline import with_line
 
 
 class Saved(NamedTuple):
@@ -68,10 +69,10 @@ def saved_tensors(
     def pack(tensor: Tensor) -> Tensor:
         identity = _identity(tensor)
         if identity not in skipped and identity not in found:
-            operation = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            if not compiled:
-                line = source_line()
-                operation = (current.name or "autograd.Function") + (f" in {line}" if line else "")
+            if compiled:
+                operation = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            else:
+                operation = with_line(current.name or "autograd.Function")
             found[identity] = Saved(tensor.untyped_storage().nbytes(), operation)
             kept.append(tensor)
         return tensor
@@ -136,9 +137,9 @@ def _crossing(forward: fx.GraphModule, num_state: int) -> list[Saved]:
 
 def by_operation(saved: Iterable[Saved]) -> list[tuple[str, int]]:
     """(operation, bytes) summed, the largest first."""
-    sums: dict[str, int] = {}
+    sums: Counter[str] = Counter()
     for one in saved:
-        sums[one.operation] = sums.get(one.operation, 0) + one.num_bytes
+        sums[one.operation] += one.num_bytes
     return sorted(sums.items(), key=lambda item: (-item[1], item[0]))
 
 

@@ -36,9 +36,7 @@ MAX_EVENTS = 1_000_000  # of a recording: many times a training step's
 ACTIVE_STATES = ("active_allocated", "active_pending_free", "active_awaiting_free")
 TORCH_PARTS = ("/torch/", "torch/utils/", "??")  # in file names of frames that are PyTorch's
 
-
-# (birth, death or None, address, where it was asked for, whether in a function called `forward`) -> category
-Classify = Callable[[int, int | None, int, str, bool], str]
+Classify = Callable[[Allocation, int], str]  # (allocation, address) -> category
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -59,10 +57,10 @@ def read_snapshot(path: Path) -> MemoryTrace:
     the file, and takes several times the file's memory.
     """
 
-    def classify(born: int, died: int | None, address: int, origin: str, in_forward: bool) -> str:
-        if not born or not origin:
-            return "gradients" if died is None else "temporaries"  # autograd's own thread has no Python frames
-        return "optimizer" if "optim" in origin and died is None else "activations"
+    def classify(one: Allocation, address: int) -> str:
+        if not one.born or not one.where:
+            return "gradients" if one.died is None else "temporaries"  # autograd's own thread has no Python frames
+        return "optimizer" if "optim" in one.where and one.died is None else "activations"
 
     if path.exists() and not path.is_file():  # reading a pipe would wait for ever
         raise ValueError(f"{path.name}: not a regular file")
@@ -84,16 +82,15 @@ def parse_snapshot(snapshot: dict[str, Any], device: int, phases: Sequence[Phase
     """
     traces = snapshot["device_traces"]
     stacks: dict[int, tuple[str, bool]] = {}  # by the list's identity: many events share one
-    alive: dict[int, tuple[int, int, str, bool]] = {}  # address -> birth, bytes, origin, in_forward
-    before: list[Allocation] = []
+    alive: dict[int, Allocation] = {}  # by address
     allocations: list[Allocation] = []
     number = 0
 
     def end(address: int, num_bytes: int, died: int | None) -> None:
-        born, num_bytes, origin, in_forward = alive.pop(address, (0, num_bytes, "before", False))
-        category = classify(born, died, address, origin, in_forward)
-        one = Allocation(num_bytes=num_bytes, born=born, died=died, category=category, where=origin)
-        (allocations if born else before).append(one)
+        one = alive.pop(address, None) or Allocation(num_bytes=num_bytes, born=0, where="before")
+        one.died = died
+        one.category = classify(one, address)
+        allocations.append(one)
 
     for event in traces[device] if traces else []:
         if event["action"] not in (ALLOC, FREE):
@@ -106,7 +103,8 @@ def parse_snapshot(snapshot: dict[str, Any], device: int, phases: Sequence[Phase
         frames = event.get("frames") or []
         if id(frames) not in stacks:
             stacks[id(frames)] = _origin(frames), any(frame["name"] == "forward" for frame in frames)
-        alive[address] = number, num_bytes, *stacks[id(frames)]
+        where, in_forward = stacks[id(frames)]
+        alive[address] = Allocation(num_bytes=num_bytes, born=number, where=where, in_forward=in_forward)
     active = {  # address -> bytes, at the end
         int(block["address"]): int(block["size"])
         for segment in snapshot["segments"]
@@ -116,7 +114,7 @@ def parse_snapshot(snapshot: dict[str, Any], device: int, phases: Sequence[Phase
     }
     for address in dict.fromkeys([*alive, *active]):
         end(address, active.get(address, 0), None)
-    return MemoryTrace(allocations=[*before, *allocations], phases=tuple(phases), num_events=number + 1)
+    return MemoryTrace(allocations=allocations, phases=tuple(phases), num_events=number + 1)
 
 
 def _origin(frames: Sequence[dict[str, Any]]) -> str:
@@ -176,11 +174,11 @@ class CudaHistory:
         """The trace of what was recorded so far, by the phases and tensors that were named here."""
         torch.cuda.synchronize()
 
-        def classify(born: int, died: int | None, address: int, origin: str, in_forward: bool) -> str:
+        def classify(one: Allocation, address: int) -> str:
             for event, category in self._assigned.get(address, ()):
-                if born <= event and (died is None or event < died):
+                if one.born <= event and (one.died is None or event < one.died):
                     return category
-            return unassigned(self.phases, born, died, in_forward) if born else "temporaries"
+            return unassigned(self.phases, one) if one.born else "temporaries"
 
         snapshot = torch.cuda.memory._snapshot()
         return parse_snapshot(snapshot, torch.cuda.current_device(), self.phases, classify)

@@ -25,9 +25,9 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,33 +52,33 @@ SIZED_BY_INPUT = ("logsumexp",)
 BACKWARD = "backward"  # the phase in which activations are released, and computed again under checkpointing
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Allocation:
     """One block of memory and its life."""
 
     num_bytes: int
     born: int  # the event that made it
-    died: int | None  # the event that released it; None: alive at the end
-    category: str  # one of CATEGORIES
+    died: int | None = None  # the event that released it; None: alive at the end
+    category: str = ""  # one of CATEGORIES; empty as long as none is assigned
     where: str = ""  # the operation, and the line of source that asked for it
+    in_forward: bool = False  # made by a forward pass
 
 
-@dataclass(frozen=True, kw_only=True)
-class Phase:
+class Phase(NamedTuple):
     """A part of the run, from event `start` to the next phase's."""
 
     name: str
     start: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Large:
     """Allocations of one size and origin."""
 
     num_bytes: int  # of each
-    count: int
     category: str
     where: str
+    count: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +130,7 @@ class MemoryTrace:
             if phases is None or self.phase_of(one.born) in phases
         )
         kinds = sorted(grouped.items(), key=lambda item: (-item[0][0], item[0]))[:count]
-        return [
-            Large(num_bytes=size, count=times, category=category, where=where)
-            for (size, category, where), times in kinds
-        ]
+        return [Large(*kind, times) for kind, times in kinds]
 
     def sampled(self, points: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """(events, {category: bytes}) at no more than `points` events: of each bucket the one with the most bytes.
@@ -148,29 +145,17 @@ class MemoryTrace:
         return events, {category: self.active_bytes(category)[events] for category in CATEGORIES}
 
 
-def unassigned(phases: Sequence[Phase], born: int, died: int | None, in_forward: bool) -> str:
+def unassigned(phases: Sequence[Phase], one: Allocation) -> str:
     """The category of an allocation to which none was assigned: activations or temporaries.
 
     It is an activation if it outlived its phase, unless that is the last one, which leaves its result, or `BACKWARD`;
     there it is one if a forward made it (computed again).
     """
-    place = bisect_right(phases, born, key=lambda phase: phase.start) - 1
+    place = bisect_right(phases, one.born, key=lambda phase: phase.start) - 1
     if place >= 0 and phases[place].name == BACKWARD:
-        return "activations" if in_forward else "temporaries"
-    outlived = 0 <= place < len(phases) - 1 and (died is None or died >= phases[place + 1].start)
+        return "activations" if one.in_forward else "temporaries"
+    outlived = 0 <= place < len(phases) - 1 and (one.died is None or one.died >= phases[place + 1].start)
     return "activations" if outlived else "temporaries"
-
-
-@dataclass(slots=True)
-class _Block:
-    """An allocation while it is recorded."""
-
-    num_bytes: int
-    born: int
-    in_forward: bool  # made while a graph was recorded
-    where: str
-    died: int | None = None
-    category: str = ""  # where one was assigned
 
 
 class AllocationRecorder(TorchDispatchMode):
@@ -186,8 +171,8 @@ class AllocationRecorder(TorchDispatchMode):
         self._block_bytes = CUDA_BLOCK_BYTES if device == "cuda" else CPU_BLOCK_BYTES
         self._clock = 0
         self._phases: list[Phase] = []
-        self._blocks: list[_Block] = []
-        self._alive: dict[int, tuple[_Block, weakref.ref[Any]]] = {}  # by the id of the storage
+        self._allocations: list[Allocation] = []
+        self._alive: dict[int, tuple[Allocation, weakref.ref[Any]]] = {}  # by the id of the storage
 
     def phase(self, name: str) -> None:
         """What follows belongs to phase `name`."""
@@ -202,12 +187,8 @@ class AllocationRecorder(TorchDispatchMode):
     def trace(self) -> MemoryTrace:
         """Everything recorded so far; categories that were not assigned are those of `unassigned`."""
         allocations = [
-            Allocation(
-                num_bytes=block.num_bytes, born=block.born, died=block.died, where=block.where,
-                category=block.category or unassigned(self._phases, block.born, block.died, block.in_forward),
-            )
-            for block in self._blocks
-        ]  # fmt: skip
+            replace(one, category=one.category or unassigned(self._phases, one)) for one in self._allocations
+        ]
         return MemoryTrace(allocations=allocations, phases=tuple(self._phases), num_events=self._clock)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -222,7 +203,7 @@ class AllocationRecorder(TorchDispatchMode):
             self._release(self._allocate(copies * sized.numel() * sized.element_size(), f"inside {_origin(name)}"))
         return result
 
-    def _see(self, tensor: Tensor, where: Callable[[], str]) -> _Block:
+    def _see(self, tensor: Tensor, where: Callable[[], str]) -> Allocation:
         """The block that holds `tensor`, a new one if its storage is new."""
         storage = tensor.untyped_storage()
         key = id(storage)
@@ -236,14 +217,14 @@ class AllocationRecorder(TorchDispatchMode):
             self._alive[key] = block, weakref.ref(storage, released)
         return self._alive[key][0]
 
-    def _allocate(self, num_bytes: int, where: str) -> _Block:
+    def _allocate(self, num_bytes: int, where: str) -> Allocation:
         rounded = -(-num_bytes // self._block_bytes) * self._block_bytes
-        block = _Block(rounded, self._clock, in_forward=torch.is_grad_enabled(), where=where)
-        self._blocks.append(block)
+        block = Allocation(num_bytes=rounded, born=self._clock, where=where, in_forward=torch.is_grad_enabled())
+        self._allocations.append(block)
         self._clock += 1
         return block
 
-    def _release(self, block: _Block) -> None:
+    def _release(self, block: Allocation) -> None:
         block.died = self._clock
         self._clock += 1
 
@@ -253,19 +234,18 @@ def _origin(operation: str) -> str:
     node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
     if node is not None:
         return f"{operation} for {node.name()}"
-    line = source_line()
-    return f"{operation} in {line}" if line else operation
+    return with_line(operation)
 
 
-def source_line() -> str:
-    """`model/layers.py:130` of the innermost frame that is neither PyTorch's nor this folder's; empty if none is."""
+def with_line(operation: str) -> str:
+    """`softmax in model/layers.py:130`: of the innermost frame that is neither PyTorch's nor this folder's, if any."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(SKIPPED_FRAMES):
-            return f"{short_path(file)}:{frame.f_lineno}"
+            return f"{operation} in {short_path(file)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    return operation
 
 
 def short_path(file: str) -> str:

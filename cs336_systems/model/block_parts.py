@@ -16,7 +16,7 @@ Where memory is left, the last blocks may keep more of `finish` (`wide_blocks`):
 The three large products of `finish` are then not computed again.
 
 This is selective checkpointing (Korthikanti et al. 2022, arXiv:2205.05198) with the line drawn by hand: by operator, as
-`checkpoint_selectively` draws it, it would have to look inside of compiled code.
+selective `apply_checkpointing` draws it, it would have to look inside of compiled code.
 """
 
 from __future__ import annotations

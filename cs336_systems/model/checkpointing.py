@@ -1,9 +1,9 @@
 """Activation checkpointing of a TransformerLM: store some blocks' inputs, and compute the rest again for backward.
 
-    checkpoint_blocks(model, 1)              # one block a group: the least memory of a single level for real models
-    checkpoint_recursively(model)            # O(log N) stored inputs, for O(N log N) block forwards
-    checkpoint_selectively(model, 1)         # groups, but the output of fused attention is kept, not computed again
-    store_all(model)                         # undo
+    apply_checkpointing(model, "1")          # one block a group: the least memory of a single level for real models
+    apply_checkpointing(model, "recursive")  # O(log N) stored inputs, for N/2·log2 N more block forwards
+    apply_checkpointing(model, "selective")  # groups, but the output of fused attention is kept, not computed again
+    apply_checkpointing(model, "none")       # undo
 
 With N blocks, r bytes of residual stream at a boundary and a bytes that one block saves for backward, groups of g
 blocks store the N/g inputs of the groups, and during backward the activations of one group: r·N/g + a·g, least at
@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from cs336_systems.config import FUSED_ATTENTION
 from cs336_systems.model.transformer import BlockRunner, TransformerLM, run_in_order
 
 # Operators that are an attention as a whole, whose output (and log-sum-exp) selective checkpointing keeps.
-FUSED_ATTENTION = (
+FUSED_OPERATORS = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
@@ -37,43 +38,39 @@ FUSED_ATTENTION = (
     "cs336_systems::hopper_attention",
     "cs336_systems::tiled_attention",
 )
-FUSED_ATTENTION_NAMES = ("sdpa", "tiled", "triton", "hopper")  # attentions of the model that are one operator
 
 
-def checkpoint_blocks(model: nn.Module, blocks_per_group: int) -> None:
-    """Store only the input of every `blocks_per_group` consecutive blocks; the last group may be shorter.
+def apply_checkpointing(model: nn.Module, name: str) -> None:
+    """Choose by `name` what is stored; parameters, state dict and results stay as they are.
 
-    Parameters, state dict and results stay as they are. Raises TypeError if `model` is no TransformerLM, ValueError if
-    `blocks_per_group` is not a positive int.
-    """
-    _transformer(model).run_blocks = partial(_run_groups, _positive(blocks_per_group), _checkpointed)
+    - "none": everything that backward needs.
+    - "4", or another number: the input of every four consecutive blocks; the last group may be shorter.
+    - "recursive": the input of the first half of the blocks, and the second half likewise, down to single blocks. A
+      half that is computed again is itself checkpointed by halves.
+    - "selective": as "1", but the outputs of attention operators are kept, so that attention runs only once.
 
-
-def checkpoint_recursively(model: nn.Module) -> None:
-    """Store the input of the first half of the blocks, and treat the second half likewise, down to single blocks.
-
-    A half that is computed again is itself checkpointed by halves. Raises TypeError if `model` is no TransformerLM.
-    """
-    _transformer(model).run_blocks = _run_halves
-
-
-def checkpoint_selectively(model: nn.Module, blocks_per_group: int) -> None:
-    """As `checkpoint_blocks`, but the outputs of attention operators are kept, so that attention runs only once.
-
-    Raises ValueError where the model's attention is not one operator (reference, compiled): to keep its output would
-    save nothing, since its backward needs the probabilities again.
+    Raises TypeError if `model` is no TransformerLM, ValueError for any other name, and for "selective" where the
+    model's attention is not one operator (reference, compiled): to keep its output would save nothing, since its
+    backward needs the probabilities again.
     """
     transformer = _transformer(model)
-    names: set[Any] = {block.attn.attention for block in transformer.layers}  # type: ignore[union-attr]
-    for name in sorted(names - set(FUSED_ATTENTION_NAMES)):
-        fused = ", ".join(FUSED_ATTENTION_NAMES)
-        raise ValueError(f"model must have an attention that is one operator ({fused}) to keep its output, got {name}")
-    transformer.run_blocks = partial(_run_groups, _positive(blocks_per_group), _selectively_checkpointed)
-
-
-def store_all(model: nn.Module) -> None:
-    """No checkpointing: every block keeps what its backward needs."""
-    _transformer(model).run_blocks = run_in_order
+    if name == "none":
+        transformer.run_blocks = run_in_order
+    elif name == "recursive":
+        transformer.run_blocks = _run_halves
+    elif name == "selective":
+        attentions: set[Any] = {block.attn.attention for block in transformer.layers}  # type: ignore[union-attr]
+        for attention in sorted(attentions - set(FUSED_ATTENTION)):
+            fused = ", ".join(FUSED_ATTENTION)
+            raise ValueError(
+                f"model must have an attention that is one operator ({fused}) to keep its output, got {attention}"
+            )
+        keeping = partial(create_selective_checkpoint_contexts, _keep_attention)
+        transformer.run_blocks = partial(_run_groups, 1, context_fn=keeping)
+    elif isinstance(name, str) and name.isdecimal() and int(name) > 0:
+        transformer.run_blocks = partial(_run_groups, int(name))
+    else:
+        raise ValueError(f"checkpointing must be none, recursive, selective or blocks per group, got {name!r}")
 
 
 def compile_blocks(model: nn.Module) -> None:
@@ -96,7 +93,6 @@ def grouped_bytes(num_blocks: int, blocks_per_group: int, input_bytes: float, bl
 
     The last group comes first in backward, when all inputs are there; if it is shorter, the one before may be the peak.
     """
-    _positive(num_blocks), _positive(blocks_per_group)
     num_groups = -(-num_blocks // blocks_per_group)
     last = num_blocks - (num_groups - 1) * blocks_per_group
     peaks = [num_groups * input_bytes + last * block_bytes]
@@ -107,35 +103,20 @@ def grouped_bytes(num_blocks: int, blocks_per_group: int, input_bytes: float, bl
 
 def best_blocks_per_group(num_blocks: int, input_bytes: float, block_bytes: float) -> int:
     """The group size of the least `grouped_bytes`: next to sqrt(num_blocks · input_bytes / block_bytes)."""
-    sizes = range(1, _positive(num_blocks) + 1)
-    return min(sizes, key=lambda size: grouped_bytes(num_blocks, size, input_bytes, block_bytes))
-
-
-def recursive_inputs(num_blocks: int) -> int:
-    """Inputs that recursion stores at most: one for each halving, ceil(log2 N)."""
-    return math.ceil(math.log2(_positive(num_blocks)))
+    return min(range(1, num_blocks + 1), key=lambda size: grouped_bytes(num_blocks, size, input_bytes, block_bytes))
 
 
 def recursive_bytes(num_blocks: int, input_bytes: float, block_bytes: float) -> float:
     """Peak bytes stored between blocks by recursion: an input for each halving, and one block's activations."""
-    return recursive_inputs(num_blocks) * input_bytes + block_bytes
-
-
-def recursive_recomputed_blocks(num_blocks: int) -> int:
-    """Block forwards that recursion adds to a step: R(n) = ceil(n/2) + R(ceil(n/2)) + R(floor(n/2)), N/2·log2 N for a
-    power of two. A single level adds N."""
-    if _positive(num_blocks) == 1:
-        return 0
-    left = -(-num_blocks // 2)
-    return left + recursive_recomputed_blocks(left) + recursive_recomputed_blocks(num_blocks - left)
+    return math.ceil(math.log2(num_blocks)) * input_bytes + block_bytes
 
 
 # How the blocks are run
 
 
-def _run_groups(blocks_per_group: int, run_group: BlockRunner, blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+def _run_groups(blocks_per_group: int, blocks: Sequence[nn.Module], x: Tensor, **options: Any) -> Tensor:
     for start in range(0, len(blocks), blocks_per_group):
-        x = run_group(list(blocks[start : start + blocks_per_group]), x)
+        x = _checkpoint(run_in_order, list(blocks[start : start + blocks_per_group]), x, **options)
     return x
 
 
@@ -148,16 +129,6 @@ def _run_halves(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
     return _run_halves(blocks[middle:], x)
 
 
-def _checkpointed(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
-    return _checkpoint(run_in_order, blocks, x)
-
-
-def _selectively_checkpointed(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
-    return _checkpoint(
-        run_in_order, blocks, x, context_fn=partial(create_selective_checkpoint_contexts, _keep_attention)
-    )
-
-
 def _checkpoint(run: BlockRunner, blocks: Sequence[nn.Module], x: Tensor, **options: Any) -> Tensor:
     if not torch.is_grad_enabled():
         return run(blocks, x)
@@ -166,33 +137,10 @@ def _checkpoint(run: BlockRunner, blocks: Sequence[nn.Module], x: Tensor, **opti
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operator.name().partition(".")[0]
-    return CheckpointPolicy.MUST_SAVE if name in FUSED_ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if name in FUSED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _transformer(model: nn.Module) -> TransformerLM:
     if not isinstance(model, TransformerLM):
         raise TypeError(f"model must be a TransformerLM, whose blocks can be run in groups, got {type(model).__name__}")
     return model
-
-
-def _positive(value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"blocks_per_group and num_blocks must be positive ints, got {value!r}")
-    return value
-
-
-def apply_checkpointing(model: nn.Module, name: str) -> None:
-    """The strategy called `name`: "none", "recursive", a group size as "4", or "selective" (groups of one block).
-
-    Raises ValueError for any other.
-    """
-    if name == "none":
-        store_all(model)
-    elif name == "recursive":
-        checkpoint_recursively(model)
-    elif name == "selective":
-        checkpoint_selectively(model, 1)
-    elif isinstance(name, str) and name.isdecimal() and int(name) > 0:
-        checkpoint_blocks(model, int(name))
-    else:
-        raise ValueError(f"checkpointing must be none, recursive, selective or blocks per group, got {name!r}")

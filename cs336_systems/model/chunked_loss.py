@@ -28,7 +28,7 @@ from torch import Tensor
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.model.layers import Linear
-from cs336_systems.model.loss import INTEGER_DTYPES
+from cs336_systems.model.loss import check_targets
 from cs336_systems.model.transformer import TransformerLM
 
 CHUNK_TOKENS = 2048  # of 152 thousand words: 1.7 GiB for logits in bfloat16 and float32
@@ -166,14 +166,6 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -
             f"weight must have shape (vocab, d_model) with hidden's last dimension as d_model, "
             f"got weight {tuple(weight.shape)} and hidden {tuple(hidden.shape)}"
         )
-    if targets.dtype not in INTEGER_DTYPES:
-        raise ValueError(f"targets must be integers, got {targets.dtype}")
-    if targets.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"targets must have the shape of hidden without its last dimension, "
-            f"got targets {tuple(targets.shape)} and hidden {tuple(hidden.shape)}"
-        )
-    if targets.numel() == 0:
-        raise ValueError(f"targets must not be empty, got shape {tuple(targets.shape)}")
+    check_targets(targets, hidden, "hidden")
     if not isinstance(chunk_tokens, int) or isinstance(chunk_tokens, bool) or chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be a positive int, got {chunk_tokens!r}")

@@ -16,17 +16,8 @@ import torch
 from torch import nn
 
 from cs336_systems.config import ModelConfig
-from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.model.transformer import CONSTRUCTOR_ARGUMENTS, TransformerLM
 
-CONSTRUCTOR_ARGUMENTS = (
-    "vocab_size",
-    "context_length",
-    "d_model",
-    "num_layers",
-    "num_heads",
-    "d_ff",
-    "rope_theta",
-)
 SPEC_PATTERN = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*)")
 
 

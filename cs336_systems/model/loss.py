@@ -22,15 +22,20 @@ def cross_entropy(logits: Float[Tensor, "*batch vocab"], targets: Int[Tensor, "*
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
         raise TypeError(f"logits must be a real floating-point tensor, got {got}")
-    if targets.dtype not in INTEGER_DTYPES:
-        raise ValueError(f"targets must be integers, got {targets.dtype}")
-    if logits.ndim == 0 or targets.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"targets must have the shape of logits without its last dimension, "
-            f"got targets {tuple(targets.shape)} and logits {tuple(logits.shape)}"
-        )
-    if targets.numel() == 0:
-        raise ValueError(f"targets must not be empty, got shape {tuple(targets.shape)}")
+    check_targets(targets, logits, "logits")
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     target_logits = wide.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
     return (wide.logsumexp(dim=-1) - target_logits).mean()
+
+
+def check_targets(targets: Tensor, vectors: Tensor, name: str) -> None:
+    """ValueError unless there are targets, integers, and one for each of `vectors`, the argument `name`."""
+    if targets.dtype not in INTEGER_DTYPES:
+        raise ValueError(f"targets must be integers, got {targets.dtype}")
+    if vectors.ndim == 0 or targets.shape != vectors.shape[:-1]:
+        raise ValueError(
+            f"targets must have the shape of {name} without its last dimension, "
+            f"got targets {tuple(targets.shape)} and {name} {tuple(vectors.shape)}"
+        )
+    if targets.numel() == 0:
+        raise ValueError(f"targets must not be empty, got shape {tuple(targets.shape)}")

@@ -15,12 +15,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from cs336_systems.config import ModelConfig
+from cs336_systems.config import ATTENTION_NAMES, ModelConfig
 from cs336_systems.model.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU
 
-# Back ends of `cs336_systems.attention.flash_attention`, which refuses one that the machine or the dtype is not for.
-OWN_ATTENTION = ("reference", "compiled", "tiled", "triton", "hopper")
-ATTENTION_NAMES = (*OWN_ATTENTION, "sdpa")  # sdpa: PyTorch's scaled_dot_product_attention
+CONSTRUCTOR_ARGUMENTS = ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff", "rope_theta")
 BlockRunner = Callable[[Sequence[nn.Module], Tensor], Tensor]  # (blocks, residual stream) -> residual stream
 
 
@@ -30,7 +28,10 @@ def causal_attention(
     v: Float[Tensor, "batch heads seq head_dim"],
     name: str | Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Float[Tensor, "batch heads seq head_dim"]:
-    """Causal attention by the implementation called `name`, one of `ATTENTION_NAMES`, or by `name` itself."""
+    """Causal attention by the implementation called `name`, one of `ATTENTION_NAMES`, or by `name` itself.
+
+    Back ends refuse what the machine or the dtype is not for, as `flash_attention` does.
+    """
     if not isinstance(name, str):
         return name(q, k, v)
     if name == "sdpa":
@@ -144,16 +145,7 @@ class TransformerLM(nn.Module):
 
     @classmethod
     def from_config(cls, config: ModelConfig, attention: str = "reference") -> TransformerLM:
-        return cls(
-            vocab_size=config.vocab_size,
-            context_length=config.context_length,
-            d_model=config.d_model,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            d_ff=config.d_ff,
-            rope_theta=config.rope_theta,
-            attention=attention,
-        )
+        return cls(**{name: getattr(config, name) for name in CONSTRUCTOR_ARGUMENTS}, attention=attention)
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
         """Logits of the next token at every position; ValueError if seq exceeds the context length."""
