@@ -16,6 +16,7 @@ from tests.sharding_models import TINY, LiveBytes, batch, seeded
 
 COVERS = ("cs336_systems/model", "tests/sharding_models.py")
 VOCABULARY, WIDTH = 29, 12
+needs_compiler = pytest.mark.skipif(not has_cxx_compiler(), reason="torch.compile needs a C++ compiler")
 
 
 def problem(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,14 +69,15 @@ def test_large_logits_neither_overflow_nor_vanish():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_bfloat16_loses_no_more_than_twice_what_the_plain_loss_does(device):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
+def test_bfloat16_loses_no_more_than_twice_what_the_plain_loss_does(compiled, device):
     hidden, weight, targets = (one.detach().to(device) for one in problem(40, dtype=torch.bfloat16))
     hidden.requires_grad_()
     weight.requires_grad_()
     wide = [one.detach().double().requires_grad_() for one in (hidden, weight)]
     exact = gradients(cross_entropy(wide[0] @ wide[1].T, targets), *wide)
     plain = gradients(cross_entropy(hidden @ weight.T, targets), hidden, weight)
-    chunked = gradients(chunked_cross_entropy(hidden, weight, targets, 16), hidden, weight)
+    chunked = gradients(chunked_cross_entropy(hidden, weight, targets, 16, compiled=compiled), hidden, weight)
     for one, other, true in zip(chunked, plain, exact):
         assert one.dtype == torch.bfloat16
         budget = 2 * (other.double() - true).norm()
@@ -164,7 +166,7 @@ def test_wide_blocks_are_the_plain_model():
     check_against_the_plain_model("after_attention", compiled=False, wide_blocks=1)
 
 
-@pytest.mark.skipif(not has_cxx_compiler(), reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("recompute, wide_blocks, parts", [("around_attention", 0, 2), ("after_attention", 1, 4)])
 def test_each_part_is_compiled_once_for_all_blocks(recompute, wide_blocks, parts):
     torch._dynamo.reset()

@@ -20,6 +20,8 @@ gradients in the forward is that of Liger-Kernel's fused linear cross-entropy (H
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,19 +41,22 @@ def chunked_cross_entropy(
     weight: Float[Tensor, "vocab d_model"],
     targets: Int[Tensor, "*batch"],
     chunk_tokens: int = CHUNK_TOKENS,
+    *,
+    compiled: bool = False,
 ) -> Float[Tensor, ""]:
     """`cross_entropy(hidden @ weight.T, targets)` in float32 at least, some tokens' logits at a time.
 
     Differentiable once, in `hidden` and `weight`, whose gradients are computed already here if they will be asked for.
     Logits are rounded to the inputs' dtype, as `Linear` does; the softmax is computed in float32 at least, and the
-    gradient of `weight` is added up there. Targets are not checked against the vocabulary: see `cross_entropy`. Raises
+    gradient of `weight` is added up there. If `compiled`, what lies between the matmuls is, and reads the logits three
+    times in place of ten. Targets are not checked against the vocabulary: see `cross_entropy`. Raises
     TypeError if hidden and weight are not of one real floating-point dtype, or in float16, whose range the gradients
     leave before a loss scaler's factor reaches them; ValueError naming what has a wrong shape, targets that are not
     integers or that are none, and chunk_tokens that is not a positive int.
     """
     _check(hidden, weight, targets, chunk_tokens)
     flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
-    loss: Tensor = _ChunkedLoss.apply(flat, weight, flat_targets, chunk_tokens, torch.is_grad_enabled())
+    loss: Tensor = _ChunkedLoss.apply(flat, weight, flat_targets, chunk_tokens, compiled, torch.is_grad_enabled())
     return loss
 
 
@@ -60,35 +65,26 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, differentiates: bool
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, compiled: bool,
+        differentiates: bool,
+    ) -> Tensor:  # fmt: skip
         num_tokens = hidden.shape[0]
         wide_dtype = torch.promote_types(hidden.dtype, torch.float32)
         wants_hidden, wants_weight = (differentiates and wanted for wanted in ctx.needs_input_grad[:2])
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=wide_dtype) if wants_weight else None
         total = torch.zeros((), dtype=wide_dtype, device=hidden.device)
+        softmax = _compiled_loss_and_gradient() if compiled else _loss_and_gradient
         for start in range(0, num_tokens, chunk_tokens):
             part, own = hidden[start : start + chunk_tokens], targets[start : start + chunk_tokens, None]
-            # Logits
-            wide = (part @ weight.T).to(wide_dtype)
-            # Loss; from here on `wide` holds the logits minus their maximum, then the exponentials
-            wide -= wide.amax(dim=-1, keepdim=True)
-            target_logits = wide.gather(-1, own)
-            sums = wide.exp_().sum(dim=-1, keepdim=True)
-            total += (sums.log() - target_logits).sum()
-            if hidden_gradient is None and weight_gradient is None:
-                continue
-            # Gradient: the softmax, over T, minus 1/T at the target
-            wide /= sums * num_tokens
-            wide.scatter_(-1, own, wide.gather(-1, own) - 1.0 / num_tokens)
-            gradient = wide.to(hidden.dtype)
-            del wide
+            # Logits, loss, gradient
+            loss, gradient = softmax(part @ weight.T, own, num_tokens)
+            total += loss
             # Products
             if hidden_gradient is not None:
                 torch.mm(gradient, weight, out=hidden_gradient[start : start + chunk_tokens])
             if weight_gradient is not None:
-                weight_gradient += gradient.T @ part
+                _add_product(weight_gradient, gradient.T, part)
             del gradient
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
@@ -100,7 +96,37 @@ class _ChunkedLoss(torch.autograd.Function):
         if torch.is_grad_enabled():  # once_differentiable would pass over it where the loss's gradient is a constant
             raise RuntimeError("chunked_cross_entropy can be differentiated once only: create_graph must be False")
         scaled = (None if one is None else (one * loss_gradient).to(one.dtype) for one in ctx.saved_tensors)
-        return (*scaled, None, None, None)
+        return (*scaled, None, None, None, None)
+
+
+def _loss_and_gradient(logits: Tensor, own: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The sum of a chunk's losses, and the gradient of its logits in the mean over `num_tokens`, in the logits' dtype.
+
+    `logits` (tokens, vocab) become the gradient; `own` (tokens, 1) are the targets.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide -= wide.amax(dim=-1, keepdim=True)
+    target_logits = wide.gather(-1, own)
+    sums = wide.exp_().sum(dim=-1, keepdim=True)
+    wide /= sums * num_tokens
+    gradient = logits.copy_(wide)
+    own_gradient = (target_logits.exp() / sums - 1.0) / num_tokens
+    return (sums.log() - target_logits).sum(), gradient.scatter_(-1, own, own_gradient.to(logits.dtype))
+
+
+@cache
+def _compiled_loss_and_gradient() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_loss_and_gradient, dynamic=False)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b; on GPUs the product of bfloat16 is added unrounded, without leaving the matmul."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 class LossHead(Linear):
@@ -113,11 +139,12 @@ class LossHead(Linear):
     def __init__(self, in_features: int, out_features: int, chunk_tokens: int = CHUNK_TOKENS) -> None:
         super().__init__(in_features, out_features)
         self.chunk_tokens = chunk_tokens
+        self.compiled = False
 
     def forward(  # type: ignore[override]
         self, hidden: Float[Tensor, "*batch d_in"], targets: Int[Tensor, "*batch"]
     ) -> Float[Tensor, ""]:
-        return chunked_cross_entropy(hidden, self.weight, targets, self.chunk_tokens)
+        return chunked_cross_entropy(hidden, self.weight, targets, self.chunk_tokens, compiled=self.compiled)
 
 
 class LossTransformer(TransformerLM):
@@ -127,12 +154,13 @@ class LossTransformer(TransformerLM):
 
     @classmethod
     def for_loss(
-        cls, config: ModelConfig, *, attention: str = "reference", chunk_tokens: int = CHUNK_TOKENS
-    ) -> LossTransformer:
-        """As `from_config`, with the chunks of the loss."""
+        cls, config: ModelConfig, *, attention: str = "reference", chunk_tokens: int = CHUNK_TOKENS,
+        compiled: bool = False,
+    ) -> LossTransformer:  # fmt: skip
+        """As `from_config`, with `chunked_cross_entropy`'s arguments for the loss."""
         model = cls.from_config(config, attention=attention)
         assert isinstance(model, LossTransformer) and isinstance(model.lm_head, LossHead)
-        model.lm_head.chunk_tokens = chunk_tokens
+        model.lm_head.chunk_tokens, model.lm_head.compiled = chunk_tokens, compiled
         return model
 
     def forward(  # type: ignore[override]
