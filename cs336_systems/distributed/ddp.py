@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -38,10 +38,11 @@ from cs336_systems.distributed.collectives import (
 )
 
 
-class Accumulating:
-    """What leaves gradients on their rank while it is told to, and sends them otherwise."""
+class Accumulating(ABC):
+    """What averages the gradients of a backward over the ranks, or leaves them on their rank while it is told to."""
 
     sends = True  # False within no_sync, and for good once a module was wrapped again
+    fixed: Sequence[tuple[str, Tensor, bool]] = ()  # parameters that must stay trainable, or frozen, with their names
     unfinished: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()  # the wrappers with gradients not yet averaged
 
     @contextmanager
@@ -53,15 +54,31 @@ class Accumulating:
         finally:
             self.sends = before
 
-    def _check_sending(self) -> None:
+    def finish_gradient_synchronization(self) -> None:
+        """Call after backward, before gradients are read: afterwards this rank has the means over the ranks.
+
+        Waits on the device, not on the host. Raises RuntimeError within `no_sync`, for a parameter that was frozen or
+        thawed since it was wrapped, and for one without a gradient where all must have one; TypeError for a sparse one.
+        """
         if not self.sends:
             raise RuntimeError("finish_gradient_synchronization() must be outside of no_sync(), of the latest wrapper")
+        for name, parameter, trainable in self.fixed:
+            if parameter.requires_grad != trainable:
+                change = "frozen" if trainable else "made trainable"
+                raise RuntimeError(f"parameter {name!r} was {change} after wrapping: wrap again, with a new optimizer")
+        self._finish()
+        self.unfinished.discard(self)
 
-    def _check_unwrapped(self, module: nn.Module) -> None:
-        """ValueError if a wrapper in `module` averages the gradients already."""
-        for inner in module.modules():
-            if isinstance(inner, Accumulating):
-                raise ValueError(f"module must not be wrapped twice, and {type(inner).__name__} wraps it already")
+    @abstractmethod
+    def _finish(self) -> None:
+        """Send what this step's backward has not sent, and wait for all."""
+
+
+def check_unwrapped(module: nn.Module) -> None:
+    """ValueError if a wrapper in `module` averages the gradients already."""
+    for inner in module.modules():
+        if isinstance(inner, Accumulating):
+            raise ValueError(f"module must not be wrapped twice, and {type(inner).__name__} wraps it already")
 
 
 @cache
@@ -79,15 +96,7 @@ def watch_steps() -> None:
     register_optimizer_step_pre_hook(check)
 
 
-def check_unchanged(named: Iterable[tuple[str, Tensor, bool]]) -> None:
-    """RuntimeError for a parameter that was trainable, or was not, when what trains it was built, and is no more."""
-    for name, parameter, trainable in named:
-        if parameter.requires_grad != trainable:
-            change = "frozen" if trainable else "made trainable"
-            raise RuntimeError(f"parameter {name!r} was {change} after wrapping: wrap again, with a new optimizer")
-
-
-class DataParallel(nn.Module, Accumulating, ABC):
+class DataParallel(nn.Module, Accumulating):
     """Base of the wrappers around `module`, the same on every rank of `group` but for its values.
 
     Parameters that are trainable at construction are synchronised; one that is frozen or thawed later is refused, and
@@ -104,7 +113,7 @@ class DataParallel(nn.Module, Accumulating, ABC):
 
     def __init__(self, module: nn.Module, group: Group = None, *, find_unused_parameters: bool = False) -> None:
         super().__init__()
-        self._check_unwrapped(module)
+        check_unwrapped(module)
         for name, inner in module.named_modules():
             if getattr(inner, "max_norm", None) is not None:
                 raise ValueError(f"module {name!r} has max_norm: each rank would rescale the rows that its batch uses")
@@ -112,9 +121,13 @@ class DataParallel(nn.Module, Accumulating, ABC):
         broadcast_parameters(module, group)
         self.module, self.group = module, group
         self.find_unused_parameters = find_unused_parameters
-        self._named = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
-        self.names = [name for name, _, trainable in self._named if trainable]
-        self.trainable = [parameter for _, parameter, trainable in self._named if trainable]
+        trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        self.names, self.trainable = [*trainable], [*trainable.values()]
+        self.fixed = [  # with find_unused_parameters one that is frozen is one that no rank has used
+            (name, one, one.requires_grad)
+            for name, one in module.named_parameters()
+            if not (one.requires_grad and find_unused_parameters)
+        ]
         for older in self.alive:
             if not set(older.trainable).isdisjoint(self.trainable):
                 older.sends = False
@@ -130,15 +143,7 @@ class DataParallel(nn.Module, Accumulating, ABC):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def finish_gradient_synchronization(self) -> None:
-        """Call after backward, before gradients are read: afterwards each is the mean over the ranks.
-
-        Waits on the device, not on the host. Raises RuntimeError within `no_sync` and for a parameter without a
-        gradient, TypeError for a sparse one.
-        """
-        self._check_sending()
-        # With find_unused_parameters one that is frozen is one that no rank has used.
-        check_unchanged(one for one in self._named if not (one[2] and self.find_unused_parameters))
+    def _finish(self) -> None:
         unused = [index for index, parameter in enumerate(self.trainable) if parameter.grad is None]
         if unused and not self.find_unused_parameters:
             raise RuntimeError(
@@ -148,7 +153,6 @@ class DataParallel(nn.Module, Accumulating, ABC):
         for index in unused:
             self.trainable[index].grad = torch.zeros_like(self.trainable[index])
         self._synchronize()
-        self.unfinished.discard(self)
         if self.find_unused_parameters and self.trainable:
             votes = torch.ones(len(self.trainable), dtype=torch.uint8)
             votes[unused] = 0

@@ -33,7 +33,7 @@ from cs336_systems.distributed.collectives import (
     reduce_scatter_mean_flat,
     wait_for,
 )
-from cs336_systems.distributed.ddp import Accumulating, DataParallel, SendQueue, call_at_each_gradient, check_unchanged
+from cs336_systems.distributed.ddp import Accumulating, DataParallel, SendQueue, call_at_each_gradient
 from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, Bucket, plan_buckets
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, check_elementwise, hyperparameters
 
@@ -79,7 +79,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         for parameter in self.parameters:
             if not parameter.requires_grad:  # in no bucket, whose values rank 0 sends
                 broadcast_from_first(parameter, process_group)
-        self._named = [(str(place), one, one.requires_grad) for place, one in enumerate(self.parameters)]
+        self.fixed = [(str(place), one, one.requires_grad) for place, one in enumerate(self.parameters)]
         self.buckets: list[ShardedBucket] = []
         local_groups = []
         for group in self.param_groups:
@@ -93,7 +93,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         self._places = [(number, place) for number, one in enumerate(self.buckets) for place in range(len(one.views))]
         in_buckets = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         # Groups (decayed or not) take turns in a backward, which the queue learns in the first step.
-        names = {parameter: name for name, parameter, _ in self._named}
+        names = {parameter: name for name, parameter, _ in self.fixed}
         messages = [number for number, _ in self._places]
         self._queue = SendQueue(messages, in_buckets, [*map(names.__getitem__, in_buckets)], process_group)
         call_at_each_gradient(self, in_buckets, Zero1Optimizer._gradient_arrived)
@@ -116,9 +116,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
     def _send(self, message: int) -> Work:
         return self.buckets[message].reduce()
 
-    def finish_gradient_synchronization(self) -> None:
-        """Reduce the buckets that unused parameters kept waiting, and wait for all; RuntimeError within `no_sync`."""
-        self._check_sending()
+    def _finish(self) -> None:
         self._queue.finish(self._send)
 
     def averaged_gradients(self) -> list[Tensor]:
@@ -138,7 +136,6 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         """Update the own slices and gather all of them; TypeError for a closure, which would run backward in here."""
         if closure is not None:
             raise TypeError("Zero1Optimizer.step() takes no closure: run backward before it")
-        check_unchanged(self._named)
         self.finish_gradient_synchronization()
         self._give_settings()
         for bucket in self.buckets:

@@ -41,7 +41,7 @@ from cs336_systems.distributed.collectives import as_group, broadcast_from_first
 from cs336_systems.distributed.ddp import (
     Accumulating,
     call_at_each_gradient,
-    check_unchanged,
+    check_unwrapped,
     dense_gradient,
     watch_steps,
 )
@@ -82,7 +82,7 @@ class FSDP(nn.Module, Accumulating):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self._check_unwrapped(module)
+        check_unwrapped(module)
         for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"{name} must be a floating-point dtype, got {dtype!r}")
@@ -99,6 +99,7 @@ class FSDP(nn.Module, Accumulating):
         self._window = Window(group, self.device, reduce_dtype)
         self.units = self._build_units(plans)
         self.weights = {weight.name: weight for unit in self.units for weight in unit.weights}
+        self.fixed = [(weight.name, weight.shard, weight.whole.requires_grad) for weight in self.weights.values()]
         shards = {weight.shard for weight in self.weights.values()}
         self._replicated = [parameter for parameter in module.parameters() if parameter not in shards]
         self._forward_order, self._backward_order = ExecutionOrder(), ExecutionOrder()
@@ -301,21 +302,14 @@ class FSDP(nn.Module, Accumulating):
             if is_over:
                 unit.free()
 
-    def finish_gradient_synchronization(self) -> None:
-        """Call after backward, before the optimizer: afterwards this rank has its rows of the mean gradients.
-
-        On a GPU the stream waits for them, not the host. RuntimeError within `no_sync`.
-        """
-        self._check_sending()
+    def _finish(self) -> None:
         for unit in self.units:
             if not unit.arrived:  # else a backward has raised
                 self._reduce(unit)
-            check_unchanged((weight.name, weight.shard, weight.whole.requires_grad) for weight in unit.weights)
             for weight in unit.trainable:
                 if weight.shard._backward_hooks or weight.shard._post_accumulate_grad_hooks:
                     raise RuntimeError(f"parameter {weight.name!r} must have no gradient hooks: FSDP never calls them")
         self._window.reducer.wait()
-        self.unfinished.discard(self)
         if self._window.num_ranks == 1:
             return
         average_replicated(self._replicated, self.group)
