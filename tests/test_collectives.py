@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +25,8 @@ from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.distributed.loss_scale import LossScaler
+from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.distributed.zero1 import Zero1Optimizer
 from tests.one_job import OneJob
 
 TWO_RANKS = OneJob(2)
@@ -144,7 +145,13 @@ def test_D3_D9_means_gathers_and_scatters(ranks):
 
 
 def test_D9_without_a_process_group_the_way_to_one_is_told():
-    ring = partial(ring_attention, *[torch.ones(1, 1, 2, 4)] * 3)
-    for call in (num_ranks, rank_in, lambda: all_reduce_mean(torch.ones(2)), ring):
+    def parameters() -> Any:
+        return nn.Linear(2, 2).parameters()
+
+    for call in (
+        num_ranks, rank_in, lambda: all_reduce_mean(torch.ones(2)), lambda: NaiveDDP(nn.Linear(2, 2)),
+        lambda: ring_attention(*[torch.ones(1, 1, 2, 4)] * 3), lambda: FSDP(nn.Linear(2, 2)),
+        lambda: ShardedOptimizer(parameters(), torch.optim.SGD), lambda: Zero1Optimizer(parameters(), torch.optim.SGD),
+    ):  # fmt: skip
         with pytest.raises(RuntimeError, match="there is no process group: start the ranks with run_ranks, or by"):
             call()

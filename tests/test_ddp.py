@@ -183,12 +183,6 @@ def test_a_wrapper_can_be_copied_between_steps(wrapper, alone_in_a_group):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_D9_wrapping_needs_a_process_group(wrapper):
-    with pytest.raises(RuntimeError, match="there is no process group: start the ranks with run_ranks"):
-        WRAPPERS[wrapper](nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_D1_an_unused_parameter_is_named(wrapper, alone_in_a_group):
     """By default there is no vote, and a rank that went on without the gradient would leave the others waiting."""
     wrapped = WRAPPERS[wrapper](nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)}))

@@ -123,13 +123,6 @@ def test_the_sharded_optimizer_takes_closures_names_and_a_tensor_twice(alone_in_
         assert torch.equal(*losses)
 
 
-def test_zero1_takes_the_closure_none_that_trainers_pass_on(alone_in_a_group):
-    model = nn.Linear(2, 2)
-    optimizer = Zero1Optimizer(model.parameters(), SGD, lr=0.1)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step(closure=None)
-
-
 def test_zero1_keeps_low_precision_in_float32(alone_in_a_group):
     """An update too small for bfloat16 is not lost; what is written into weights is what the next step starts from."""
     low = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
@@ -159,6 +152,7 @@ def test_what_optimizers_refuse(alone_in_a_group):
     x = torch.ones(3, 2)
     low(x).sum().backward()
     moved.to(torch.float64)
+    rows = [*FSDP(nn.Linear(2, 2)).parameters()]  # of which ShardedOptimizer gave all ranks those of one, in silence
     refused: dict[str, Callable[[], object]] = {
         "must have groups of .1. parameters, got .2.": lambda: sharded.load_state_dict(lost.state_dict()),
         "should be an iterable of Tensors": lambda: ShardedOptimizer(model.weight, AdamW),
@@ -169,6 +163,8 @@ def test_what_optimizers_refuse(alone_in_a_group):
         "max_norm must be positive, got -1": lambda: zero1.clip_grad_norm_(-1),
         "Adafactor does not update a weight element by": lambda: Zero1Optimizer(model.parameters(), Adafactor),
         "LBFGS cannot be sharded: it searches along all": lambda: Zero1Optimizer(model.parameters(), LBFGS),
+        "FSDP has cut .* into rows: do without ShardedOptimizer": lambda: ShardedOptimizer(rows, AdamW),
+        "FSDP has cut .* into rows: do without Zero1Optimizer": lambda: Zero1Optimizer(rows, AdamW),
     }
     for message, call in refused.items():
         with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
@@ -183,21 +179,6 @@ def test_D8_ranks_with_other_shapes_are_refused(rank: int, num_ranks: int) -> No
     for build in (ShardedOptimizer, Zero1Optimizer):
         with pytest.raises(ValueError, match="rank"):
             build([nn.Parameter(torch.zeros(4 + rank))], AdamW)
-
-
-@TWO_RANKS.check
-def test_rows_of_FSDP_are_refused(rank: int, num_ranks: int) -> None:
-    """ShardedOptimizer gave all ranks the rows of one, in silence."""
-    wrapped = FSDP(nn.Sequential(nn.Linear(4, 2)))
-    for build in (ShardedOptimizer, Zero1Optimizer):
-        with pytest.raises(ValueError, match=f"FSDP has cut the parameters into rows: do without {build.__name__}"):
-            build(wrapped.parameters(), AdamW)
-
-
-def test_D9_no_process_group_is_said():
-    for build in (ShardedOptimizer, Zero1Optimizer):
-        with pytest.raises(RuntimeError, match="there is no process group"):
-            build(nn.Linear(2, 2).parameters(), AdamW)
 
 
 # Prediction
@@ -238,7 +219,7 @@ def test_a_frozen_model_has_no_gradients_to_clip(alone_in_a_group):
     model = nn.Linear(3, 3).requires_grad_(False)
     optimizer = Zero1Optimizer(model.parameters(), AdamW, lr=0.1)
     assert optimizer.clip_grad_norm_(1.0) == 0
-    optimizer.step()
+    optimizer.step(closure=None)  # as trainers pass it on
 
 
 @TWO_RANKS.check

@@ -380,44 +380,37 @@ def test_arguments_of_every_form_are_cast(alone_in_a_group):
     assert wrapped.module.weight.grad.tolist() == [[8.0] * 3] * 3
 
 
-def test_D16_the_first_step_of_an_optimizer_of_whole_matrices_is_refused(alone_in_a_group):
-    """Only a checkpoint refused it, after steps that were wrong in silence."""
-    wrapped = FSDP(nn.Sequential(nn.Linear(4, 4)))
+def test_D16_optimizers_that_would_move_no_rows_or_move_them_wrongly_are_refused(alone_in_a_group):
+    """Only a checkpoint refused the second kind, after steps that were wrong in silence."""
+    plain = nn.Sequential(nn.Linear(4, 4))
+    before = torch.optim.AdamW(plain.parameters())
+    wrapped = FSDP(plain)
     wrapped(torch.ones(2, 4)).sum().backward()
     wrapped.finish_gradient_synchronization()
+    with pytest.raises(ValueError, match="parameters from before FSDP cut them: build it after wrapping"):
+        before.step()
     optimizer = torch.optim.Adafactor(wrapped.parameters())
     for _ in range(2):
         with pytest.raises(ValueError, match="Adafactor does not update a weight element by element, so it and its"):
             optimizer.step()
 
 
-def test_an_optimizer_that_was_built_before_wrapping_is_refused(alone_in_a_group):
-    """It moved parameters that the model no longer had."""
-    plain = nn.Sequential(nn.Linear(4, 4))
-    optimizer = torch.optim.AdamW(plain.parameters())
-    wrapped = FSDP(plain)
-    wrapped(torch.ones(2, 4)).sum().backward()
-    wrapped.finish_gradient_synchronization()
-    with pytest.raises(ValueError, match="parameters from before FSDP cut them: build it after wrapping"):
-        optimizer.step()
-
-
 def test_a_step_before_the_end_of_the_synchronization_is_refused(alone_in_a_group):
     """Replicated parameters took each rank's own gradients, in silence."""
     wrapped = FSDP(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    wrapped(torch.ones(2, 4)).sum().backward()
-    wrapped(torch.ones(2, 4)).sum().backward()  # accumulates
+
+    def backward() -> None:
+        wrapped(torch.randn(3, 4)).square().sum().backward()
+
+    backward()
+    backward()  # accumulates
     with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after the backward, before step"):
         optimizer.step()
     wrapped.zero_grad()
     optimizer.step()
-
-
-def test_what_no_sync_put_aside_is_finished_outside_and_first(alone_in_a_group):
-    wrapped = FSDP(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
     with wrapped.no_sync():
-        wrapped(torch.randn(3, 4)).square().sum().backward()
+        backward()
         with pytest.raises(RuntimeError, match=r"must be outside of no_sync\(\)"):
             wrapped.finish_gradient_synchronization()
     with pytest.raises(RuntimeError, match=r"gradients wait that no_sync put aside: call finish_gradient_sync"):

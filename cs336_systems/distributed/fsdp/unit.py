@@ -146,7 +146,6 @@ class Unit:
         self.state = State.REST
         self.backward = 0  # which one BACKWARD is for
         self.began = 0  # time of the forward that BACKWARD is of
-        self.arrived: list[ShardedWeight] = []  # whose gradients are complete and not yet reduced
         self._views: list[tuple[nn.Module, RestingParameters, dict[str, Any]]] = []  # of a module: at rest, in use
         self._works: list[Work] = []  # the gather under way
         # The place of the wholes. Of the parameters, which may be on the meta device, only shapes and dtypes are read.
@@ -167,6 +166,11 @@ class Unit:
         self._memory.resize_(0)
         # Those that are trained, when they were wrapped: hooks wait for their gradients.
         self.trainable = [weight for weight in self.weights if weight.whole.requires_grad]
+
+    @property
+    def arrived(self) -> list[ShardedWeight]:
+        """Whose gradients are complete and not yet reduced."""
+        return [weight for weight in self.trainable if weight.whole.grad is not None]
 
     def come_to_rest(self) -> None:
         """From now on the modules see what the state says; every weight has its shard."""

@@ -186,7 +186,6 @@ class FSDP(nn.Module, Accumulating):
         self._backwards.clear()
         for unit in self.units:
             unit.free()
-            unit.arrived.clear()
             for weight in unit.weights:
                 weight.whole.grad = None
 
@@ -274,15 +273,12 @@ class FSDP(nn.Module, Accumulating):
         if not self.sends:
             self._window.reducer.accumulate(weight)
             return
-        if weight not in unit.arrived:
-            unit.arrived.append(weight)
         if len(unit.arrived) == len(unit.trainable):
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        arrived, unit.arrived = unit.arrived, []
         # In the order of the unit, which all ranks share, not of arrival.
-        ready = [weight in arrived or weight.accumulated is not None for weight in unit.weights]
+        ready = [weight.whole.grad is not None or weight.accumulated is not None for weight in unit.weights]
         if any(ready):
             self._window.agree("reduces", unit, sum(is_ready << place for place, is_ready in enumerate(ready)))
             weights = [weight for weight, is_ready in zip(unit.weights, ready) if is_ready]
