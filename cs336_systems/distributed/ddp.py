@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -121,8 +121,8 @@ class DataParallel(nn.Module, Accumulating):
         broadcast_parameters(module, group)
         self.module, self.group = module, group
         self.find_unused_parameters = find_unused_parameters
-        trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
-        self.names, self.trainable = [*trainable], [*trainable.values()]
+        self.names: dict[Tensor, str] = {one: name for name, one in module.named_parameters() if one.requires_grad}
+        self.trainable = [*self.names]
         self.fixed = [  # with find_unused_parameters one that is frozen is one that no rank has used
             (name, one, one.requires_grad)
             for name, one in module.named_parameters()
@@ -146,8 +146,9 @@ class DataParallel(nn.Module, Accumulating):
     def _finish(self) -> None:
         unused = [index for index, parameter in enumerate(self.trainable) if parameter.grad is None]
         if unused and not self.find_unused_parameters:
+            name = self.names[self.trainable[unused[0]]]
             raise RuntimeError(
-                f"parameter {self.names[unused[0]]!r} has no gradient on this rank, as {len(unused)} of "
+                f"parameter {name!r} has no gradient on this rank, as {len(unused)} of "
                 f"{len(self.trainable)}: use it in every step, freeze it, or pass find_unused_parameters=True"
             )
         for index in unused:
@@ -209,14 +210,16 @@ def call_at_each_gradient(owner: Any, parameters: list[Any], react: Callable[[An
 class SendQueue:
     """Sends messages in one order on every rank, each when its gradients and the messages before it are there.
 
-    `message_of` numbers the message of each of `parameters`. The first step sends in the order of these numbers, the
-    later ones in that in which rank 0's messages were complete in the first.
+    `messages` are the parameters of each. The first step sends in their order, the later ones in that in which rank
+    0's messages were complete in the first.
     """
 
-    def __init__(self, message_of: Sequence[int], parameters: list[Any], names: list[str], group: Group) -> None:
-        self.names, self.message_of, self.sizes = names, message_of, Counter(message_of)
-        self.order, self.is_learned = sorted(self.sizes), False
-        self.device, self.group = parameters[0].device if parameters else "cpu", group
+    def __init__(self, messages: Sequence[Sequence[Tensor]], names: dict[Tensor, str], group: Group) -> None:
+        self.parameters = [parameter for message in messages for parameter in message]
+        self.places = [(number, place) for number, message in enumerate(messages) for place in range(len(message))]
+        self.sizes = [len(message) for message in messages]
+        self.names, self.group = names, group
+        self.order, self.is_learned = [*range(len(messages))], False
         self.under_way: list[Work] = []
         self.begin()
 
@@ -224,20 +227,20 @@ class SendQueue:
         """Wait for what is under way; the next gradients belong to another step."""
         wait_for(self.under_way)
         self.arrived: set[int] = set()
-        self.missing = self.sizes.copy()  # gradients of each message
+        self.missing = self.sizes.copy()  # gradients of each message, still
         self.complete: list[int] = []
         self.waiting = deque(self.order)
 
     def arrive(self, index: int, send: Callable[[int], Work]) -> None:
-        """The gradient of parameter `index` is there, for the first time: `send` what is next and complete."""
+        """The gradient of `parameters[index]` is there, for the first time: `send` what is next and complete."""
         if index in self.arrived:  # it would be added to a sum that may be under way
             raise RuntimeError(
-                f"the gradient of parameter {self.names[index]!r} arrived twice in a step: call "
+                f"the gradient of parameter {self.names[self.parameters[index]]!r} arrived twice in a step: call "
                 "finish_gradient_synchronization() (step() of a Zero1Optimizer) after each backward, run all but the "
                 "last of several under no_sync(), call skip_step() (or its zero_grad()) after one that raised; for a "
                 "weight in several reentrant checkpoints take use_reentrant=False, or NaiveDDP or FlatDDP"
             )
-        message = self.message_of[index]
+        message, _ = self.places[index]
         self.arrived.add(index)
         self.missing[message] -= 1
         if not self.missing[message]:
@@ -251,6 +254,7 @@ class SendQueue:
             self.under_way.append(send(self.waiting.popleft()))
         wait_for(self.under_way)
         if not self.is_learned:
-            order = torch.tensor([*dict.fromkeys([*self.complete, *self.order])], device=self.device)
+            device = self.parameters[0].device if self.parameters else "cpu"
+            order = torch.tensor([*dict.fromkeys([*self.complete, *self.order])], device=device)
             broadcast_from_first(order, self.group)
             self.order, self.is_learned = order.tolist(), True

@@ -40,14 +40,12 @@ class BucketedDDP(DataParallel):
         limit = math.inf if bucket_size_mb is None else bucket_size_mb * BYTES_PER_MB
         plan = plan_buckets(self.trainable, limit)
         self.buckets = [Bucket([self.trainable[index] for index in indices]) for indices in plan]
-        # Of each parameter; the plan goes from the last one to the first.
-        self._places = [(number, place) for number, indices in enumerate(plan) for place in range(len(indices))][::-1]
-        self._queue = SendQueue([number for number, _ in self._places], self.trainable, self.names, group)
-        call_at_each_gradient(self, self.trainable, BucketedDDP._arrive)
+        self._queue = SendQueue([bucket.parameters for bucket in self.buckets], self.names, group)
+        call_at_each_gradient(self, self._queue.parameters, BucketedDDP._arrive)
 
     def _arrive(self, index: int) -> None:
-        """The backward has accumulated the gradient of parameter `index`: into its bucket, and send what is full."""
-        number, place = self._places[index]
+        """The backward has accumulated the gradient of a parameter: into its bucket, and send what is full."""
+        number, place = self._queue.places[index]
         self.buckets[number].take_gradient(place)
         if self.sends:
             self._queue.arrive(index, self._send)
@@ -56,7 +54,7 @@ class BucketedDDP(DataParallel):
         return all_reduce_mean(self.buckets[message].flat, self.group, async_op=True)
 
     def _synchronize(self) -> None:
-        for number, place in self._places:
+        for number, place in self._queue.places:
             self.buckets[number].take_gradient(place)  # where no backward of this step has
         self._queue.finish(self._send)
         self._queue.begin()

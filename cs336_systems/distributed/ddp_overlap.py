@@ -21,16 +21,16 @@ class OverlapDDP(DataParallel):
 
     def __init__(self, module: nn.Module, group: Group = None, *, find_unused_parameters: bool = False) -> None:
         super().__init__(module, group, find_unused_parameters=find_unused_parameters)
-        self._queue = SendQueue(range(len(self.trainable))[::-1], self.trainable, self.names, group)
-        call_at_each_gradient(self, self.trainable, OverlapDDP._arrive)
+        self._queue = SendQueue([[parameter] for parameter in reversed(self.trainable)], self.names, group)
+        call_at_each_gradient(self, self._queue.parameters, OverlapDDP._arrive)
 
     def _arrive(self, index: int) -> None:
-        """The backward has accumulated the gradient of parameter `index`: send what is next, as far as it is there."""
+        """The backward has accumulated the gradient of a parameter: send what is next, as far as it is there."""
         if self.sends:
             self._queue.arrive(index, self._send)
 
     def _send(self, message: int) -> Work:
-        return all_reduce_mean(dense_gradient(self.trainable[-1 - message]), self.group, async_op=True)
+        return all_reduce_mean(dense_gradient(self._queue.parameters[message]), self.group, async_op=True)
 
     def _synchronize(self) -> None:
         self._queue.finish(self._send)  # those that this backward has not reached, and those behind them

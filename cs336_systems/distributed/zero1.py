@@ -75,11 +75,12 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
                 raise ValueError(
                     f"{kind} averages the gradients already: give Zero1Optimizer the plain module's parameters"
                 )
-        check_same_shapes(((str(place), parameter) for place, parameter in enumerate(self.parameters)), process_group)
+        names = {parameter: str(place) for place, parameter in enumerate(self.parameters)}
+        self.fixed = [(name, parameter, parameter.requires_grad) for parameter, name in names.items()]
+        check_same_shapes(((name, parameter) for name, parameter, _ in self.fixed), process_group)
         for parameter in self.parameters:
             if not parameter.requires_grad:  # in no bucket, whose values rank 0 sends
                 broadcast_from_first(parameter, process_group)
-        self.fixed = [(str(place), one, one.requires_grad) for place, one in enumerate(self.parameters)]
         self.buckets: list[ShardedBucket] = []
         local_groups = []
         for group in self.param_groups:
@@ -90,13 +91,9 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
             local_groups.append({**hyperparameters(group), "params": [bucket.master for bucket in buckets]})
         self.local = optimizer_cls(local_groups, **kwargs)
         self._take_settings()
-        self._places = [(number, place) for number, one in enumerate(self.buckets) for place in range(len(one.views))]
-        in_buckets = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         # Groups (decayed or not) take turns in a backward, which the queue learns in the first step.
-        names = {parameter: name for name, parameter, _ in self.fixed}
-        messages = [number for number, _ in self._places]
-        self._queue = SendQueue(messages, in_buckets, [*map(names.__getitem__, in_buckets)], process_group)
-        call_at_each_gradient(self, in_buckets, Zero1Optimizer._gradient_arrived)
+        self._queue = SendQueue([bucket.parameters for bucket in self.buckets], names, process_group)
+        call_at_each_gradient(self, self._queue.parameters, Zero1Optimizer._gradient_arrived)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Called by the constructor for each group; later ones are refused, the buckets being laid out."""
@@ -108,7 +105,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
 
     def _gradient_arrived(self, index: int) -> None:
         """Take the gradient into its bucket, and reduce the buckets that are full and whose turn it is."""
-        number, place = self._places[index]
+        number, place = self._queue.places[index]
         self.buckets[number].take_gradient(place)
         if self.sends:
             self._queue.arrive(index, self._send)
