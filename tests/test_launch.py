@@ -192,16 +192,17 @@ def test_D6_ranks_die_with_their_parent(start_method, tmp_path):
     assert await_gone(pids) == []
 
 
-def test_a_result_that_cannot_be_sent_is_told():
-    with pytest.raises(RankError, match=r"(?s)rank 0 of 1 failed:.*cannot pickle 'generator' object"):
-        run_ranks(return_a_generator, 1)
-
-
-def test_an_exception_without_a_text_is_told():
-    """Its rank had "died (exit code 1)"."""
-    with pytest.raises(RankError, match=r"(?s)rank 0 of 1 failed:.*Mute.*in raise_mute") as caught:
-        run_ranks(raise_mute, 1)
-    assert caught.value.error_type == "Mute"
+@pytest.mark.parametrize(
+    ("function", "error_type", "message"),
+    [
+        (return_a_generator, "TypeError", "cannot pickle 'generator' object"),
+        (raise_mute, "Mute", "Mute.*in raise_mute"),  # its rank had "died (exit code 1)"
+    ],
+)
+def test_a_result_that_cannot_be_sent_and_an_exception_without_a_text_are_told(function, error_type, message):
+    with pytest.raises(RankError, match=rf"(?s)rank 0 of 1 failed:.*{message}") as caught:
+        run_ranks(function, 1)
+    assert caught.value.error_type == error_type
 
 
 def test_arguments_are_checked_before_anything_starts(monkeypatch):

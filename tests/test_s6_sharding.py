@@ -50,53 +50,46 @@ def through_file(state_dict: dict[str, Any]) -> Any:
 @TWO_RANKS.call
 @THREE_RANKS.call
 def train_with_and_without_shards(rank: int, num_ranks: int) -> None:
-    """Groups and a schedule, then state dicts: in both directions, through a file, and on from there."""
     for build in (ShardedOptimizer, partial(Zero1Optimizer, bucket_size_mb=1e-4), Zero1Optimizer):
-        averages = build is not ShardedOptimizer  # of parts of the batch; the other gets whole batches on all ranks
-        single, model = seeded(Awkward).double(), seeded(Awkward, seed=rank if averages else 0).double()
-        optimizers = AdamW(some_groups(single), lr=0.01), build(some_groups(model), AdamW, lr=0.01)
-
-        def step(
-            number: int,
-            single: Any = single,
-            model: Any = model,
-            optimizers: Any = optimizers,
-            averages: Any = averages,
-        ) -> None:
-            x = torch.rand(12, 5, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
-            single(x).square().mean().backward()
-            model(part(x, rank, num_ranks) if averages else x).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            torch.testing.assert_close(dict(model.named_parameters()), dict(single.named_parameters()))
-
-        schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
-        for number in range(5):
-            step(number)
-            for schedule in schedules:
-                schedule.step()
-        expected, found = (optimizer.state_dict() for optimizer in optimizers)
-        assert found["param_groups"] == expected["param_groups"]
-        torch.testing.assert_close(found["state"], expected["state"])
-        if averages:
-            own, whole = (
-                sum(state["exp_avg"].nbytes for state in states.values())
-                for states in (optimizers[1].state, expected["state"])
-            )
-            assert own <= whole / num_ranks + 8 * 64 * len(optimizers[1].buckets)  # a slice is padded
-        again = copy_of(model)
-        optimizers = AdamW(some_groups(single), lr=1.0), build(some_groups(again), AdamW, lr=9.0)
-        for optimizer, state in zip(optimizers, (found, through_file(expected))):
-            optimizer.load_state_dict(state)
-        for number in range(5, 7):
-            step(number, single, again, optimizers)
+        compare(build, rank, num_ranks)
 
 
-def copy_of(model: nn.Module) -> nn.Module:
-    copy = Awkward().double()
-    copy.load_state_dict(model.state_dict())
-    return copy
+def compare(build: Any, rank: int, num_ranks: int) -> None:
+    """Groups and a schedule, then state dicts: in both directions, through a file, and on from there."""
+    averages = build is not ShardedOptimizer  # of parts of the batch; the other gets whole batches on all ranks
+    single, model = seeded(Awkward).double(), seeded(Awkward, seed=rank if averages else 0).double()
+    optimizers = AdamW(some_groups(single), lr=0.01), build(some_groups(model), AdamW, lr=0.01)
+
+    def step(number: int) -> None:
+        x = torch.rand(12, 5, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        single(x).square().mean().backward()
+        model(part(x, rank, num_ranks) if averages else x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(dict(model.named_parameters()), dict(single.named_parameters()))
+
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
+    for number in range(5):
+        step(number)
+        for schedule in schedules:
+            schedule.step()
+    expected, found = (optimizer.state_dict() for optimizer in optimizers)
+    assert found["param_groups"] == expected["param_groups"]
+    torch.testing.assert_close(found["state"], expected["state"])
+    if averages:
+        own, whole = (
+            sum(state["exp_avg"].nbytes for state in states.values())
+            for states in (optimizers[1].state, expected["state"])
+        )
+        assert own <= whole / num_ranks + 8 * 64 * len(optimizers[1].buckets)  # a slice is padded
+    weights, model = model.state_dict(), Awkward().double()
+    model.load_state_dict(weights)
+    optimizers = AdamW(some_groups(single), lr=1.0), build(some_groups(model), AdamW, lr=9.0)
+    for optimizer, state in zip(optimizers, (found, through_file(expected))):
+        optimizer.load_state_dict(state)
+    for number in range(5, 7):
+        step(number)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])

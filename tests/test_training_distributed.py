@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.analysis import traffic
-from cs336_systems.config import ModelConfig, Precision, RunConfig
+from cs336_systems.config import Precision, RunConfig
 from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Unsupported
@@ -24,9 +24,8 @@ from cs336_systems.training.loop import RunOptions, _step, train_rank
 from cs336_systems.training.wrappers import build_trainee
 from tests.one_job import run_alone
 from tests.test_launch import start_agents
+from tests.test_training import SHORT
 
-SMALL = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
-SHORT = TrainingConfig(model=SMALL, batch=8, steps=6, warmup_steps=2)
 NUM_RANKS = 2
 HALF_WRAPPERS = ("overlap", "zero1", "fsdp")
 FOR_ONE = "saved by two"
@@ -183,7 +182,7 @@ def test_predicted_bytes_are_those_that_the_wrappers_send(monkeypatch):
     monkeypatch.setattr(traffic, "COMPUTE_BYTES", 4)  # the wrappers' model is in float32
     for found in run_ranks(bytes_of_all, NUM_RANKS):
         for wrapper, sent in found.items():
-            predicted = traffic.bytes_sent(SMALL, traffic.Plan(scheme=wrapper, data_parallel=NUM_RANKS))
+            predicted = traffic.bytes_sent(SHORT.model, traffic.Plan(scheme=wrapper, data_parallel=NUM_RANKS))
             assert sent == pytest.approx(predicted, rel=0.02), wrapper
 
 
