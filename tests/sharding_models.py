@@ -18,31 +18,25 @@ from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.model import TransformerLM
+from tests.module_kinds import Net, tie
 
 TINY = ModelConfig(name="test", d_model=16, d_ff=40, num_layers=4, num_heads=2, vocab_size=23, context_length=8)
 
 
-class Awkward(nn.Module):
-    """Tied, frozen, scalar, empty and odd-sized parameters, a buffer, and a layer that `forward` uses twice."""
+def awkward() -> nn.Module:
+    """Tied, frozen, scalar, empty and odd-sized parameters, a buffer, and a layer that the forward uses twice."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(5, 7)
-        self.tied = nn.Linear(7, 7, bias=False)
-        self.again = nn.Linear(7, 7, bias=False)
-        self.again.weight = self.tied.weight
-        self.frozen = nn.Linear(7, 7)
-        self.frozen.requires_grad_(False)
-        self.out = nn.Linear(7, 1)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.nothing = nn.Parameter(torch.zeros(0, 3))
-        self.register_buffer("offset", torch.tensor([0.25]))
+    def run(model: Any, x: Tensor) -> Tensor:
+        x = torch.relu(model.inner(x))
+        x = torch.relu(model.tied(x)) + model.frozen(x)
+        x = torch.tanh(model.tied(model.again(x)))
+        return model.out(x) * model.scale + model.offset + model.nothing.sum()
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.inner(x))
-        x = torch.relu(self.tied(x)) + self.frozen(x)
-        x = torch.tanh(self.tied(self.again(x)))
-        return self.out(x) * self.scale + self.offset + self.nothing.sum()
+    layers = {"inner": nn.Linear(5, 7), "frozen": nn.Linear(7, 7).requires_grad_(False), "out": nn.Linear(7, 1)}
+    layers |= {name: nn.Linear(7, 7, bias=False) for name in ("tied", "again")}
+    scale, nothing = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0, 3))
+    model = Net(run, scale=scale, nothing=nothing, offset=nn.Buffer(torch.tensor([0.25])), **layers)
+    return tie(model, to="again", from_="tied")
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:

@@ -24,7 +24,7 @@ from cs336_systems.experiments.sharding import ShardingExperiment, sharding_case
 from cs336_systems.experiments.spec import Disagreement
 from cs336_systems.model import AdamW
 from tests.one_job import OneJob, run_alone
-from tests.sharding_models import Awkward, part, seeded
+from tests.sharding_models import awkward, part, seeded
 
 COVERS = ("cs336_systems/distributed", "tests/sharding_models.py")
 
@@ -57,7 +57,7 @@ def train_with_and_without_shards(rank: int, num_ranks: int) -> None:
 def compare(build: Any, rank: int, num_ranks: int) -> None:
     """Groups and a schedule, then state dicts: in both directions, through a file, and on from there."""
     averages = build is not ShardedOptimizer  # of parts of the batch; the other gets whole batches on all ranks
-    single, model = seeded(Awkward).double(), seeded(Awkward, seed=rank if averages else 0).double()
+    single, model = seeded(awkward).double(), seeded(awkward, seed=rank if averages else 0).double()
     optimizers = AdamW(some_groups(single), lr=0.01), build(some_groups(model), AdamW, lr=0.01)
 
     def step(number: int) -> None:
@@ -83,7 +83,7 @@ def compare(build: Any, rank: int, num_ranks: int) -> None:
             for states in (optimizers[1].state, expected["state"])
         )
         assert own <= whole / num_ranks + 8 * 64 * len(optimizers[1].buckets)  # a slice is padded
-    weights, model = model.state_dict(), Awkward().double()
+    weights, model = model.state_dict(), awkward().double()
     model.load_state_dict(weights)
     optimizers = AdamW(some_groups(single), lr=1.0), build(some_groups(model), AdamW, lr=9.0)
     for optimizer, state in zip(optimizers, (found, through_file(expected))):
@@ -101,7 +101,7 @@ def test_D3_D11_groups_schedules_and_state_are_those_of_the_unsharded_optimizer(
 
 
 def test_the_sharded_optimizer_takes_closures_names_and_a_tensor_twice(alone_in_a_group):
-    single, model = seeded(Awkward), seeded(Awkward)
+    single, model = seeded(awkward), seeded(awkward)
     pairs = [*model.named_parameters(), ("inner", model.inner.weight)]
     optimizers = SGD(single.parameters(), lr=0.1), ShardedOptimizer(pairs, SGD, lr=0.1)
 

@@ -28,8 +28,8 @@ from tests.module_kinds import Net
 from tests.one_job import OneJob
 from tests.sharding_models import (
     TINY,
-    Awkward,
     LiveBytes,
+    awkward,
     batch,
     part,
     seeded,
@@ -278,13 +278,13 @@ def test_a_model_built_on_the_meta_device_draws_what_the_constructor_draws(rank:
 @THREE_RANKS.check
 def test_D2_D3_rows_are_split_exactly_and_replicated_parameters_are_not(rank: int, num_ranks: int) -> None:
     """Tied, frozen, 0-d and empty parameters, a buffer, and ranks without a row."""
-    fsdp = FSDP(seeded(Awkward, seed=rank))
+    fsdp = FSDP(seeded(awkward, seed=rank))
     shapes = {name: tuple(parameter.shape) for name, parameter in fsdp.module.named_parameters()}
     assert shapes["inner.weight"] == [(3, 5), (3, 5), (1, 5)][rank]
     assert shapes["out.weight"] == [(1, 7), (0, 7), (0, 7)][rank]
     assert shapes["inner.bias"] == [(3,), (3,), (1,)][rank]
     assert shapes["scale"] == () and shapes["nothing"][1] == 3
-    assert largest_difference(fsdp, seeded(Awkward)) == 0
+    assert largest_difference(fsdp, seeded(awkward)) == 0
     full = fsdp.gather_full_params()
     doubled = {name: 2 * value for name, value in full.items()}
     fsdp.load_full_params(doubled)

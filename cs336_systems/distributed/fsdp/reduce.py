@@ -99,12 +99,10 @@ def average_replicated(parameters: list[nn.Parameter], group: dist.ProcessGroup)
                 is_used[place] = 0
         flat = _flatten_dense_tensors([*gradients, is_used])
         all_reduce_mean(flat, group)
-        *averages, shares = _unflatten_dense_tensors(flat, [*gradients, is_used])
-        for parameter, average, share in zip(alike, averages, shares):
-            if parameter.grad is not None:
-                parameter.grad.copy_(average)
-            elif share.real.item() > 0:  # unused on this rank only
-                parameter.grad = average.clone()
+        torch._foreach_copy_([*gradients, is_used], _unflatten_dense_tensors(flat, [*gradients, is_used]))
+        for parameter, gradient, share in zip(alike, gradients, is_used):
+            if parameter.grad is None and share.real.item() > 0:  # unused on this rank only
+                parameter.grad = gradient
 
 
 # Streams and collectives

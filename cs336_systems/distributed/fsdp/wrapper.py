@@ -100,8 +100,7 @@ class FSDP(nn.Module, Accumulating):
         self.units = self._build_units(plans)
         self.weights = {weight.name: weight for unit in self.units for weight in unit.weights}
         self.fixed = [(weight.name, weight.shard, weight.whole.requires_grad) for weight in self.weights.values()]
-        shards = {weight.shard for weight in self.weights.values()}
-        self._replicated = [parameter for parameter in module.parameters() if parameter not in shards]
+        self._replicated = [one for name, one in module.named_parameters() if name not in self.weights]
         self._forward_order, self._backward_order = ExecutionOrder(), ExecutionOrder()
         self._calls: list[_Call] = []  # forwards of entries under way, one in another
         self._clock = 0  # counts beginnings and ends of calls
