@@ -44,7 +44,7 @@ from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.distributed.loss_scale import LossScaler
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
-from tests.module_kinds import KINDS, Kind, double
+from tests.module_kinds import KINDS, Kind, Net, double
 from tests.sharding_models import RaiseInBackward, whole
 
 UNUSED_PARAMETERS = [KINDS[name] for name in ("unused layer", "alternating branches", "routed samples")]  # in a step
@@ -335,29 +335,25 @@ def _raise(*_: Any) -> None:
     raise ArithmeticError("planted")
 
 
-class Checkpointed(nn.Module):
+def behind_a_checkpoint(inner: nn.Module, use_reentrant: bool) -> nn.Module:
     """The whole model behind one checkpoint, with an input that makes a reentrant one differentiable."""
 
-    def __init__(self, inner: nn.Module, use_reentrant: bool) -> None:
-        super().__init__()
-        self.inner, self.use_reentrant = inner, use_reentrant
-
-    def forward(self, *inputs: Tensor) -> Any:
+    def run(model: Any, *inputs: Tensor) -> Any:
         handle = torch.zeros((), requires_grad=True)
-        return checkpoint(lambda _, *args: self.inner(*args), handle, *inputs, use_reentrant=self.use_reentrant)
+        return checkpoint(lambda _, *args: model.inner(*args), handle, *inputs, use_reentrant=use_reentrant)
+
+    return Net(run, inner=inner)
 
 
-class Auxiliary(nn.Module):
+def with_auxiliary_loss(inner: nn.Module) -> nn.Module:
     """Adds a loss of its own to the list that it is given."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *inputs: Any) -> Any:
-        output = self.inner(*inputs[:-1])
+    def run(model: Any, *inputs: Any) -> Any:
+        output = model.inner(*inputs[:-1])
         inputs[-1].append(sum(one.square().mean() for one in tree_leaves(output)))
         return output
+
+    return Net(run, inner=inner)
 
 
 def freeze_first(module: nn.Module) -> nn.Module:
@@ -374,8 +370,8 @@ USES: dict[str, Use] = {
     "forward without backward": Use(forward_without_backward, updates=False),
     "evaluation between": Use(evaluate_between, updates=False),
     "evaluation before finishing": Use(evaluate_before_finishing),
-    "checkpointed": Use(plain, lambda module: Checkpointed(module, use_reentrant=False)),
-    "checkpointed reentrantly": Use(plain, lambda module: Checkpointed(module, use_reentrant=True)),
+    "checkpointed": Use(plain, partial(behind_a_checkpoint, use_reentrant=False)),
+    "checkpointed reentrantly": Use(plain, partial(behind_a_checkpoint, use_reentrant=True)),
     "clipping": Use(clip, updates=False, tolerance=1e-6),  # sharded norms are float32
     "gradient scaler": Use(scale, updates=False),
     "loss scaler": Use(scale_for_all, updates=False),
@@ -387,7 +383,7 @@ USES: dict[str, Use] = {
     "frozen parameter": Use(plain, freeze_first),
     "backward twice": Use(backward_twice),
     "output in place": Use(change_output_in_place),
-    "list argument": Use(fill_a_list, Auxiliary),
+    "list argument": Use(fill_a_list, with_auxiliary_loss),
     "input gradients": Use(take_input_gradients),
     "forward that raises": Use(raise_in_a_forward),
 }
