@@ -21,7 +21,6 @@ from torch.autograd import forward_ad
 from cs336_systems.attention.backends import AttentionLayout, available_here, select_backend
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.attention.masks import BlockMask
-from cs336_systems.attention.masks.attn_mask import from_attn_mask
 from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiled import tiled_attention
@@ -31,6 +30,7 @@ from cs336_systems.attention.validation import (
     check_attention_inputs,
     check_block_mask,
     check_flags,
+    from_attn_mask,
     has_hooks,
     refuse_forward_mode,
     resolve_scale,

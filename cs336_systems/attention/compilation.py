@@ -181,9 +181,16 @@ def compile_here(request: CompileRequest) -> CompileReport:
     """Compile `request` in this process, which must not have loaded the kernels for the interpreter."""
     try:
         (kernel,) = compiled_launches(request.arch, f"_{request.config.kernel}_", lambda: _launch(request))
-        return _read_report(request, kernel)
+        text = assemble(kernel, request.arch)
     except compiler_errors() as error:
         return CompileReport(request=request, failure=first_line(error))
+    return CompileReport(
+        request=request,
+        registers=int(re.findall(r"Used (\d+) registers", text)[0]),
+        spill_bytes=spilled_bytes(text),
+        shared_bytes=kernel.metadata.shared,
+        serialized=len(SERIALIZED.findall(text)),
+    )
 
 
 def compiled_launches(arch: str, wanted: str, launch: Callable[[], object]) -> list[Any]:
@@ -257,17 +264,6 @@ def _launch(request: CompileRequest) -> None:
         launch_backward(
             x, x, x, x, lse, x, None, is_causal=is_causal, scale=scale, dkdv_config=config, dq_config=config
         )
-
-
-def _read_report(request: CompileRequest, kernel: Any) -> CompileReport:
-    text = assemble(kernel, request.arch)
-    return CompileReport(
-        request=request,
-        registers=int(re.findall(r"Used (\d+) registers", text)[0]),
-        spill_bytes=spilled_bytes(text),
-        shared_bytes=kernel.metadata.shared,
-        serialized=len(SERIALIZED.findall(text)),
-    )
 
 
 def assemble(kernel: Any, arch: str) -> str:

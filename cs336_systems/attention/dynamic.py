@@ -12,8 +12,6 @@ The bias chooses and is not added to the scores. After flash dynamic-mask attent
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -55,12 +53,22 @@ def shared_keys_attention(
     """
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
-    check_bias(bias, k)
+    check_tensor("bias", bias, {3: "(batch, kv_heads or 1, keys)"})
+    if k.ndim != 4:
+        raise ValueError(f"k must have shape (batch, kv_heads, keys, head_dim), got {tuple(k.shape)}")
+    batch, kv_heads, keys, _ = k.shape
+    if tuple(bias.shape) not in [(batch, heads, keys) for heads in (1, kv_heads)]:
+        raise ValueError(
+            f"bias must have shape ({batch}, {kv_heads} or 1, {keys}) to go with k {tuple(k.shape)}, "
+            f"got {tuple(bias.shape)}"
+        )
+    if bias.device != k.device:
+        raise ValueError(f"bias must be on k's device {k.device}, got {bias.device}")
     check_count("num_keys", num_keys, most=None)
     positions, chosen = choose_keys(bias, num_keys)  # (batch, kv_heads or 1, W) each
     block_mask = None
     if is_causal or not bool(chosen.all()):
-        group = q.shape[1] // k.shape[1]
+        group = q.shape[1] // kv_heads
         block_mask = mask_chosen(positions, chosen, q.shape[2], k.shape[2], is_causal=is_causal, group=group)
     index = positions[..., None].expand(*k.shape[:2], -1, k.shape[3])
     output = flash_attention(
@@ -88,18 +96,14 @@ def mask_chosen(
     if seen.shape[1] > 1:
         seen = seen.repeat_interleave(group, dim=1)
     # Inductor has Triton, too; what it compiles must not look for it.
-    has_kernels = seen.is_cuda and (torch.compiler.is_compiling() or _has_kernels())
+    has_kernels = seen.is_cuda and (
+        torch.compiler.is_compiling() or available_here("cuda", interpreter_is_on())["triton"] == "ok"
+    )
     if has_kernels and seen.numel() and positions.shape[2]:
         from cs336_systems.attention.triton.staircase import launch_staircase
 
         return launch_staircase(seen.int().contiguous(), positions.shape[2], DEFAULT_BLOCK)
     return BlockMask.prefix(seen, positions.shape[2], block_size=DEFAULT_BLOCK)
-
-
-@cache
-def _has_kernels() -> bool:
-    """Whether Triton runs on this machine's GPUs."""
-    return available_here("cuda", interpreter_is_on())["triton"] == "ok"
 
 
 def seen_keys(
@@ -114,17 +118,3 @@ def seen_keys(
     ordered = torch.where(chosen, positions, seqlen_k)
     last_seen = last_seen.expand(*positions.shape[:2], -1).contiguous()
     return torch.searchsorted(ordered, last_seen, right=True, out_int32=True)
-
-
-def check_bias(bias: Tensor, k: Tensor) -> None:
-    """Raise unless `bias` is floating, on k's device and (batch, kv_heads or 1, keys)."""
-    check_tensor("bias", bias, {3: "(batch, kv_heads or 1, keys)"})
-    if k.ndim != 4:
-        raise ValueError(f"k must have shape (batch, kv_heads, keys, head_dim), got {tuple(k.shape)}")
-    if tuple(bias.shape) not in [(k.shape[0], heads, k.shape[2]) for heads in (1, k.shape[1])]:
-        raise ValueError(
-            f"bias must have shape ({k.shape[0]}, {k.shape[1]} or 1, {k.shape[2]}) to go with k {tuple(k.shape)}, "
-            f"got {tuple(bias.shape)}"
-        )
-    if bias.device != k.device:
-        raise ValueError(f"bias must be on k's device {k.device}, got {bias.device}")

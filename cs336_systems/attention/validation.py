@@ -13,6 +13,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 from torch._C._functorch import (
     get_unwrapped,
@@ -25,7 +26,14 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from cs336_systems.attention.masks import BlockMask
-from cs336_systems.attention.masks.checks import brief, check_count, check_flag, check_tensor, has_values
+from cs336_systems.attention.masks.checks import (
+    brief,
+    check_count,
+    check_flag,
+    check_tensor,
+    has_values,
+    kind_of,
+)
 from cs336_systems.measure.stages import stage
 
 
@@ -88,6 +96,30 @@ def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor, *, is_causal: 
     for name, size, expected in zip(("batch", "heads"), block_mask.shape, (math.prod(q.shape[:-3]), q.shape[-3])):
         if size not in (1, expected):
             raise ValueError(f"block_mask must have {name} 1 or q's {expected}, got {size}")
+
+
+def from_attn_mask(attn_mask: Bool[Tensor, "... queries keys"], q: Tensor, k: Tensor) -> BlockMask:
+    """The tiles of `attn_mask`, True where attended, which broadcasts to (..., heads, queries, keys) of q and k.
+
+    Its leading dimensions are all 1 or all q's. TypeError for an additive mask of floats; ValueError for other shapes.
+    """
+    if not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool:
+        raise TypeError(
+            f"attn_mask must be a bool tensor, True where attended, got {kind_of(attn_mask)}; "
+            "additive masks are not supported"
+        )
+    wanted = (*q.shape[:-1], k.shape[-2])
+    shape = (1,) * (len(wanted) - attn_mask.ndim) + tuple(attn_mask.shape)
+    leading, heads = shape[:-3], shape[-3] if len(shape) > 2 else 1
+    fits = attn_mask.ndim >= 2 and len(shape) == len(wanted)
+    fits = fits and all(size in (1, most) for size, most in zip(shape, wanted))
+    if not fits or leading not in ((1,) * len(leading), wanted[:-3]):
+        raise ValueError(
+            f"attn_mask must broadcast to (..., heads, queries, keys) = {wanted}, "
+            f"its batch dimensions all 1 or all q's, got {tuple(attn_mask.shape)}"
+        )
+    mask = attn_mask.expand(*attn_mask.shape[:-2], *wanted[-2:])
+    return BlockMask.from_dense(mask.reshape(math.prod(leading), heads, *wanted[-2:]))
 
 
 def check_documents(

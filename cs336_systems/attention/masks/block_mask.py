@@ -4,19 +4,9 @@ The (queries, keys) plane of each batch entry and head is cut into tiles of `blo
 attended: in no list, never read), full (every pair attended: no mask is read) or partial (its pairs are bits).
 For the forward and dQ, each row of tiles lists its key tiles; for dK and dV, each column lists its query tiles.
 
-Layout, for a mask of b = batch or 1 and h = query heads or 1 (1 broadcasts), int32, contiguous, on one device:
-
-    kv_num_blocks        (b, h, query_blocks)               partial tiles of a row of tiles
-    kv_indices           (b, h, query_blocks, width >= 1)   their key tiles, ascending, 0 behind the last
-    full_kv_num_blocks, full_kv_indices                     the same of full tiles
-    q_num_blocks         (b, h, key_blocks)                 transposed: partial tiles of a column of tiles
-    q_indices            (b, h, key_blocks, width >= 1)     their query tiles, ascending, 0 behind the last
-    full_q_num_blocks, full_q_indices                       the same of full tiles
-    kv_tokens            shape of kv_indices                row of token_bits of each partial tile
-    q_tokens             shape of q_indices                 the same for the transposed lists
-    token_bits           (patterns >= 1, query_block, ceil(key_block / 32))
-
-The first eight have the names of torch's FlexAttention. Query row r of a tile attends its key column c where
+The fields of `BlockMask` are the layout: int32, contiguous, on one device, for a mask of b = batch or 1 and h = query
+heads or 1 (1 broadcasts). Lists ascend, and are 0 behind the last entry. All but those of tokens have the names of
+torch's FlexAttention. Query row r of a tile attends its key column c where
 
     token_bits[kv_tokens[b, h, row, slot], r, c // 32] >> (c % 32) & 1
 
@@ -44,6 +34,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cs336_systems.attention.masks.checks import (
+    FLOATING_DTYPES,
     Device,
     check_block_size,
     check_count,
@@ -82,23 +73,23 @@ MAX_LIST_DENSITY = 0.95
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockMask:
-    """See the module's docstring for the fields' shapes. `a & b` attends what both attend, `a | b` what either does.
+    """Which queries attend which keys. `a & b` attends what both attend, `a | b` what either does.
 
     Fields put together by hand must agree: kernels follow the lists wherever they lead. Shapes are checked; values
     on the CPU alone, and only that tiles and patterns exist. On a GPU a look would stall the host: they are trusted.
     """
 
-    kv_num_blocks: Int[Tensor, "b h query_blocks"]
-    kv_indices: Int[Tensor, "b h query_blocks width"]
-    full_kv_num_blocks: Int[Tensor, "b h query_blocks"]
+    kv_num_blocks: Int[Tensor, "b h query_blocks"]  # partial tiles of a row of tiles
+    kv_indices: Int[Tensor, "b h query_blocks width"]  # their key tiles; a width is at least 1
+    full_kv_num_blocks: Int[Tensor, "b h query_blocks"]  # the same of full tiles
     full_kv_indices: Int[Tensor, "b h query_blocks full_width"]
-    q_num_blocks: Int[Tensor, "b h key_blocks"]
-    q_indices: Int[Tensor, "b h key_blocks width_t"]
+    q_num_blocks: Int[Tensor, "b h key_blocks"]  # transposed: partial tiles of a column of tiles
+    q_indices: Int[Tensor, "b h key_blocks width_t"]  # their query tiles
     full_q_num_blocks: Int[Tensor, "b h key_blocks"]
     full_q_indices: Int[Tensor, "b h key_blocks full_width_t"]
-    kv_tokens: Int[Tensor, "b h query_blocks width"]
-    q_tokens: Int[Tensor, "b h key_blocks width_t"]
-    token_bits: Int[Tensor, "patterns query_block words"]
+    kv_tokens: Int[Tensor, "b h query_blocks width"]  # row of token_bits of each partial tile
+    q_tokens: Int[Tensor, "b h key_blocks width_t"]  # the same for the transposed lists
+    token_bits: Int[Tensor, "patterns query_block words"]  # at least 1 pattern; 32 keys to a word
     block_size: BlockSize  # query rows and key columns of a tile, powers of two from 16 on
     seq_lengths: tuple[int, int]  # queries and keys, in tokens
     # "full" or "causal" where the mask is exactly that: then the dense kernels serve it. Constructors find it out,
@@ -154,7 +145,7 @@ class BlockMask:
     ) -> BlockMask:
         """The tiles of a token mask, True where attended: (queries, keys), or with (batch or 1, heads or 1) before."""
         mask = _four_dimensions("mask", mask, "queries, keys", (torch.bool,))
-        return cls._make("dense", _plane(mask, (mask.shape[2], mask.shape[3]), block_size), [mask])
+        return cls._make("dense", _plane(mask.shape[:2], mask.shape[2:], block_size), [mask])
 
     @classmethod
     def from_blocks(
@@ -172,7 +163,8 @@ class BlockMask:
         """
         blocks = _four_dimensions("blocks", blocks, "query_blocks, key_blocks", (torch.bool,))
         lengths = check_lengths(blocks, check_block_size(block_size), seq_lengths)
-        return cls._make("blocks", _plane(blocks, lengths, block_size), [blocks], check_flag("is_causal", is_causal))
+        plane = _plane(blocks.shape[:2], lengths, block_size)
+        return cls._make("blocks", plane, [blocks], check_flag("is_causal", is_causal))
 
     @classmethod
     def from_mask_mod(
@@ -222,7 +214,7 @@ class BlockMask:
         """
         lengths = check_seqlens(seqlen_q, seqlen_k)
         shift = lengths[1] - lengths[0] if check_flag("bottom_right", bottom_right) else 0
-        return cls._make("band", _plane(None, lengths, block_size), device, 0, sum(lengths), shift)
+        return cls._make("band", _plane((1, 1), lengths, block_size), device, 0, sum(lengths), shift)
 
     @classmethod
     def sliding_window(
@@ -244,7 +236,7 @@ class BlockMask:
         window = min(check_count("window", window, 1, most=None), 1 + sum(lengths))  # no two tokens are further apart
         shift = lengths[1] - lengths[0] if check_flag("bottom_right", bottom_right) else 0
         low = 0 if check_flag("is_causal", is_causal) else 1 - window
-        return cls._make("band", _plane(None, lengths, block_size), device, low, window - 1, shift)
+        return cls._make("band", _plane((1, 1), lengths, block_size), device, low, window - 1, shift)
 
     @classmethod
     def prefix(
@@ -254,7 +246,7 @@ class BlockMask:
         shapes = {1: "(queries,)", 3: "(batch or 1, heads or 1, queries)"}
         lengths = check_tensor("lengths", lengths, shapes, (torch.int32, torch.int64))
         lengths = lengths if lengths.ndim == 3 else lengths[None, None]
-        plane = _plane(lengths, (lengths.shape[2], check_count("seqlen_k", seqlen_k)), block_size)
+        plane = _plane(lengths.shape[:2], (lengths.shape[2], check_count("seqlen_k", seqlen_k)), block_size)
         return cls._make("prefix", plane, [lengths])
 
     @classmethod
@@ -278,11 +270,11 @@ class BlockMask:
         if ids is None:
             assert lengths is not None
             found = check_document_lengths(lengths)
-            plane = _plane(None, (sum(found), sum(found)), block_size)
+            plane = _plane((1, 1), (sum(found), sum(found)), block_size)
             return cls._make("documents", plane, device or "cpu", is_causal, *found)
         ids = check_tensor("ids", ids, {1: "(tokens,)", 2: "(batch, tokens)"}, (torch.int32, torch.int64))
         ids = (ids if ids.ndim == 2 else ids[None])[:, None].to(device or ids.device)
-        return cls._make("documents", _plane(ids, (ids.shape[2], ids.shape[2]), block_size), [ids], is_causal)
+        return cls._make("documents", _plane((len(ids), 1), (ids.shape[2], ids.shape[2]), block_size), [ids], is_causal)
 
     @classmethod
     def dilated(
@@ -307,7 +299,7 @@ class BlockMask:
         # A longer segment is one; a higher rate is a phase for each token, and head.
         segment = min(check_count("segment_length", segment_length, 1, most=None), max(1, seqlen))
         rate = min(check_count("dilation_rate", dilation_rate, 1, most=None), max(segment, heads or 1))
-        plane = _plane(None, (seqlen, seqlen), block_size)._replace(leading=(1, heads or 1))
+        plane = _plane((1, heads or 1), (seqlen, seqlen), block_size)
         causal = check_flag("is_causal", is_causal)
         return cls._make("dilated", plane, device, segment, rate, heads is not None, causal)
 
@@ -329,7 +321,7 @@ class BlockMask:
         Drawn on the CPU, so that a seed means the same mask everywhere.
         """
         check_draw(density, seed, batch, heads)
-        plane = _plane(None, check_seqlens(seqlen_q, seqlen_k), block_size)._replace(leading=(batch, heads))
+        plane = _plane((batch, heads), check_seqlens(seqlen_q, seqlen_k), block_size)
         return cls._make("random_blocks", plane, device, max(1, round(density * plane.shape[3])), seed)
 
     @classmethod
@@ -347,7 +339,7 @@ class BlockMask:
     ) -> BlockMask:
         """Each pair attended with probability `density`, alone: no tile is dead, so no kernel gains from skipping."""
         check_draw(density, seed, batch, heads)
-        plane = _plane(None, check_seqlens(seqlen_q, seqlen_k), block_size)._replace(leading=(batch, heads))
+        plane = _plane((batch, heads), check_seqlens(seqlen_q, seqlen_k), block_size)
         number = torch.tensor(density, dtype=torch.float64, device=device)
         return cls._make("random_tokens", plane, [number], seed)
 
@@ -369,7 +361,7 @@ class BlockMask:
         scores = _four_dimensions("scores", scores, "query_blocks, key_blocks")
         lengths = check_lengths(scores, check_block_size(block_size), seq_lengths)
         kept = min(check_count("num_kept", num_kept, most=None), scores.shape[3])
-        plane = _plane(scores, lengths, block_size)
+        plane = _plane(scores.shape[:2], lengths, block_size)
         return cls._make("top_blocks", plane, [scores], kept, check_flag("is_causal", is_causal))
 
     @classmethod
@@ -394,7 +386,7 @@ class BlockMask:
         if rows not in (1, seqlen_q):
             raise ValueError(f"bias must have 1 row or seqlen_q={seqlen_q}, got {rows}")
         kept = min(check_count("num_keys", num_keys, most=None), seqlen_k)
-        plane = _plane(bias, (seqlen_q, seqlen_k), block_size)
+        plane = _plane(bias.shape[:2], (seqlen_q, seqlen_k), block_size)
         return cls._make("top_keys", plane, [bias], kept, check_flag("is_causal", is_causal))
 
     @classmethod
@@ -454,11 +446,7 @@ class BlockMask:
     @property
     def lists(self) -> TileLists:
         """What kernels walk."""
-        return TileLists(
-            self.kv_num_blocks, self.kv_indices, self.kv_tokens, self.full_kv_num_blocks, self.full_kv_indices,
-            self.q_num_blocks, self.q_indices, self.q_tokens, self.full_q_num_blocks, self.full_q_indices,
-            self.token_bits,
-        )  # fmt: skip
+        return TileLists(*(getattr(self, name) for name in TileLists._fields))
 
     @property
     def num_full(self) -> int:
@@ -538,15 +526,13 @@ class BlockMask:
             raise TypeError(f"mask_mod must be callable or None, got {mask_mod!r}")
         from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-        widths = {"kv": self.q_num_blocks.shape[2], "q": self.kv_num_blocks.shape[2]}
-        lists = {
-            name: getattr(self, name)
-            for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks")
-        }
-        for name in ("kv_indices", "full_kv_indices", "q_indices", "full_q_indices"):
-            indices = getattr(self, name)
-            missing = widths["kv" if "kv" in name else "q"] - indices.shape[3]
-            lists[name] = torch.nn.functional.pad(indices, (0, missing)) if missing > 0 else indices
+        lists: dict[str, Any] = {}
+        for side, tiles in (("kv", self.q_num_blocks.shape[2]), ("q", self.kv_num_blocks.shape[2])):
+            for name in (side, f"full_{side}"):
+                indices = getattr(self, f"{name}_indices")
+                missing = max(0, tiles - indices.shape[3])  # its lists have room for every tile
+                lists[f"{name}_num_blocks"] = getattr(self, f"{name}_num_blocks")
+                lists[f"{name}_indices"] = torch.nn.functional.pad(indices, (0, missing))
         return FlexBlockMask(
             seq_lengths=self.seq_lengths,
             BLOCK_SIZE=self.block_size,
@@ -573,7 +559,7 @@ class BlockMask:
                 f"masks must have as many batch entries and heads, or 1, got {self.shape[:2]} and {other.shape[:2]}"
             )
         leading = [right if left == 1 else left for left, right in zip(self.shape[:2], other.shape[:2])]
-        plane = Plane((leading[0], leading[1]), self.seq_lengths, self.block_size)
+        plane = _plane(leading, self.seq_lengths, self.block_size)
         return self._make("combined", plane, [*self._tile_map(), *other._tile_map()], either)
 
     def __repr__(self) -> str:
@@ -676,15 +662,13 @@ def _(
 
 
 def _four_dimensions(
-    name: str, tensor: Tensor, sides: str, dtypes: tuple[torch.dtype, ...] | None = None
+    name: str, tensor: Tensor, sides: str, dtypes: tuple[torch.dtype, ...] = FLOATING_DTYPES
 ) -> Float[Tensor, "batch heads rows columns"]:
     """The checked `tensor`, with batch and heads of 1 before its two `sides` if it has no others."""
-    shapes = {2: f"({sides})", 4: f"(batch or 1, heads or 1, {sides})"}
-    tensor = check_tensor(name, tensor, shapes, *([] if dtypes is None else [dtypes]))
+    tensor = check_tensor(name, tensor, {2: f"({sides})", 4: f"(batch or 1, heads or 1, {sides})"}, dtypes)
     return tensor if tensor.ndim == 4 else tensor[None, None]
 
 
-def _plane(tensor: Tensor | None, lengths: tuple[int, int], block_size: int | BlockSize) -> Plane:
-    """The plane of masks as many as `tensor`, (batch, heads, ...), is for, or of one."""
-    leading = (1, 1) if tensor is None else (tensor.shape[0], tensor.shape[1])
-    return Plane(leading, lengths, check_block_size(block_size))
+def _plane(leading: Sequence[int], lengths: Sequence[int], block_size: int | BlockSize) -> Plane:
+    """The plane of `lengths`, queries and keys, of each of batch · heads masks, which `leading` says."""
+    return Plane((leading[0], leading[1]), (lengths[0], lengths[1]), check_block_size(block_size))

@@ -231,7 +231,7 @@ def _visit_listed_queries(
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     STEPS: tl.constexpr = Q_BLOCK // Q_TILE_SIZE
-    POINTERS: tl.constexpr = not TMA and K.dtype != tl.float32
+    LATE: tl.constexpr = not TMA and K.dtype != tl.float32
     for step in tl.range(0, num_listed * STEPS, disable_licm=K.dtype != tl.float32):
         first_row = step % STEPS * Q_TILE_SIZE  # of the kernel's tile in the mask's
         first_query = tl.load(indices + step // STEPS) * Q_BLOCK + first_row
@@ -239,11 +239,11 @@ def _visit_listed_queries(
         query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
         Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL, TMA)
         dO = load_rows(dO_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL, TMA)
-        if not POINTERS:
+        if not LATE:
             L_log2, delta = load_sums(L_head, delta_head, query_rows, problem, False)
         S_T = tl.dot(K, tl.trans(Q), input_precision=TILES.PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dP_T = tl.dot(V, tl.trans(dO), input_precision=TILES.PRECISION)
-        if POINTERS:
+        if LATE:
             L_log2, delta = load_sums(L_head, delta_head, query_rows, problem, False)
         P_T = recompute_probabilities(S_T, L_log2[None, :], problem.scale_log2, Q.dtype == tl.float32)
         if PARTIAL:

@@ -7,6 +7,7 @@
   accumulate        matmul, with float32 sums taken care of
   online_softmax    the running maximum and sum of a query tile          (FlashAttention-2, algorithm 1, line 9)
   store_queries     O = accumulator / l and L = m + log l                (lines 12 to 15)
+  load_sums         L and delta = rowsum(dO ∘ O) of a query tile         (algorithm 2, line 9)
   recompute_probabilities             P = exp(S - L) in the backward     (algorithm 2, line 11)
   fold_keys         one key tile into dQ                                 (algorithm 2, lines 14 and 15)
   fold_queries      one query tile into dK and dV                        (algorithm 2, lines 12, 14 and 16)
