@@ -79,27 +79,39 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: f
         torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=1e-5 if tolerance else 0, msg=name)
 
 
+LAYOUTS = ["transposed", "fused", "expanded", "offset", "unaligned", "head-dim-strided"]
+
+
+def laid_out(
+    layout: str, batch: int, heads: int, seqlen: int, head_dim: int, dtype: torch.dtype, device: str
+) -> list[Tensor]:
+    """q, k, v and an upstream gradient of shape (batch, heads, seqlen, head_dim), not contiguous.
+
+    Expanded: as of one key head, and of `output.sum().backward()`, with strides of 0.
+    """
+
+    def make(*size: int) -> list[Tensor]:
+        return [draw(*size, dtype=dtype, device=device, seed=seed) for seed in range(4)]
+
+    if layout == "transposed":
+        return [x.transpose(1, 2) for x in make(batch, seqlen, heads, head_dim)]
+    if layout == "fused":
+        return [*make(batch, seqlen, heads, 4 * head_dim)[0].transpose(1, 2).split(head_dim, dim=-1)]
+    if layout == "expanded":
+        *tensors, grad_output = (x.expand(-1, heads, -1, -1) for x in make(batch, 1, seqlen, head_dim))
+        return [*tensors, torch.ones((), dtype=dtype, device=device).expand(grad_output.shape)]
+    if layout == "head-dim-strided":
+        return [x.transpose(2, 3) for x in make(batch, heads, head_dim, seqlen)]
+    skipped = 8 if layout == "offset" else 1
+    return [x[..., 3:, skipped:] for x in make(batch, heads, seqlen + 3, head_dim + skipped)]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("path", "backend"), CALLS)
-@pytest.mark.parametrize("layout", ["transposed", "fused-qkv", "expanded", "offset", "head-dim-strided"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_strides_equal_contiguous(layout, path, backend, device):
-    """Expanded: as of one key head, and of `output.sum().backward()`, with strides of 0."""
-    batch, heads, seqlen, head_dim = 1 if path == "packed" else 2, 2, 97, 32
-    make = partial(draw, dtype=torch.float32, device=device)
-    if layout == "transposed":
-        tensors = [make(batch, seqlen, heads, head_dim, seed=seed).transpose(1, 2) for seed in range(3)]
-    elif layout == "fused-qkv":
-        tensors = make(batch, seqlen, heads, 3 * head_dim, seed=0).transpose(1, 2).split(head_dim, dim=-1)
-    elif layout == "expanded":
-        tensors = [make(batch, 1, seqlen, head_dim, seed=seed).expand(-1, heads, -1, -1) for seed in range(3)]
-    elif layout == "offset":
-        tensors = [make(batch, heads, seqlen + 3, head_dim + 1, seed=seed)[..., 3:, 1:] for seed in range(3)]
-    else:
-        tensors = [make(batch, heads, head_dim, seqlen, seed=seed).transpose(2, 3) for seed in range(3)]
-    grad_output = make(batch, heads, seqlen, head_dim, seed=4)
-    if layout == "expanded":
-        grad_output = torch.ones((), device=device).expand(grad_output.shape)
-    call = partial(results_of, path, place(path, seqlen, device), backend=backend)
+    *tensors, grad_output = laid_out(layout, 1 if path == "packed" else 2, 2, 97, 32, torch.float32, device)
+    call = partial(results_of, path, place(path, 97, device), backend=backend)
     assert_same(call(tensors, grad_output), call([x.contiguous() for x in tensors], grad_output.contiguous()))
 
 

@@ -158,21 +158,45 @@ def test_the_masked_steps_are_those_that_the_diagonal_cuts():
                 assert all(start >= problem.queries for start in starts[problem.masked_steps :]), problem
 
 
+LENGTH_PAIRS = pytest.mark.parametrize(
+    "lengths",
+    [(1, 1), (1, 300), (300, 1), (63, 65), (64, 128), (127, 129), (128, 128), (129, 127), (130, 640), (256, 300)],
+    ids=lambda lengths: "x".join(map(str, lengths)),
+)
+
+
+def exact_gradients(lengths: tuple[int, int], group: int, is_causal: bool):
+    """(q, k, v, dO, O, L) of four key heads, and dQ, dK and dV, in float64.
+
+    Scores are near -1e3, where a key that does not exist and scores 0 would have a P of exp(1e3) = inf.
+    """
+    queries, keys = lengths
+    generator = torch.Generator().manual_seed(queries * 1000 + keys)
+    q, do, k, v = (
+        torch.randn(heads, rows, 8, generator=generator, dtype=torch.float64)
+        for heads, rows in [(4 * group, queries)] * 2 + [(4, keys)] * 2
+    )
+    q[..., 0], k[..., 0] = 100.0, -10.0
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    repeated = [leaves[0], *(x.repeat_interleave(group, dim=0) for x in leaves[1:])]
+    output, lse = attention_reference(*repeated, is_causal=is_causal, scale=1.0, return_lse=True)
+    return (q, k, v, do, output.detach(), lse.detach()), torch.autograd.grad(output, leaves, do)
+
+
+def padded(x: torch.Tensor, rows: int, value: float = 0.0) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, rows - x.shape[1]), value=value)
+
+
 def emulate(problem: Problem, q, k, v, do, output, lse, scale):
     """dQ, dK and dV as the kernel forms them, tile by tile, in float64; rows of dQ keep their padding.
 
     Reads past the end are zeros, writes past it are dropped, and L past the end is +inf.
     """
-    heads, rows = problem.batch * problem.kv_heads * problem.group, problem.tiles * problem.query_tile
-
-    def padded(x, rows, value=0.0):
-        return torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, rows - x.shape[1]), value=value)
-
+    rows = problem.tiles * problem.query_tile
     key_rows = max(problem.key_tiles * KEY_TILE, problem.keys)
     q, do = padded(q, rows), padded(do, rows)
-    delta = torch.zeros(heads, rows, dtype=torch.float64)
-    delta[:, : problem.queries] = (do[:, : problem.queries] * output).sum(-1)
-    lse = torch.nn.functional.pad(lse, (0, rows - problem.queries), value=math.inf)
+    delta = padded((do[:, : problem.queries] * output).sum(-1), rows)
+    lse = padded(lse, rows, math.inf)
     k, v = padded(k, key_rows), padded(v, key_rows)
     dq, dk, dv = torch.zeros_like(q), torch.full_like(k, math.nan), torch.full_like(v, math.nan)
     dk[:, problem.key_tiles * KEY_TILE :] = dv[:, problem.key_tiles * KEY_TILE :] = 0
@@ -203,30 +227,14 @@ def emulate(problem: Problem, q, k, v, do, output, lse, scale):
 @pytest.mark.parametrize("query_tile", QUERY_TILES)
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize(
-    "lengths",
-    [(1, 1), (1, 300), (300, 1), (63, 65), (64, 128), (127, 129), (128, 128), (129, 127), (130, 640), (256, 300)],
-    ids=lambda lengths: "x".join(map(str, lengths)),
-)
+@LENGTH_PAIRS
 def test_the_tiles_add_up_to_the_gradients(query_tile, is_causal, group, lengths):
-    """Scores are near -1e3, where a key that does not exist and scores 0 would have a P of exp(1e3) = inf."""
     queries, keys = lengths
     problem = Problem(
         batch=2, kv_heads=2, group=group, queries=queries, keys=keys, is_causal=is_causal, query_tile=query_tile
     )
-    generator = torch.Generator().manual_seed(queries * 1000 + keys)
-
-    def draw(heads, rows):
-        return torch.randn(2 * heads, rows, 8, generator=generator, dtype=torch.float64)
-
-    q, do = draw(2 * group, queries), draw(2 * group, queries)
-    k, v = draw(2, keys), draw(2, keys)
-    q[..., 0], k[..., 0] = 100.0, -10.0
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    repeated = [leaves[0], *(x.repeat_interleave(group, dim=0) for x in leaves[1:])]
-    output, lse = attention_reference(*repeated, is_causal=is_causal, scale=1.0, return_lse=True)
-    expected = torch.autograd.grad(output, leaves, do)
-    dq, dk, dv = emulate(problem, q, k, v, do, output.detach(), lse.detach(), 1.0)
+    inputs, expected = exact_gradients(lengths, group, is_causal)
+    dq, dk, dv = emulate(problem, *inputs, 1.0)
     torch.testing.assert_close(dq[:, :queries], expected[0])
     assert not dq[:, queries:].any()
     torch.testing.assert_close(dk, expected[1])

@@ -136,13 +136,6 @@ def test_programs_that_share_a_multiprocessor_start_with_a_share_of_its_register
     assert [value for option, value in options.items() if option == "maxnreg"] == limits
 
 
-def test_the_launcher_refuses_a_configuration_of_another_head_dim(launched):
-    q = rows(1, 2, 100, 128)
-    with pytest.raises(ValueError, match="config of the Hopper forward must be hopper_forward_128x128_tiles or"):
-        forward.hopper_forward(q, q, q, True, 0.5, "hopper_forward_192x128_tiles")
-    assert not launched
-
-
 def compiled_ptx(source, folder):
     """PTX for sm_90 of the kernel `kernel(pointer)` that `source` defines, by the Triton that is installed."""
     script = folder / "kernel.py"

@@ -7,13 +7,23 @@ import math
 import pytest
 import torch
 
-from cs336_systems.attention.reference import attention_reference
-
 pytest.importorskip("cs336_systems.attention.hopper.wide_backward", reason="this triton has no Gluon for Hopper")
 
 from cs336_systems.attention.hopper import backward, backward_walk, light, schedule
 from cs336_systems.attention.hopper import wide_backward as wide
-from tests.test_hopper_backward import Arrive, Operation, Use, Wait, Write, explore, low, plain
+from tests.test_hopper_backward import (
+    LENGTH_PAIRS,
+    Arrive,
+    Operation,
+    Use,
+    Wait,
+    Write,
+    exact_gradients,
+    explore,
+    low,
+    padded,
+    plain,
+)
 
 TILE = wide.ROWS.value  # rows of a tile of keys, and of one of queries
 SINGLE = ("asked", "p_")  # barriers on which one partition arrives
@@ -24,35 +34,14 @@ SINGLE = ("asked", "p_")  # barriers on which one partition arrives
 
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize(
-    "lengths",
-    [(1, 1), (1, 300), (300, 1), (63, 65), (64, 128), (127, 129), (128, 128), (129, 127), (130, 640), (256, 300)],
-    ids=lambda lengths: "x".join(map(str, lengths)),
-)
+@LENGTH_PAIRS
 def test_the_tiles_add_up_to_the_gradients(lengths, group, is_causal, monkeypatch):
-    """Scores are near -1e3, where a key that does not exist has a P of inf in its own row, which is not written."""
+    """A key that does not exist has a P of inf in its own row, which is not written."""
     monkeypatch.setattr(backward_walk, "tile_of_program", backward_walk.tile_of_program.fn)
     queries, keys = lengths
     batch_heads, rows = 4, -(-queries // TILE) * TILE
-    seen = min(queries, keys) if is_causal else keys
-    key_tiles = -(-seen // TILE)
-    generator = torch.Generator().manual_seed(queries * 1000 + keys)
-
-    def draw(heads, rows):
-        return torch.randn(heads, rows, 8, generator=generator, dtype=torch.float64)
-
-    q, do = draw(batch_heads * group, queries), draw(batch_heads * group, queries)
-    k, v = draw(batch_heads, keys), draw(batch_heads, keys)
-    q[..., 0], k[..., 0] = 100.0, -10.0
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    repeated = [leaves[0], *(x.repeat_interleave(group, dim=0) for x in leaves[1:])]
-    output, lse = (x.detach() for x in attention_reference(*repeated, is_causal=is_causal, scale=1.0, return_lse=True))
-    _, expected_k, expected_v = torch.autograd.grad(attention_reference(*repeated, is_causal=is_causal, scale=1.0),
-                                                    leaves, do)  # fmt: skip
-
-    def padded(x, rows, value=0.0):
-        return torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, rows - x.shape[1]), value=value)
-
+    key_tiles = -(-(min(queries, keys) if is_causal else keys) // TILE)
+    (q, k, v, do, output, lse), (_, expected_k, expected_v) = exact_gradients(lengths, group, is_causal)
     delta, lse = padded((do * output).sum(-1), rows), padded(lse, rows, math.inf)
     q, do = padded(q, rows), padded(do, rows)
     k, v = (padded(x, max(keys, key_tiles * TILE)) for x in (k, v))

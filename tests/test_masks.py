@@ -11,7 +11,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from cs336_systems.attention import BlockMask, attention_reference, flash_attention
-from cs336_systems.attention.dilated import dilated_attention
+from cs336_systems.attention.dilated import dilated_attention, longnet_attention
 from cs336_systems.attention.dynamic import choose_keys, shared_keys_attention
 from cs336_systems.attention.masks import parse_mask
 from cs336_systems.cli import app
@@ -345,20 +345,6 @@ def test_dilated_attention_compiles_whole_for_lengths_that_vary():
         assert torch.equal(compiled(x), dilated(x))
 
 
-def test_by_head_is_longnets_formula():
-    """LongNet's equations as they stand: segment i of head j is X[i w + s_j :: r] up to (i + 1) w, s_j = j mod r."""
-    seqlen, width, rate, heads = 96, 32, 4, 6
-    q, k, v = torch.randn(3, 1, heads, seqlen, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    expected = torch.zeros_like(q)
-    for head in range(heads):
-        for segment in range(seqlen // width):
-            rows = torch.arange(segment * width + head % rate, (segment + 1) * width, rate)
-            scores = q[0, head, rows] @ k[0, head, rows].T / 8**0.5
-            expected[0, head, rows] = torch.softmax(scores, dim=-1) @ v[0, head, rows]
-    result = dilated_attention(q, k, v, width, rate, phases="by_head", backend="reference")
-    assert (result - expected).abs().max() <= 1e-12
-
-
 def test_dilated_attention_makes_no_quadratic_tensor():
     """No tensor of the forward or backward has tokens² elements, nor a share of them that scores would need."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -377,6 +363,61 @@ def test_dilated_attention_makes_no_quadratic_tensor():
     with Watch():
         dilated_attention(*leaves, tokens, 4, is_causal=True, backend="tiled").sum().backward()
     assert max(sizes) <= tokens * 64  # a tile of 64 by 64 for each of tokens / 64 rows; scores would be 64 times
+
+
+# LongNet's mixture: one softmax in which a key counts as often as branches attend it
+
+SEGMENTS = [(8, 1), (16, 2), (64, 4)]
+
+
+def mixture_oracle(q: Tensor, k: Tensor, v: Tensor, segments: list[tuple[int, int]], is_causal: bool) -> Tensor:
+    """Scores' exponentials times how many branches attend the pair, over their sum."""
+    counts = sum(
+        BlockMask.dilated(
+            q.shape[2], segment_length=length, dilation_rate=rate, heads=q.shape[1], is_causal=is_causal, block_size=16
+        ).to_dense().to(q.dtype)
+        for length, rate in segments
+    )  # fmt: skip
+    assert isinstance(counts, Tensor)
+    weights = counts * (q @ k.mT * q.shape[-1] ** -0.5).exp()
+    total = weights.sum(-1, keepdim=True)
+    return weights @ v / total.masked_fill(total == 0, 1)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("tokens", [1, 50, 128])
+@pytest.mark.parametrize("segments", [[(16, 4)], SEGMENTS], ids=["no_branch_keeps_some", "three_branches"])
+def test_the_mixture_is_one_softmax_over_all_branches(segments, tokens, is_causal):
+    q, k, v, grad = torch.randn(4, 2, 5, tokens, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    results = []
+    for attend in (
+        lambda *leaves: mixture_oracle(*leaves, segments, is_causal),
+        lambda *leaves: longnet_attention(*leaves, segments, is_causal=is_causal, backend="reference"),
+        lambda *leaves: longnet_attention(*leaves, segments, is_causal=is_causal, backend="tiled"),
+    ):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        output = attend(*leaves)
+        results.append([output.detach(), *torch.autograd.grad(output, leaves, grad)])
+    for result in results[1:]:
+        for name, ours, expected in zip(("output", "grad_q", "grad_k", "grad_v"), result, results[0]):
+            # tiled rounds L to nothing in float64, and both are exact but for the order of sums
+            assert (ours - expected).abs().max() <= 1e-12, name
+
+
+def test_the_log_sum_exp_of_dropped_rows_is_minus_infinity():
+    q = torch.randn(1, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    _, lse = dilated_attention(q, q, q, 8, 2, phases="by_head", return_lse=True)
+    assert (lse[0, 0, 1::2] == -torch.inf).all()
+    assert (lse[0, 1, 0::2] == -torch.inf).all()
+    expected = torch.logsumexp(q[0, 0, 0::2] @ q[0, 0, 0::2].mT / 2, -1)
+    torch.testing.assert_close(lse[0, 0, 0::2], expected)
+
+
+@pytest.mark.parametrize("segments", [[], [(8,)], (8, 1), None], ids=str)
+def test_segments_must_be_pairs(segments):
+    q = torch.randn(1, 1, 8, 4)
+    with pytest.raises(ValueError, match="segments must be pairs"):
+        longnet_attention(q, q, q, segments)
 
 
 # Dynamic masks

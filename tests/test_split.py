@@ -13,7 +13,6 @@ from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.tiles import part_size, select_config
 from cs336_systems.attention.tiles.parts import MIN_KEY_TILES
 from cs336_systems.attention.triton import function, split
-from cs336_systems.attention.triton.forward import launch_forward
 from cs336_systems.attention.triton.function import forward_name, kernel_config
 from cs336_systems.attention.triton.launch import launch
 from cs336_systems.attention.triton.operands import rows_of_groups
@@ -81,18 +80,6 @@ def test_contract(shape, dtype, is_causal, device):
     config = tiles(device, "32x32_w4_s1" if dtype == "float32" else "64x64_w4_s2" if shape[-1] < 256 else "64x64_w8_s1")
     for size in (64, 192, 320) if device == "cuda" else (64,):
         assert errors_of(launch_split_forward, tensors, is_causal, config=config, part_size=size) <= 1
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_one_part_is_the_plain_forward(is_causal, device):
-    """In the interpreter to the last bit but of the merge, which multiplies by exp(0)."""
-    tensors = inputs(1, 2, 2, 130, 130, 64, torch.float32, device)
-    options = {"is_causal": is_causal, "scale": 0.125, "config": tiles(device, "32x32_w4_s1")}
-    plain = launch_forward(*tensors[:3], **options)
-    split = launch_split_forward(*tensors[:3], **options, part_size=160)
-    torch.testing.assert_close(split[0], plain[0], rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(split[1], plain[1], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
