@@ -146,10 +146,11 @@ def flash_attention(
     backend, _ = explain_backend(q, k, backend=backend, is_causal=is_causal, layout=layout, block_size=size)
     check_config(config, backend)
 
-    leading = q.shape[:-3]
-    if backend not in ("triton", "hopper"):  # grouped heads are theirs, and lists of tiles
-        k, v = _repeat_kv_heads(q, k), _repeat_kv_heads(q, v)
-    dense_mask = None if block_mask is None or backend in ("triton", "hopper") else block_mask.to_dense()
+    leading, dense_mask = q.shape[:-3], None
+    if backend not in ("triton", "hopper"):  # which take grouped heads, and lists of tiles
+        if q.shape[-3] != k.shape[-3]:
+            k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3) for x in (k, v))
+        dense_mask = None if block_mask is None else block_mask.to_dense()
     if backend in ("reference", "compiled"):
         if dense_mask is not None:
             sizes = leading if len(dense_mask) > 1 else [1] * len(leading)
@@ -263,7 +264,3 @@ def _compute_capability(device_index: int) -> tuple[int, int]:
 # What `torch.compiler.assume_constant_result` does, but that loads the compiler: half of the time of importing this.
 _available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _compute_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _repeat_kv_heads(q: Tensor, x: Tensor) -> Tensor:
-    return x if q.shape[-3] == x.shape[-3] else x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3)

@@ -92,7 +92,16 @@ def mask_chosen(
     positions: Positions, chosen: Chosen, seqlen_q: int, seqlen_k: int, *, is_causal: bool, group: int = 1
 ) -> BlockMask:
     """Which of the keys of `choose_keys` each query attends; `group` query heads share those of a key head."""
-    seen = seen_keys(positions, chosen, seqlen_q, seqlen_k, is_causal)
+    # Since the chosen keys are in order, a query sees the first so many.
+    if is_causal:
+        last_seen = torch.arange(seqlen_q, device=positions.device)
+        if seqlen_q > seqlen_k:
+            last_seen = last_seen.clamp(max=seqlen_k - 1)
+        ordered = torch.where(chosen, positions, seqlen_k)
+        last_seen = last_seen.expand(*positions.shape[:2], -1).contiguous()
+        seen = torch.searchsorted(ordered, last_seen, right=True, out_int32=True)
+    else:
+        seen = chosen.sum(-1, keepdim=True).expand(-1, -1, seqlen_q)
     if seen.shape[1] > 1:
         seen = seen.repeat_interleave(group, dim=1)
     # Inductor has Triton, too; what it compiles must not look for it.
@@ -104,17 +113,3 @@ def mask_chosen(
 
         return launch_staircase(seen.int().contiguous(), positions.shape[2], DEFAULT_BLOCK)
     return BlockMask.prefix(seen, positions.shape[2], block_size=DEFAULT_BLOCK)
-
-
-def seen_keys(
-    positions: Positions, chosen: Chosen, seqlen_q: int, seqlen_k: int, is_causal: bool
-) -> Int[Tensor, "batch heads queries"]:
-    """How many of the chosen keys each query attends; since they are in order, it is the first so many."""
-    if not is_causal:
-        return chosen.sum(-1, keepdim=True).expand(-1, -1, seqlen_q)
-    last_seen = torch.arange(seqlen_q, device=positions.device)
-    if seqlen_q > seqlen_k:
-        last_seen = last_seen.clamp(max=seqlen_k - 1)
-    ordered = torch.where(chosen, positions, seqlen_k)
-    last_seen = last_seen.expand(*positions.shape[:2], -1).contiguous()
-    return torch.searchsorted(ordered, last_seen, right=True, out_int32=True)

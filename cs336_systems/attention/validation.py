@@ -200,7 +200,9 @@ def refuse_forward_mode(*tensors: Tensor) -> None:
     """Raise NotImplementedError if a tensor carries a forward-mode tangent, which a custom backward would drop."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:  # tangents live within a level
         return
-    if any(_carries_tangent(x) for x in tensors):
+    # vmap may have wrapped what carries one; a batched tensor itself cannot be unpacked.
+    plain = (layer for x in tensors for layer in layers(x) if not is_batchedtensor(layer))
+    if any(forward_ad.unpack_dual(layer, level=0).tangent is not None for layer in plain):
         raise NotImplementedError("forward-mode AD is not supported here; backend='reference' has it")
 
 
@@ -213,12 +215,6 @@ def refuse_differentiating_transforms(*tensors: Tensor) -> None:
             "torch.func's grad, vjp, jacrev and hessian are not supported here; backend='reference' has them, "
             "and tensor.backward() and torch.autograd.grad work"
         )
-
-
-def _carries_tangent(x: Tensor) -> bool:
-    """Whether x, or what vmap has wrapped in it, carries a tangent; a batched tensor itself cannot be unpacked."""
-    plain = (layer for layer in layers(x) if not is_batchedtensor(layer))
-    return any(forward_ad.unpack_dual(layer, level=0).tangent is not None for layer in plain)
 
 
 def layers(x: Tensor) -> Iterator[Tensor]:

@@ -6,7 +6,6 @@ by a stopwatch (`cs336-systems tune flash`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -42,6 +41,10 @@ def tuning_grid(kernel: str, *, arch: str, head_dim: int, dtype: str) -> list[Ke
     shipped = TABLES[arch][kernel, bytes_per_element, head_tile(head_dim)].configs
     readable = tma_reads_rows(head_dim, bytes_per_element)
     grid = dict.fromkeys(config for config in shipped if readable or not config.tma)
+
+    def fits(config: KernelConfig) -> bool:
+        return config.shared_memory_bytes(head_dim, bytes_per_element) <= SHARED_MEMORY_LIMIT_BYTES[arch]
+
     engines = (False, True) if readable and arch in TMA_TARGETS and bytes_per_element == 2 else (False,)
     for kind in ("16-bit",) if bytes_per_element == 2 else ("ieee", "tf32x3"):
         for held in HELD_TILES[kind]:
@@ -54,8 +57,9 @@ def tuning_grid(kernel: str, *, arch: str, head_dim: int, dtype: str) -> list[Ke
                         target=arch, kernel=kernel, query_tile=query_tile, key_tile=key_tile, num_warps=num_warps,
                         num_stages=1, tma=tma, precision="ieee" if kind == "16-bit" else kind,
                     )  # fmt: skip
-                    if accumulators_per_thread(shallow, head_dim) <= MAX_ACCUMULATORS:
-                        grid.update(dict.fromkeys(_fitting_depths(shallow, DEPTHS[kind], head_dim, bytes_per_element)))
+                    if fits(shallow) and accumulators_per_thread(shallow, head_dim) <= MAX_ACCUMULATORS:
+                        deep = (replace(shallow, num_stages=depth) for depth in DEPTHS[kind])
+                        grid.update(dict.fromkeys([config for config in deep if fits(config)] or [shallow]))
     return list(grid)
 
 
@@ -83,15 +87,3 @@ def smaller_config(config: KernelConfig, bytes_per_element: int) -> KernelConfig
     if config.num_stages > 1:
         return replace(config, num_stages=1)
     return replace(config, **halved) if rows > smallest else None
-
-
-def _fitting_depths(
-    config: KernelConfig, depths: tuple[int, ...], head_dim: int, bytes_per_element: int
-) -> Iterator[KernelConfig]:
-    """`config` with each depth of pipeline that fits the architecture's shared memory."""
-    limit = SHARED_MEMORY_LIMIT_BYTES[config.target]
-    deep = [replace(config, num_stages=depth) for depth in depths]
-    fitting = [deeper for deeper in deep if deeper.shared_memory_bytes(head_dim, bytes_per_element) <= limit]
-    if not fitting and config.shared_memory_bytes(head_dim, bytes_per_element) <= limit:
-        fitting = [config]
-    yield from fitting
