@@ -22,7 +22,7 @@ from cs336_systems.attention.hopper.function import hopper_attention
 from cs336_systems.attention.hopper.schedule import SCHEDULES, ForwardSchedule
 from cs336_systems.attention.reference import causal_mask
 from cs336_systems.attention.tiles import head_tile
-from tests.test_s4_attention import inputs, run
+from tests.test_s4_attention import all_results, inputs, run
 
 LONGEST = 300
 # Query rows over all heads, at least, and heads. The largest error of few elements is a matter of luck, that of plain
@@ -79,10 +79,8 @@ def run_schedule(
     schedule: ForwardSchedule, q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, is_causal: bool
 ) -> dict[str, Tensor]:
     """What `run` returns, with this schedule of the forward, one program a tile."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    output, lse = hopper_attention(*leaves, False, is_causal, q.shape[-1] ** -0.5, schedule.name("tiles"))
-    grads = torch.autograd.grad(output, leaves, grad_output)
-    return dict(zip(("output", "lse", "grad_q", "grad_k", "grad_v"), (output, lse, *grads), strict=True))
+    rest = (False, is_causal, q.shape[-1] ** -0.5, schedule.name("tiles"))
+    return all_results(lambda *leaves: hopper_attention(*leaves, *rest), (q, k, v), grad_output)
 
 
 def errors_over_bounds(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, *, is_causal: bool) -> dict[str, float]:

@@ -18,7 +18,9 @@ from tests.test_s4_attention import (
     DEVICES,
     DTYPES,
     HARD_VALUES,
+    NAMES,
     REPEATED,
+    all_results,
     assert_repeats,
     draw,
     hard_inputs,
@@ -60,18 +62,10 @@ def token_mask(path: str, seqlen: int, device: str) -> Tensor:
     return causal & (document[:, None] == document) if path == "packed" else causal
 
 
-NAMES = ("output", "lse", "grad_q", "grad_k", "grad_v")
-
-
 def results_of(
-    path: str, where: Any, tensors: list[Tensor], grad_output: Tensor, grad_lse: Tensor | None = None,
-    call: Any = attend, **options: Any,
-) -> dict[str, Tensor]:  # fmt: skip
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    output, lse = call(path, where, *leaves, **options)
-    upstream = (output,) if grad_lse is None else (output, lse)
-    grads = torch.autograd.grad(upstream, leaves, (grad_output, grad_lse)[: len(upstream)])
-    return dict(zip(NAMES, (output, lse, *grads)))
+    path: str, where: Any, tensors: list[Tensor], *upstream: Tensor, call: Any = attend, **options: Any
+) -> dict[str, Tensor]:
+    return all_results(partial(call, path, where, **options), tensors, *upstream)
 
 
 def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-5) -> None:
@@ -230,8 +224,11 @@ def test_what_inference_mode_has_made_trains(path, backend, device, compiled):
         inferred = place(path, 70, device)
     torch.compiler.reset()
     call = torch.compile(attend, backend="aot_eager") if compiled else attend
-    results = partial(results_of, path, tensors=tensors, grad_output=grad_output, call=call, backend=backend)
-    assert_same(results(place(path, 70, device)), results(inferred), tolerance=0)
+    results = [
+        results_of(path, where, tensors, grad_output, call=call, backend=backend)
+        for where in (place(path, 70, device), inferred)
+    ]
+    assert_same(*results, tolerance=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

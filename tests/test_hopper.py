@@ -43,7 +43,16 @@ from tests.covered import HOPPER_ATTENTION
 from tests.hopper_lengths import errors_over_bounds, heads_of, ideal_attention
 from tests.test_attention_paths import LAYOUTS, laid_out
 from tests.test_block_sparse import poisoned, worst_error  # noqa: F401
-from tests.test_s4_attention import DTYPES, assert_contract, assert_repeats, draw, inputs, run
+from tests.test_s4_attention import (
+    DTYPES,
+    HARD_VALUES,
+    assert_contract,
+    assert_repeats,
+    draw,
+    hard_inputs,
+    inputs,
+    run,
+)
 
 MASKED = ("cs336_systems/attention/masks", "cs336_systems/attention/varlen.py")
 COVERS = (*HOPPER_ATTENTION, *MASKED, "tests/hopper_instructions.py", "tests/hopper_lengths.py")
@@ -614,14 +623,15 @@ def test_any_strides_equal_contiguous(layout, head_dim, each_schedule):
 @on_hopper
 @MASKS
 @LOW
-@pytest.mark.parametrize(
-    "kind", ["huge-logits", "some-huge-logits", "hugely-negative-logits", "constant-rows", "outliers"]
-)
+@pytest.mark.parametrize("kind", [*HARD_VALUES, "some-huge-logits"])
 @WIDTHS
 def test_hard_values(head_dim, kind, dtype, is_causal, each_schedule):
     """Huge logits in the median of five draws: of one draw in ten, attention in float64 with only the scores in
     float32 and P, O and dS in bfloat16 has a dQ that is over its bound, by up to a half."""
-    draws = [_hard_values(kind, head_dim, dtype, seed) for seed in range(5 if "logits" in kind else 1)]
+    draws = [
+        hard_inputs(kind, dtype, "cuda", seqlen=430, head_dim=head_dim, seed=seed)
+        for seed in range(5 if "logits" in kind else 1)
+    ]
     oracles = [compute_oracle(*tensors, is_causal=is_causal) for tensors in draws]
     for schedule in each_schedule(head_dim):
         errors = [
@@ -631,23 +641,6 @@ def test_hard_values(head_dim, kind, dtype, is_causal, each_schedule):
         for name in errors[0]:
             found = sorted(one[name] for one in errors)
             assert found[len(found) // 2] <= 1 and found[-1] <= 2, (schedule, name, found)
-
-
-def _hard_values(kind: str, head_dim: int, dtype: str, seed: int) -> list[Tensor]:
-    q, k, v, grad_output, *rare = (
-        draw(1, 2, 430, head_dim, dtype=torch.float32, device="cuda", seed=10 * seed + number) for number in range(6)
-    )
-    if "logits" in kind:
-        # As in test_s4_attention: a common offset of the scaled scores, over ordinary ones.
-        offset = math.sqrt((4e3 if dtype == "float16" else 1e5) * 8)
-        q[..., 0], k[..., 0] = offset, offset * (-1 if "negative" in kind else 1)
-        if kind == "some-huge-logits":  # of two rows in three the scaled scores are ordinary
-            q[:, :, 1::3, 0] = q[:, :, 2::3, 0] = 0.0
-    elif kind == "constant-rows":
-        q, k = torch.ones_like(q), torch.ones_like(k)
-    else:
-        q = q + (rare[0] > 3.09) * 10 * rare[1]
-    return [x.to(DTYPES[dtype]) for x in (q, k, v, grad_output)]
 
 
 @on_hopper
@@ -696,22 +689,6 @@ def test_a_bad_row_spoils_no_more_than_it_must(operand, value, head_dim, each_sc
             assert dirty["output"][~others].isnan().all()
         else:
             assert dirty["grad_q"][others].isfinite().all()
-
-
-@on_hopper
-@WIDTHS
-def test_dead_tiles_are_never_read(head_dim, each_schedule):
-    for schedule in each_schedule(head_dim):
-        q, k, v, grad_output = inputs(1, 2, 2, 64, 700, head_dim, torch.bfloat16, "cuda")
-        clean = run(q, k, v, grad_output, backend="hopper", is_causal=True)
-        for x in (k, v):
-            x[:, :, 64:] = math.nan
-        dirty = run(q, k, v, grad_output, backend="hopper", is_causal=True)
-        for name in ("output", "lse", "grad_k", "grad_v"):
-            assert torch.equal(clean[name], dirty[name]), (schedule, name)
-        for name in ("grad_k", "grad_v"):
-            assert not clean[name][:, :, 64:].any(), "keys past the last query get no gradient"
-        assert dirty["grad_q"].isfinite().all()
 
 
 @on_hopper

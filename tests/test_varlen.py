@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -19,6 +20,7 @@ from tests.test_s4_attention import (
     BACKENDS,
     DEVICES,
     DTYPES,
+    all_results,
     draw,
     skip_what_cannot_run,
 )
@@ -63,11 +65,9 @@ def packed(
 
 
 def run_packed(tensors: list[Tensor], documents: tuple[Tensor, Tensor, int, int], **options) -> dict[str, Tensor]:
-    *leaves, grad_output = tensors
-    leaves = [x.detach().requires_grad_() for x in leaves]
-    output, lse = flash_attention_varlen(*leaves, *documents, return_lse=True, **options)
-    grads = torch.autograd.grad(output, leaves, grad_output)
-    return {"output": output, "lse": lse, "grad_q": grads[0], "grad_k": grads[1], "grad_v": grads[2]}
+    *qkv, grad_output = tensors
+    attend = partial(flash_attention_varlen, return_lse=True, **options)
+    return all_results(lambda q, k, v: attend(q, k, v, *documents), qkv, grad_output)
 
 
 def document_of(results: dict[str, Tensor], queries: slice, keys: slice) -> dict[str, Tensor]:
