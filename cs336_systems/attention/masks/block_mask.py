@@ -403,10 +403,9 @@ class BlockMask:
             with stage("mask_build"):
                 lists = make_lists(pattern, data, leading, lengths, block_size, numbers)
         mask = cls(**dict(zip(TileLists._fields, lists)), block_size=block_size, seq_lengths=lengths)
-        if torch.compiler.is_compiling():
-            return mask
-        form = mask._find_dense_form()
-        return mask if form is None else replace(mask, dense_form=form)
+        if not torch.compiler.is_compiling():
+            object.__setattr__(mask, "dense_form", mask._find_dense_form())
+        return mask
 
     def _find_dense_form(self) -> DenseForm | None:
         """ "full" or "causal" (top left) where every batch entry and head is exactly that: the dense kernels serve it.
@@ -446,7 +445,11 @@ class BlockMask:
     @property
     def lists(self) -> TileLists:
         """What kernels walk."""
-        return TileLists(*(getattr(self, name) for name in TileLists._fields))
+        return TileLists(
+            self.kv_num_blocks, self.kv_indices, self.kv_tokens, self.full_kv_num_blocks, self.full_kv_indices,
+            self.q_num_blocks, self.q_indices, self.q_tokens, self.full_q_num_blocks, self.full_q_indices,
+            self.token_bits,
+        )  # fmt: skip
 
     @property
     def num_full(self) -> int:
