@@ -561,7 +561,8 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
     assert scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
     way = LATE if width == 64 else ALONE
     plan = walk.BackwardPlan(
-        width, query_tile, group=2, is_causal=True, whole_key_tiles=is_whole, dq_way=way, ordered=False
+        width, 96 if head_dim == 96 else width, query_tile, group=2, is_causal=True, whole_key_tiles=is_whole,
+        dq_way=way, ordered=False,
     )
     assert options == {"PLAN": plan, "num_warps": 4, "launch_pdl": False}
     assert turns is rows

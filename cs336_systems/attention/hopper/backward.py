@@ -31,6 +31,9 @@ A step's dQ tile is formed once by the two consumers, half and half, from the ke
 of 64 queries at head dim 128, halves by rows of a tile of 128 queries at head dim 64. (At 64 the longer tile is 15 to
 20 % faster; at 128 it has no room.) It leaves in the order in which threads hold it, and `convert` puts it right.
 
+Tiles have 64 or 128 columns. At head dims from 65 to 96 the matmuls leave out the last 32 of 128, and go in parts of 64
+and 32 columns, as shapes are powers of two; the loads bring zeros there, and consumer 1 adds zeros to 32 columns of dQ.
+
 How dQ is formed and sent is the launcher's choice, `dq_way`, by what was measured:
 
   late     a step forms the dQ of the step before. The consumers then need not meet: each says that its dS is ready and
@@ -284,14 +287,75 @@ def _to_columns(x, LAYOUT: gl.constexpr, THREAD_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _start_dQ(shared, dS_slot, CONSUMER: gl.constexpr):
+def _over_columns(A, B, COLUMNS: gl.constexpr):
+    """A Bᵀ over the first COLUMNS columns of both, in flight."""
+    ROWS: gl.constexpr = B.shape[0]
+    zeros = gl.zeros([CONSUMER_KEYS, ROWS], gl.float32, mma_layout(ROWS))
+    if COLUMNS == 96:
+        A_rest, B_rest = A.slice(64, 32, dim=1), B.slice(64, 32, dim=1)
+        A, B = A.slice(0, 64, dim=1), B.slice(0, 64, dim=1)
+        AB = warpgroup_mma(A, B.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        return warpgroup_mma(A_rest, B_rest.permute((1, 0)), AB, is_async=True)
+    else:
+        return warpgroup_mma(A, B.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _zero_sums(COLUMNS: gl.constexpr):
+    """dK or dV of a consumer: a tuple of its parts by columns, one or, where there are 96, two."""
+    if COLUMNS == 96:
+        left = gl.zeros([CONSUMER_KEYS, 64], gl.float32, mma_layout(64))
+        return left, gl.zeros([CONSUMER_KEYS, 32], gl.float32, mma_layout(32))
+    else:
+        return (gl.zeros([CONSUMER_KEYS, COLUMNS], gl.float32, mma_layout(COLUMNS)),)
+
+
+@gluon.jit
+def _as_operand(A, sums):
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums.type.layout, k_width=2)
+    return gl.convert_layout(A, LAYOUT)
+
+
+@gluon.jit
+def _add_product(sums, A, B, COLUMNS: gl.constexpr):
+    """`sums`, dK or dV, with A B added, in flight; A is in registers."""
+    if COLUMNS == 96:
+        left = warpgroup_mma(_as_operand(A, sums[0]), B.slice(0, 64, dim=1), sums[0], is_async=True)
+        return left, warpgroup_mma(_as_operand(A, sums[1]), B.slice(64, 32, dim=1), sums[1], is_async=True)
+    else:
+        return (warpgroup_mma(_as_operand(A, sums[0]), B, sums[0], is_async=True),)
+
+
+@gluon.jit
+def _await_sums(sums, PENDING: gl.constexpr):
+    """`sums`, once at most PENDING matmuls are in flight."""
+    if len(sums) == 2:
+        return warpgroup_mma_wait(PENDING, [sums[0], sums[1]])
+    else:
+        return (warpgroup_mma_wait(PENDING, [sums[0]]),)
+
+
+@gluon.jit
+def _store_sums(tile, sums, scale):
+    """`scale` times `sums` to a tile of shared memory."""
+    if len(sums) == 2:
+        tile.slice(0, 64, dim=1).store((sums[0] * scale).to(tile.dtype))
+        tile.slice(64, 32, dim=1).store((sums[1] * scale).to(tile.dtype))
+    else:
+        tile.store((sums[0] * scale).to(tile.dtype))
+
+
+@gluon.jit
+def _start_dQ(shared, dS_slot, CONSUMER: gl.constexpr, COLUMNS: gl.constexpr):
     """A consumer's part of dQ = dS K, in flight."""
     both_dS_T = shared.dS_tiles.index(dS_slot)
-    zeros = gl.zeros([HALF, HALF], gl.float32, mma_layout(HALF))
-    if shared.Q_slots.shape[2] == 128:
-        K_half = shared.KV_tiles.index(0).slice(CONSUMER * HALF, HALF, dim=1)
+    if COLUMNS > 64:
+        WIDTH: gl.constexpr = min(COLUMNS - CONSUMER * HALF, HALF)
+        zeros = gl.zeros([HALF, WIDTH], gl.float32, mma_layout(WIDTH))
+        K_half = shared.KV_tiles.index(0).slice(CONSUMER * HALF, WIDTH, dim=1)
         return warpgroup_mma(both_dS_T.permute((1, 0)), K_half, zeros, use_acc=False, is_async=True)
     else:
+        zeros = gl.zeros([HALF, HALF], gl.float32, mma_layout(HALF))
         dS_T_half = both_dS_T.slice(CONSUMER * HALF, HALF, dim=1)
         return warpgroup_mma(dS_T_half.permute((1, 0)), shared.KV_tiles.index(0), zeros, use_acc=False, is_async=True)
 
@@ -303,16 +367,25 @@ def _in_thread_order(dQ):
     From (warp, half of its rows, row, 8 columns, pair of them, of the pair) to (8 columns, warp, row, pair, half, of
     the pair). No number moves between registers, and the 128-bit stores meet no bank conflict.
     """
-    parts = gl.permute(gl.reshape(dQ, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
-    return gl.reshape(parts, [SENT_ROWS, SENT_COLUMNS])
+    parts = gl.permute(gl.reshape(dQ, [4, 2, 8, dQ.shape[1] // 8, 4, 2]), (3, 0, 2, 4, 1, 5))
+    return gl.reshape(parts, [2 * dQ.shape[1], SENT_COLUMNS])
+
+
+@gluon.jit
+def _store_dQ(shared, dQ, CONSUMER: gl.constexpr):
+    """A consumer's part of dQ to shared memory; if that is of 32 columns, before the zeros that lie there."""
+    dQ_tile = shared.dQ_tiles.index(CONSUMER)
+    if dQ.shape[1] < HALF:
+        dQ_tile = dQ_tile.slice(0, 2 * dQ.shape[1], dim=0)
+    dQ_tile.store(_in_thread_order(dQ))
+    fence_async_shared()
 
 
 @gluon.jit
 def _hand_over_dQ(shared, dQ, CONSUMER: gl.constexpr):
     """dQ to shared memory, and word of it to the warp that sends it."""
     wait_at(DQ_IS_SENT + CONSUMER, SENDER)
-    shared.dQ_tiles.index(CONSUMER).store(_in_thread_order(dQ))
-    fence_async_shared()
+    _store_dQ(shared, dQ, CONSUMER)
     arrive_at(DQ_IS_WRITTEN + CONSUMER, SENDER)
 
 
@@ -341,14 +414,12 @@ def _load_words(S_T, shared, slot, first_key, mask, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(shared, step, zero, CONSUMER: gl.constexpr):
+def _start_scores(shared, step, zero, CONSUMER: gl.constexpr, COLUMNS: gl.constexpr):
     """Sᵀ = K Qᵀ of a step, in flight, once the step's slot is full. `zero` is 0, see `_consume`."""
-    Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
     K = shared.KV_tiles.index(zero).slice(CONSUMER * CONSUMER_KEYS, CONSUMER_KEYS, dim=0)
     slot = step % SLOTS
-    zeros = gl.zeros([CONSUMER_KEYS, Q_TILE_SIZE], gl.float32, mma_layout(Q_TILE_SIZE))
     mbarrier.wait(shared.full.index(slot), (step // SLOTS) & 1)
-    return warpgroup_mma(K, shared.Q_slots.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return _over_columns(K, shared.Q_slots.index(slot), COLUMNS)
 
 
 @gluon.jit
@@ -364,19 +435,19 @@ def _step(
     dtype: gl.constexpr = shared.Q_slots.dtype
     Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
     D_TILE: gl.constexpr = PLAN.head_tile
+    COLUMNS: gl.constexpr = PLAN.columns
+    PARTS: gl.constexpr = 2 if COLUMNS == 96 else 1  # matmuls of S, dP, dK and dV each
     S_LAYOUT: gl.constexpr = mma_layout(Q_TILE_SIZE)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma_layout(D_TILE), k_width=2)
     FIRST_ROW: gl.constexpr = CONSUMER * CONSUMER_KEYS
     V = shared.KV_tiles.index(1).slice(FIRST_ROW, CONSUMER_KEYS, dim=0)
     slot = step % SLOTS
     Q, dO = shared.Q_slots.index(slot), shared.dO_slots.index(slot)
-    zeros = gl.zeros([CONSUMER_KEYS, Q_TILE_SIZE], gl.float32, S_LAYOUT)
 
-    dP_T = warpgroup_mma(V, dO.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dP_T = _over_columns(V, dO, COLUMNS)
     THREAD_ROWS: gl.constexpr = _has_thread_rows(D_TILE, PLAN.is_causal)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    stored = _to_thread_rows(gl.zeros([Q_TILE_SIZE], gl.float32, COLUMNS), THREAD_ROWS)  # only its layout is used
-    L = _to_columns(shared.L_slots.index(slot).load(stored.type.layout), COLUMNS, THREAD_ROWS)
+    QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    stored = _to_thread_rows(gl.zeros([Q_TILE_SIZE], gl.float32, QUERIES), THREAD_ROWS)  # only its layout is used
+    L = _to_columns(shared.L_slots.index(slot).load(stored.type.layout), QUERIES, THREAD_ROWS)
     P_T = gl.exp2(S_T * problem.scale_log2 - L[None, :])
     if MASKED and PLAN.query_block:
         words = _load_words(S_T, shared, slot, first_key + FIRST_ROW, mask, PLAN)
@@ -384,7 +455,7 @@ def _step(
     elif MASKED:
         P_T = _hide(P_T, first_query, first_key + FIRST_ROW, num_keys, DIAGONAL)
     dP_T, P_T = warpgroup_mma_wait(0, [dP_T, P_T])
-    delta = _to_columns(shared.delta_slots.index(slot).load(stored.type.layout), COLUMNS, THREAD_ROWS)
+    delta = _to_columns(shared.delta_slots.index(slot).load(stored.type.layout), QUERIES, THREAD_ROWS)
     dS_T = (P_T * (dP_T - delta[None, :])).to(dtype)
 
     # Tiles take turns: the other consumer may still multiply the last step's, or if dQ is late the one's before.
@@ -392,28 +463,27 @@ def _step(
     if PLAN.dq_way == LATE:
         wait_at(DS_IS_READY + (1 - CONSUMER) * 2 + ((step + 1) & 1), CONSUMERS)
     shared.dS_tiles.index(dS_slot).slice(FIRST_ROW, CONSUMER_KEYS, dim=0).store(dS_T)
-    dV = warpgroup_mma(gl.convert_layout(P_T.to(dtype), OPERAND), dO, dV, is_async=True)
+    dV = _add_product(dV, P_T.to(dtype), dO, COLUMNS)
     fence_async_shared()
     if PLAN.dq_way == LATE:
         arrive_at(DS_IS_READY + CONSUMER * 2 + (step & 1), CONSUMERS)
-        dQ = _start_dQ(shared, (step + 2) % 3, CONSUMER)
+        dQ = _start_dQ(shared, (step + 2) % 3, CONSUMER, COLUMNS)
     else:
         if PLAN.dq_way == ALONE:
             tma.store_wait(0)
         meet_consumers(DS_IS_WRITTEN)
-        dQ = _start_dQ(shared, dS_slot, CONSUMER)
-    dK = warpgroup_mma(gl.convert_layout(dS_T, OPERAND), Q, dK, is_async=True)
-    dV, dQ = warpgroup_mma_wait(1, [dV, dQ])
+        dQ = _start_dQ(shared, dS_slot, CONSUMER, COLUMNS)
+    dK = _add_product(dK, dS_T, Q, COLUMNS)
+    dV = _await_sums(dV, PARTS)
+    dQ = warpgroup_mma_wait(PARTS, [dQ])
     if PLAN.dq_way == ALONE:
-        dQ_tile = shared.dQ_tiles.index(CONSUMER)
-        dQ_tile.store(_in_thread_order(dQ))
-        fence_async_shared()
+        _store_dQ(shared, dQ, CONSUMER)
         dQ_block = [0, 0, (head_row + first_query) * (D_TILE // SENT_COLUMNS) + CONSUMER * SENT_ROWS, 0]
-        tma_add(dQ_desc, dQ_block, _as_block(dQ_tile, dQ_desc))
+        tma_add(dQ_desc, dQ_block, _as_block(shared.dQ_tiles.index(CONSUMER), dQ_desc))
     else:
         _hand_over_dQ(shared, dQ, CONSUMER)
-    S_T = _start_scores(shared, min(step + 1, last_step), 0, CONSUMER)
-    dK = warpgroup_mma_wait(1, [dK])
+    S_T = _start_scores(shared, min(step + 1, last_step), 0, CONSUMER, COLUMNS)
+    dK = _await_sums(dK, PARTS)
     mbarrier.arrive(shared.empty.index(slot), count=1)
     S_T = warpgroup_mma_wait(0, [S_T])
     return dK, dV, S_T
@@ -429,8 +499,10 @@ def _consume(
     MASKED_STEPS: gl.constexpr = least_steps(PLAN) if PLAN.is_causal else 0
     tile = own_tile(problem, mask, PLAN)
     first_key = tile.key_tile * KEY_TILE
-    dK = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, mma_layout(D_TILE))
-    dV = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, mma_layout(D_TILE))
+    dK, dV = _zero_sums(PLAN.columns), _zero_sums(PLAN.columns)
+    if PLAN.columns - CONSUMER * HALF == 32:
+        rest = shared.dQ_tiles.index(CONSUMER).slice(64, 64, dim=0)
+        rest.store(_in_thread_order(gl.zeros([HALF, 32], gl.float32, mma_layout(32))))
 
     mbarrier.wait(shared.kv_full.index(0), 0)
     meet_warps()  # without it the compiler puts one where each step begins
@@ -443,7 +515,7 @@ def _consume(
         arrive_at(DS_IS_READY + CONSUMER * 2 + 1, CONSUMERS)  # of the step before the first
     # The compiler would keep the addresses of K's parts in registers through the loops, were they the same here: so
     # this K is at an index that it does not know to be 0.
-    S_T = warpgroup_mma_wait(0, [_start_scores(shared, 0, min(last_step, 0), CONSUMER)])
+    S_T = warpgroup_mma_wait(0, [_start_scores(shared, 0, min(last_step, 0), CONSUMER, PLAN.columns)])
     if PLAN.query_block:
         for step in range(tile.masked):
             dK, dV, S_T = _step(
@@ -474,7 +546,7 @@ def _consume(
 
     if PLAN.dq_way == LATE:
         wait_at(DS_IS_READY + (1 - CONSUMER) * 2 + (last_step & 1), CONSUMERS)
-        dQ = _start_dQ(shared, last_step % shared.dS_tiles.shape[0], CONSUMER)
+        dQ = _start_dQ(shared, last_step % shared.dS_tiles.shape[0], CONSUMER, PLAN.columns)
         _hand_over_dQ(shared, warpgroup_mma_wait(0, [dQ]), CONSUMER)
     if PLAN.dq_way != ALONE:
         wait_at(DQ_IS_SENT + CONSUMER, SENDER)
@@ -482,8 +554,9 @@ def _consume(
     meet_consumers(TILES_ARE_READ)
     own_tiles = shared.KV_tiles._reinterpret(dtype, [4, CONSUMER_KEYS, D_TILE], shared.KV_tiles.layout)
     dK_tile, dV_tile = own_tiles.index(CONSUMER), own_tiles.index(2 + CONSUMER)
-    dK_tile.store((dK * (problem.scale_log2 / LOG2_E)).to(dtype))
-    dV_tile.store(dV.to(dtype))
+    scale = problem.scale_log2 / LOG2_E
+    _store_sums(dK_tile, dK, scale)
+    _store_sums(dV_tile, dV, 1.0)
     fence_async_shared()
     own_key = first_key + CONSUMER * CONSUMER_KEYS
     if PLAN.packed:
@@ -627,7 +700,7 @@ def hopper_backward(
     way = dq_way(head_tile(width), is_causal, num_queries, deterministic, listed=lists is not None)
     block_size = (0, 0) if lists is None else lists.block_size
     plan = BackwardPlan(
-        head_tile(width), query_tile, group, is_causal, no_missing_keys, way, deterministic, *block_size
+        head_tile(width), columns(width), query_tile, group, is_causal, no_missing_keys, way, deterministic, *block_size
     )
 
     grad_q = empty_like(q)
@@ -684,7 +757,9 @@ def hopper_packed_backward(
     heads_together = min(kv_heads, _heads_together(q, group, num_rows))
     no_missing_keys = is_causal and cu_seqlens_q is cu_seqlens_k
     way = dq_way(head_tile(width), is_causal, max_seqlen_q, False, packed=True)
-    plan = BackwardPlan(head_tile(width), query_tile, group, is_causal, no_missing_keys, way, False, packed=True)
+    plan = BackwardPlan(
+        head_tile(width), columns(width), query_tile, group, is_causal, no_missing_keys, way, False, packed=True
+    )
 
     grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
     rows, sums = _scratch(heads, num_rows, q)
@@ -727,6 +802,11 @@ def dq_way(
     if deterministic or num_queries >= LATE_FROM:
         return LATE.value
     return BY_SENDERS.value if packed else ALONE.value
+
+
+def columns(width: int) -> int:
+    """Columns of the matmuls for heads of `width`, a multiple of 8."""
+    return 96 if 64 < width <= 96 else head_tile(width)
 
 
 def _options(plan: BackwardPlan, q: Tensor) -> dict[str, Hashable]:

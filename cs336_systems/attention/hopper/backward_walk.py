@@ -30,6 +30,7 @@ class BackwardPlan(NamedTuple):
     """What the main kernel is compiled for, beside the element type."""
 
     head_tile: int
+    columns: int  # of it that are multiplied: all, or 96 of 128
     query_tile: int
     group: int  # query heads that share a key head
     is_causal: bool
