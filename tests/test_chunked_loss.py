@@ -9,10 +9,11 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from cs336_systems.device import has_cxx_compiler
+from cs336_systems.grading.counting import LiveBytes
 from cs336_systems.model import Linear, TransformerLM, cross_entropy
 from cs336_systems.model.block_parts import RECOMPUTES, run_in_parts
 from cs336_systems.model.chunked_loss import LossTransformer, chunked_cross_entropy, loss_bytes
-from tests.sharding_models import TINY, LiveBytes, batch, seeded
+from tests.sharding_models import TINY, batch, seeded
 
 COVERS = ("cs336_systems/model", "tests/sharding_models.py")
 VOCABULARY, WIDTH = 29, 12
