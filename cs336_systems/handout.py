@@ -11,7 +11,7 @@ Answer = Literal["graded", "measured", "written"]
 EDITIONS = (2025, 2026)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HandoutProblem:
     """A problem as the handouts give it."""
 
@@ -60,10 +60,7 @@ _PROBLEMS = (
     ("leaderboard_2025", "9", 0, OLD, RUN, "Attention of 1 x 16 x 16384 x 64, causal, forward and backward"),
     ("leaderboard_2026", "9", 10, NEW, RUN, "A full training step of an 8B model, context 32,768, on two GPUs"),
 )
-HANDOUT: dict[str, HandoutProblem] = {
-    name: HandoutProblem(name=name, section=section, points=points, editions=editions, answer=answer, title=title)
-    for name, section, points, editions, answer, title in _PROBLEMS
-}
+HANDOUT: dict[str, HandoutProblem] = {row[0]: HandoutProblem(*row) for row in _PROBLEMS}
 
 
 def problems_of(edition: int | None = None, answer: Answer | None = None) -> list[HandoutProblem]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.distributed.ddp import DataParallel
@@ -99,25 +96,3 @@ class RaiseInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
         raise ArithmeticError("planted")
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the memory under all tensors that operators have touched; storages that are resized count as they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, weakref.ref[Any]] = {}
-        self.peak = 0  # after any operator so far
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, Tensor) and not leaf.is_meta:
-                storage = leaf.untyped_storage()
-                self._storages[id(storage)] = weakref.ref(storage)
-        self.peak = max(self.peak, self._sum())
-        return result
-
-    def _sum(self) -> int:
-        storages = [reference() for reference in self._storages.values()]
-        return sum(storage.nbytes() for storage in storages if storage is not None)

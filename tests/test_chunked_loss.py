@@ -9,10 +9,11 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from cs336_systems.device import has_cxx_compiler
+from cs336_systems.grading.counting import LiveBytes
 from cs336_systems.model import Linear, TransformerLM, cross_entropy
 from cs336_systems.model.block_parts import RECOMPUTES, run_in_parts
 from cs336_systems.model.chunked_loss import LossTransformer, chunked_cross_entropy, loss_bytes
-from tests.sharding_models import TINY, LiveBytes, batch, seeded
+from tests.sharding_models import TINY, batch, seeded
 
 COVERS = ("cs336_systems/model", "tests/sharding_models.py")
 VOCABULARY, WIDTH = 29, 12
@@ -118,22 +119,18 @@ def test_gradients_come_twice_and_have_none_of_their_own():
         ({"weight": torch.ones(VOCABULARY, 5).double()}, ValueError, r"weight must have shape .* got weight \(29, 5\)"),
         ({"targets": torch.ones(6)}, ValueError, "targets must be integers, got torch.float32"),
         ({"targets": torch.ones(5, dtype=torch.int64)}, ValueError, r"got targets \(5,\) and hidden \(6, 12\)"),
+        ({"hidden": torch.ones(0, WIDTH).double(), "targets": torch.ones(0, dtype=torch.int64)}, ValueError,
+         r"targets must not be empty, got shape \(0,\)"),
+        ({"hidden": torch.ones(6, WIDTH).half(), "weight": torch.ones(VOCABULARY, WIDTH).half()}, TypeError,
+         "hidden must not be float16, in which gradients .* underflow"),
         ({"chunk_tokens": 0}, ValueError, "chunk_tokens must be a positive int, got 0"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_named(change, error, match):
     hidden, weight, targets = problem(6)
     arguments: dict[str, Any] = {"hidden": hidden, "weight": weight, "targets": targets, "chunk_tokens": 4}
     with pytest.raises(error, match=match):
         chunked_cross_entropy(**arguments | change)
-
-
-def test_no_tokens_and_float16_are_refused():
-    hidden, weight, targets = problem(0)
-    with pytest.raises(ValueError, match=r"targets must not be empty, got shape \(0,\)"):
-        chunked_cross_entropy(hidden, weight, targets)
-    with pytest.raises(TypeError, match="hidden must not be float16, in which gradients .* underflow"):
-        chunked_cross_entropy(hidden.half(), weight.half(), targets)
 
 
 # The model that answers with its loss, and its blocks in parts
@@ -145,7 +142,7 @@ def loss_and_gradients(model: torch.nn.Module) -> tuple[Tensor, list[Tensor]]:
     return loss, list(torch.autograd.grad(loss, list(model.parameters())))
 
 
-def check_against_the_plain_model(recompute: Any, compiled: bool, wide_blocks: int = 0) -> None:
+def check_against_the_plain_model(recompute: Any, compiled: bool, wide_blocks: int) -> None:
     plain = seeded(lambda: TransformerLM.from_config(TINY, attention="sdpa"))
     model = seeded(lambda: LossTransformer.for_loss(TINY, attention="sdpa", chunk_tokens=5))
     assert model.state_dict().keys() == plain.state_dict().keys()
@@ -157,13 +154,11 @@ def check_against_the_plain_model(recompute: Any, compiled: bool, wide_blocks: i
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTES)
-def test_blocks_in_parts_and_a_loss_in_chunks_are_the_plain_model(recompute):
-    check_against_the_plain_model(recompute, compiled=False)
-
-
-def test_wide_blocks_are_the_plain_model():
-    check_against_the_plain_model("after_attention", compiled=False, wide_blocks=1)
+@pytest.mark.parametrize(
+    ("recompute", "wide_blocks"), [*((recompute, 0) for recompute in RECOMPUTES), ("after_attention", 1)]
+)
+def test_blocks_in_parts_and_a_loss_in_chunks_are_the_plain_model(recompute, wide_blocks):
+    check_against_the_plain_model(recompute, compiled=False, wide_blocks=wide_blocks)
 
 
 @needs_compiler

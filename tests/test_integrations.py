@@ -146,6 +146,15 @@ def test_an_encoder_attends_both_ways(hf, padding):
     assert (hidden[0] - hidden[1]).abs().max() < 1e-12
 
 
+def generated(model: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    """The prompts with NEW tokens each, and the logits of those."""
+    output = model.generate(
+        batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=NEW, do_sample=False,
+        pad_token_id=0, return_dict_in_generate=True, output_logits=True, **options,
+    )  # fmt: skip
+    return output.sequences, torch.stack(output.logits)
+
+
 @pytest.mark.parametrize("padding", ["", "left"])
 @pytest.mark.parametrize(
     "options",
@@ -154,17 +163,12 @@ def test_an_encoder_attends_both_ways(hf, padding):
 )
 def test_generating_with_a_cache_is_that_of_sdpa(hf, padding, options):
     """One query against many keys, or several that are not the first: the causal mask is bottom right there."""
-    batch = token_batch(padding)
-    found = []
-    for model in model_pair(hf, "window", "reference"):
-        output = model.double().generate(
-            batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=NEW, do_sample=False,
-            pad_token_id=0, return_dict_in_generate=True, output_logits=True, **options,
-        )  # fmt: skip
-        found.append((output.sequences, torch.stack(output.logits)))
-    assert found[0][0].shape[1] == LENGTH + NEW
-    assert torch.equal(found[0][0], found[1][0])
-    assert (found[0][1] - found[1][1]).abs().max() < 1e-12
+    (expected, logits), (found, our_logits) = (
+        generated(model.double(), token_batch(padding), **options) for model in model_pair(hf, "window", "reference")
+    )
+    assert expected.shape[1] == LENGTH + NEW
+    assert torch.equal(expected, found)
+    assert (logits - our_logits).abs().max() < 1e-12
 
 
 def test_torch_compile_gives_the_same_logits(hf, monkeypatch):
@@ -220,14 +224,8 @@ def test_bfloat16_on_a_gpu_is_as_near_to_float64_as_sdpa(hf, padding, backend):
 @pytest.mark.parametrize("padding", ["", "left"])
 def test_generating_on_a_gpu_gives_sdpa_s_logits(hf, padding):
     batch = {name: tensor.cuda() for name, tensor in token_batch(padding).items()}
-    logits = []
-    for model in model_pair(hf, "window", "triton"):
-        output = model.cuda().generate(
-            batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=NEW, do_sample=False,
-            pad_token_id=0, return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
-        logits.append(torch.stack(output.logits))
-    assert (logits[0] - logits[1]).abs().max() < 1e-3  # float32, on tensor cores
+    logits, ours = (generated(model.cuda(), batch)[1] for model in model_pair(hf, "window", "triton"))
+    assert (logits - ours).abs().max() < 1e-3  # float32, on tensor cores
 
 
 # What is not supported

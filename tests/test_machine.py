@@ -65,12 +65,6 @@ def test_every_back_end_has_a_finite_row_or_a_reason() -> None:
     assert by_name["triton"].interpreted or torch.cuda.is_available() or by_name["triton"].status == "skipped"
 
 
-@pytest.fixture
-def without_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One test compiles; for the others its seconds would say nothing new."""
-    monkeypatch.setattr(backends, "BACKENDS", tuple(name for name in BACKENDS if name != "compiled"))
-
-
 def test_an_out_of_memory_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(q: Any, k: Any, v: Any, *, backend: str, **_: Any) -> Any:
         if backend == "reference":
@@ -116,7 +110,9 @@ def test_doctor_as_json_says_facts_and_nothing_measured() -> None:
 
 
 @pytest.mark.slow
-def test_doctor_measures_when_asked(without_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_measures_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One test above compiles; its seconds would say nothing new here.
+    monkeypatch.setattr(backends, "BACKENDS", tuple(name for name in BACKENDS if name != "compiled"))
     monkeypatch.setattr("cs336_systems.measure.machine.COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr("cs336_systems.measure.machine.MATMUL_SIZE", {"cpu": 64})
     small = {"batch": 1, "heads": 1, "seqlen_q": 32, "seqlen_k": 32, "head_dim": 16, "dtype": "float32"}

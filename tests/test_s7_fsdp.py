@@ -23,12 +23,12 @@ from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
 from cs336_systems.distributed.fsdp.life import watch
 from cs336_systems.distributed.fsdp.plan import chunk_rows, own_rows, plan_units
 from cs336_systems.distributed.launch import run_ranks
+from cs336_systems.grading.counting import LiveBytes
 from cs336_systems.model import AdamW, TransformerLM
 from tests.module_kinds import Net
 from tests.one_job import OneJob
 from tests.sharding_models import (
     TINY,
-    LiveBytes,
     awkward,
     batch,
     part,

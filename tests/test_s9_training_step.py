@@ -21,12 +21,13 @@ from cs336_systems.experiments.leaderboard_2026 import (
     long_step_cell,
 )
 from cs336_systems.experiments.spec import Disagreement, Unsupported, load
+from cs336_systems.grading.counting import LiveBytes
 from cs336_systems.inputs import token_batch
 from cs336_systems.measure.memory import MIB
 from cs336_systems.model import TransformerLM, cross_entropy
 from cs336_systems.model.chunked_loss import LossHead
 from tests.one_job import OneJob
-from tests.sharding_models import TINY, LiveBytes
+from tests.sharding_models import TINY
 
 COVERS = ("cs336_systems/attention", "cs336_systems/distributed", "cs336_systems/model", "tests/sharding_models.py")
 CPU = RunConfig(scale="tiny", device="cpu")

@@ -202,12 +202,14 @@ def test_xxl_fits_on_the_fewest_devices_and_not_on_one_less(tokens: int):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_xxl_is_compute_bound_from_its_smallest_batch_on(overlap: bool):
-    per_device = xxl.smallest_batch_per_device(xxl.XXL, xxl.V5P, overlap=overlap)
+    model, mesh = xxl.XXL, xxl.V5P
+    per_device = xxl.smallest_batch_per_device(model, mesh, overlap=overlap)
     for factor, expected in ((1.0001, True), (0.9999, False)):
-        tokens = factor * per_device * xxl.V5P.devices
-        fsdp_s, tp_s = xxl.fsdp_seconds(xxl.XXL, xxl.V5P), xxl.tp_seconds(xxl.XXL, xxl.V5P, tokens)
-        communication = max(fsdp_s, tp_s) if overlap else fsdp_s + tp_s
-        assert (communication <= xxl.math_seconds(xxl.XXL, xxl.V5P, tokens)) is expected
+        tokens = factor * per_device * mesh.devices
+        math_s = 4 * tokens * model.d_model * model.d_ff / (mesh.devices * mesh.flops_per_s)
+        fsdp_s = 4 * model.d_model * model.d_ff / (mesh.tp * mesh.link_bytes_per_s * mesh.fsdp_axes)
+        tp_s = 4 * tokens * model.d_model / (mesh.fsdp * mesh.link_bytes_per_s * mesh.tp_axes)
+        assert ((max(fsdp_s, tp_s) if overlap else fsdp_s + tp_s) <= math_s) is expected
     assert per_device == pytest.approx(4.6e14 / 1.8e11 / 8 if overlap else 395.339, rel=1e-5)
 
 

@@ -91,26 +91,13 @@ def fewest_devices(model: TwoLayerModel, tokens: int, memory_bytes: float = V5P_
 # (c): batch
 
 
-def math_seconds(model: TwoLayerModel, mesh: Mesh, tokens: float) -> float:
-    """Forward of one block: 4·B·D·F/(N·C)."""
-    return 4 * tokens * model.d_model * model.d_ff / (mesh.devices * mesh.flops_per_s)
-
-
-def fsdp_seconds(model: TwoLayerModel, mesh: Mesh) -> float:
-    """All-gather of a TP rank's share of two bfloat16 matrices: 4·D·F/(Y·W·M_X), for a large axis."""
-    return 4 * model.d_model * model.d_ff / (mesh.tp * mesh.link_bytes_per_s * mesh.fsdp_axes)
-
-
-def tp_seconds(model: TwoLayerModel, mesh: Mesh, tokens: float) -> float:
-    """All-gather before and reduce-scatter after a block, of an FSDP rank's tokens: 4·B·D/(X·W·M_Y)."""
-    return 4 * tokens * model.d_model / (mesh.fsdp * mesh.link_bytes_per_s * mesh.tp_axes)
-
-
 def smallest_batch_per_device(model: TwoLayerModel, mesh: Mesh, *, overlap: bool = True) -> float:
     """Least tokens a device, B/N, at which the forward is compute-bound; ValueError if there is none.
 
-    TP's condition does not depend on the batch: F/Y ≥ α/M_Y, with α = C/W. FSDP's is B/N ≥ α/(M_X·Y). Where the axes'
-    collectives cannot be overlapped, FSDP has what TP leaves, a share 1 - α·Y/(M_Y·F) of the time.
+    A block's forward computes for 4·B·D·F/(N·C), gathers a TP rank's share of two bfloat16 matrices in 4·D·F/(Y·W·M_X)
+    and gathers and reduces an FSDP rank's tokens in 4·B·D/(X·W·M_Y). TP's condition does not depend on the batch:
+    F/Y ≥ α/M_Y, with α = C/W. FSDP's is B/N ≥ α/(M_X·Y). Where the axes' collectives cannot be overlapped, FSDP has
+    what TP leaves, a share 1 - α·Y/(M_Y·F) of the time.
     """
     alpha = mesh.flops_per_s / mesh.link_bytes_per_s
     tp_share = alpha * mesh.tp / (mesh.tp_axes * model.d_ff)

@@ -73,7 +73,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, tree: Any) -> None:
         for leaf in tree_leaves(tree):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
                 storage = leaf.untyped_storage()
                 self._storages[id(storage)] = weakref.ref(storage)
 

@@ -17,9 +17,8 @@ from cs336_systems.grading.models import (
     STEPS,
     Stack,
     Toy,
+    assert_like_one_process,
     equal_on_all_ranks,
-    hint_of_sums,
-    largest_difference,
     part,
     regression_batch,
     seeded,
@@ -111,17 +110,15 @@ def equals_one_process(adapters: Adapters, rank: int, num_ranks: int, size: Any)
     start = deepcopy(dict(single.named_parameters()))
     optimizer = torch.optim.SGD(single.parameters(), lr=0.1)
     for step in range(STEPS):
-        x, y = regression_batch(step)
+        batch = regression_batch(step)
         optimizer.zero_grad()
-        squared_error(single, (x, y)).backward()
+        squared_error(single, batch).backward()
         optimizer.step()
         with wrapped.step():
-            squared_error(wrapped.model, (part(x, rank, num_ranks), part(y, rank, num_ranks))).backward()
+            squared_error(wrapped.model, part(batch, rank, num_ranks)).backward()
         expected = dict(single.named_parameters())
         found = dict(wrapped.model.module.named_parameters())
-        error, name = largest_difference(found, expected)
-        hint = hint_of_sums(found, start, expected, num_ranks) if step == 0 else ""
-        assert error <= BOUND, f"{name} differs by {error:.2g} from one process's after step {step + 1}{hint}"
+        assert_like_one_process(found, expected, start, step, num_ranks, BOUND)
     for name, parameter in wrapped.model.module.named_parameters():
         assert equal_on_all_ranks(parameter.detach()), f"{name} differs between the ranks after training"
 

@@ -60,17 +60,15 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[T
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
-def run_forward(attention: Callable[..., Tensor], tensors: list[Tensor], is_causal: bool) -> dict[str, Tensor]:
-    """The output of `attention` alone."""
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors[:3]]
-    return {"O": attention(*leaves, is_causal).detach()}
-
-
-def run_both(attention: Callable[..., Tensor], tensors: list[Tensor], is_causal: bool) -> dict[str, Tensor]:
-    """The output of `attention` and the gradients of its inputs."""
-    q, k, v, grad_output = tensors
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in (q, k, v)]
+def run(
+    attention: Callable[..., Tensor], tensors: list[Tensor], is_causal: bool, *, differentiates: bool
+) -> dict[str, Tensor]:
+    """The output of `attention` and, if it `differentiates`, the gradients of its inputs."""
+    *inputs, grad_output = tensors
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     output = attention(*leaves, is_causal)
+    if not differentiates:
+        return {"O": output.detach()}
     output.backward(grad_output)
     gradients = {f"d{name}": leaf.grad for name, leaf in zip("QKV", leaves) if leaf.grad is not None}
     assert len(gradients) == 3, "the backward leaves an input without a gradient"
@@ -86,12 +84,11 @@ def assert_contract(
     Of the output alone no backward runs. On a GPU plain attention multiplies in TF32 here, as Triton's `tl.dot` does
     unless told otherwise.
     """
-    run = run_forward if names == "O" else run_both
+    results = partial(run, is_causal=is_causal, differentiates=names != "O")
     tensors = [tensor.to(dtype) for tensor in draw(shape, device, scale)]
-    exact = run(lambda *x: plain_attention(*x)[0], [tensor.double() for tensor in tensors], is_causal)
+    exact = results(lambda *x: plain_attention(*x)[0], [tensor.double() for tensor in tensors])
     torch.backends.cuda.matmul.allow_tf32 = True
-    eager = run(lambda *x: plain_attention(*x)[0], tensors, is_causal)
-    ours = run(function.apply, tensors, is_causal)
+    eager, ours = results(lambda *x: plain_attention(*x)[0], tensors), results(function.apply, tensors)
     what = f"{shape[0]} x {shape[1]} queries x {shape[2]} keys x {shape[3]}, {'causal' if is_causal else 'not causal'}"
     for name in names.split():
         assert ours[name].shape == exact[name].shape, (

@@ -16,9 +16,8 @@ from cs336_systems.grading.counting import LiveBytes, reachable_bytes
 from cs336_systems.grading.models import (
     Deep,
     Language,
+    assert_like_one_process,
     equal_on_all_ranks,
-    hint_of_sums,
-    largest_difference,
     layer_classes,
     next_token_loss,
     part,
@@ -71,20 +70,17 @@ def trains_like_one_process(
     fsdp.module.linear1.register_forward_hook(lambda _module, _args, output: dtypes.add(output.dtype))
     reference, optimizer = (torch.optim.SGD(model.parameters(), lr=0.01) for model in (single, fsdp))
     for step in range(3):
-        tokens, targets = token_batch(step)
+        batch = token_batch(step)
         if evaluates:
             with torch.no_grad():
-                fsdp(tokens)
-            fsdp(tokens)
+                fsdp(batch[0])
+            fsdp(batch[0])
         reference.zero_grad(set_to_none=True)
-        next_token_loss(single, (tokens, targets)).backward()
+        next_token_loss(single, batch).backward()
         reference.step()
-        own = part(tokens, rank, num_ranks), part(targets, rank, num_ranks)
-        step_of(adapters, fsdp, optimizer, own, next_token_loss)
+        step_of(adapters, fsdp, optimizer, part(batch, rank, num_ranks), next_token_loss)
         found, expected = full_parameters(adapters, fsdp), dict(single.named_parameters())
-        error, name = largest_difference(found, expected)
-        hint = hint_of_sums(found, start, expected, num_ranks) if step == 0 else ""
-        assert error <= bound, f"{name} differs by {error:.2g} from one process's after step {step + 1}{hint}"
+        assert_like_one_process(found, expected, start, step, num_ranks, bound)
     wanted = compute_dtype or torch.float32
     assert dtypes == {wanted}, f"a Linear layer computes in {dtypes.pop()}, not {wanted}"
 

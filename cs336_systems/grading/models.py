@@ -53,8 +53,9 @@ def regression_batch(step: int, inputs: int = 10, outputs: int = 5) -> tuple[Ten
     return torch.randn(8, inputs, generator=generator), torch.randn(8, outputs, generator=generator)
 
 
-def part(tensor: Tensor, rank: int, num_ranks: int) -> Tensor:
-    return tensor.chunk(num_ranks)[rank]
+def part(batch: tuple[Tensor, Tensor], rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """The rows of the batch that are this rank's."""
+    return batch[0].chunk(num_ranks)[rank], batch[1].chunk(num_ranks)[rank]
 
 
 def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -169,13 +170,18 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tu
     return max(((ours[name].detach() - theirs[name].detach()).abs().max().item(), name) for name in theirs)
 
 
-def hint_of_sums(
-    found: dict[str, Tensor], start: dict[str, Tensor], expected: dict[str, Tensor], num_ranks: int
-) -> str:
-    """Words where a step of SGD from `start` went `num_ranks` times as far as it should, the commonest mistake."""
-    too_far = {name: start[name] + num_ranks * (x.detach() - start[name]) for name, x in expected.items()}
-    error, _ = largest_difference(found, expected)
-    return ", as if gradients were summed and not averaged" if largest_difference(found, too_far)[0] < error / 4 else ""
+def assert_like_one_process(
+    found: dict[str, Tensor], expected: dict[str, Tensor], start: dict[str, Tensor], step: int, num_ranks: int,
+    bound: float,
+) -> None:  # fmt: skip
+    """Parameters after `step` are one process's; of the first step, from `start`, the commonest mistake is known."""
+    error, name = largest_difference(found, expected)
+    hint = ""
+    if step == 0:
+        too_far = {name: start[name] + num_ranks * (x.detach() - start[name]) for name, x in expected.items()}
+        if largest_difference(found, too_far)[0] < error / 4:
+            hint = ", as if gradients were summed and not averaged"
+    assert error <= bound, f"{name} differs by {error:.2g} from one process's after step {step + 1}{hint}"
 
 
 def equal_on_all_ranks(tensor: Tensor) -> bool:

@@ -52,9 +52,6 @@ def capture(
         call()
     synchronize(device)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    if device == "cuda":
-        with _quiet(), profile(activities=activities):  # the first use loads CUPTI, which must not be in the profile
-            pass
     return trace_of(record_events(run_steps, activities, path))
 
 
@@ -62,6 +59,9 @@ def record_events(
     run: Callable[[], object], activities: Sequence[ProfilerActivity], path: Path | None = None
 ) -> list[dict[str, Any]]:
     """The events of a chrome trace of `run()`; `path` keeps the file, also where `run` raises."""
+    if ProfilerActivity.CUDA in activities:
+        with _quiet(), profile(activities=activities):  # the first use loads CUPTI, which must not be in the profile
+            pass
     profiler = profile(activities=activities)
     with tempfile.TemporaryDirectory(prefix="trace-") as folder:
         target = path or Path(folder) / "step.trace.json"

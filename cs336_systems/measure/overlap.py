@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 
 from cs336_systems.measure.capture import record_events
 from cs336_systems.measure.intervals import Interval, length, union
@@ -52,16 +52,14 @@ class Lanes:
 
 
 def trace_lanes(call: Callable[[], object], device: str) -> Lanes:
-    """The lanes of one `call` in this process; an untimed call under the profiler comes first, to set it up."""
+    """The lanes of one `call` in this process, behind one that is not traced."""
 
     def run() -> None:
         call()
         synchronize(device)
 
     activities = [ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]
-    synchronize(device)
-    with profile(activities=activities):
-        run()
+    run()
     return read_lanes(record_events(run, activities), device)
 
 

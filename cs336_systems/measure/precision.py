@@ -53,13 +53,8 @@ def autocast_dtypes(device: str, dtype: str) -> dict[str, str]:
     """The dtype of each of `AUTOCAST_TENSORS` in a step of `ToyModel` under autocast to `dtype` on `device`."""
     model = ToyModel().to(device)
     seen: dict[str, Tensor] = {}
-
-    def watch(name: str, module: nn.Module) -> None:
-        module.register_forward_hook(lambda _module, _inputs, output: seen.__setitem__(name, output))
-
-    watch("fc1 output", model.fc1)
-    watch("layer norm output", model.ln)
-    watch("logits", model.fc2)
+    for name, module in (("fc1 output", model.fc1), ("layer norm output", model.ln), ("logits", model.fc2)):
+        module.register_forward_hook(lambda _module, _inputs, output, name=name: seen.__setitem__(name, output))
     x = torch.randn(8, 20, device=device)
     targets = torch.zeros(8, dtype=torch.int64, device=device)
     with torch.autocast(device, dtype=getattr(torch, dtype)):

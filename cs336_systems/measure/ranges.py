@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 # What a module's last name says of it; the first match counts.
 ROLES: Mapping[str, re.Pattern[str]] = {
@@ -107,7 +108,7 @@ class _Ranges(TorchFunctionMode):
         if func is F.scaled_dot_product_attention or registered:
             with named_range(FUSED):
                 return func(*args, **kwargs)
-        if func not in PRODUCTS or not _of_two_activations([*args, *kwargs.values()]):
+        if func not in PRODUCTS or not _of_two_activations(tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         first = not any(owner is self for owner, *_ in self.open)  # a second product ends the softmax
         self.leave(self)
@@ -119,11 +120,8 @@ class _Ranges(TorchFunctionMode):
 
 
 def _of_two_activations(arguments: list[Any]) -> bool:
-    """Whether two batches of matrices are multiplied, none a parameter or its 2-D view; einsum may take a list."""
-    flat = [
-        item for argument in arguments for item in (argument if isinstance(argument, list | tuple) else (argument,))
-    ]
-    tensors = [item for item in flat if isinstance(item, Tensor)]
+    """Whether two batches of matrices are multiplied, none a parameter or its 2-D view."""
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     return len(tensors) == 2 and all(x.ndim >= 3 and not isinstance(x, nn.Parameter) for x in tensors)
 
 

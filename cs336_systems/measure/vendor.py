@@ -16,34 +16,25 @@ from pathlib import Path
 
 import torch
 
-TOOLS = ("nsys", "ncu")
 NCU_LAUNCHES = 200  # kernels that ncu measures: each is run many times over, so a whole step would take hours
+# The option that names the report of each tool, and its other options.
+TOOLS = {
+    "nsys": (
+        "--output", "profile", "--force-overwrite=true", "--trace=cuda,nvtx,cublas,cudnn,osrt",
+        "--cuda-memory-usage=true", "--capture-range=cudaProfilerApi", "--capture-range-end=stop",
+    ),
+    "ncu": (
+        "--export", "--force-overwrite", "--set=full", "--profile-from-start=off",
+        "--nvtx",  # ranges are shown, and choose nothing: autograd launches its kernels on a thread that has none
+        f"--launch-count={NCU_LAUNCHES}", "--target-processes=all",
+    ),
+}  # fmt: skip
 
 
 def vendor_command(tool: str, command: Sequence[str], output: Path) -> list[str]:
     """`command` under `tool`, one of TOOLS, which writes its report to `output` (without suffix)."""
-    executable = shutil.which(tool) or tool
-    if tool == "nsys":
-        flags = [
-            "profile",
-            f"--output={output}",
-            "--force-overwrite=true",
-            "--trace=cuda,nvtx,cublas,cudnn,osrt",
-            "--cuda-memory-usage=true",
-            "--capture-range=cudaProfilerApi",
-            "--capture-range-end=stop",
-        ]
-    else:
-        flags = [
-            f"--export={output}",
-            "--force-overwrite",
-            "--set=full",
-            "--profile-from-start=off",
-            "--nvtx",  # ranges are shown, and choose nothing: autograd launches its kernels on a thread that has none
-            f"--launch-count={NCU_LAUNCHES}",
-            "--target-processes=all",
-        ]
-    return [executable, *flags, *command]
+    report, *options = TOOLS[tool]
+    return [shutil.which(tool) or tool, *options, f"{report}={output}", *command]
 
 
 @contextmanager

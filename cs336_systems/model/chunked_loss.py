@@ -136,10 +136,7 @@ class LossHead(Linear):
     backward.
     """
 
-    def __init__(self, in_features: int, out_features: int, chunk_tokens: int = CHUNK_TOKENS) -> None:
-        super().__init__(in_features, out_features)
-        self.chunk_tokens = chunk_tokens
-        self.compiled = False
+    chunk_tokens, compiled = CHUNK_TOKENS, False  # as `LossTransformer.for_loss` sets them
 
     def forward(  # type: ignore[override]
         self, hidden: Float[Tensor, "*batch d_in"], targets: Int[Tensor, "*batch"]
