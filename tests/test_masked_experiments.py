@@ -13,7 +13,7 @@ from cs336_systems.config import MaskCase, RunConfig
 from cs336_systems.experiments import implementations, masks
 from cs336_systems.experiments.frames import load_frame, pick
 from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.mask_implementations import BUILDERS, build_masked, is_plain, mask_of
+from cs336_systems.experiments.mask_implementations import BUILDERS, _predicate, build_masked, is_plain, mask_of
 from cs336_systems.experiments.masks import best_over_dense
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.registry import PROBLEMS
@@ -113,10 +113,21 @@ def test_implementations_of_documents_agree(name, mask):
         torch.testing.assert_close(chosen.unpack(result).double(), wanted, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("mask", ["causal", DOCUMENT, f"{DOCUMENT}+causal", f"{DOCUMENT}+window:20", "random:0.5"])
+def test_flex_attention_attends_what_the_mask_says(mask):
+    """Documents under a window lost the window: its predicate was theirs alone."""
+    truth = mask_of(small_case(mask), "cpu", 0)
+    flex = truth.to_flex(_predicate(small_case(mask), truth))
+    query, key = torch.arange(128)[:, None], torch.arange(128)
+    tiles = flex.to_dense()[0, 0].bool().repeat_interleave(64, 0).repeat_interleave(64, 1)
+    assert torch.equal(tiles & flex.mask_mod(0, 0, query, key), truth.to_dense()[0, 0])
+
+
 @pytest.mark.slow_if(mask="causal")
 @pytest.mark.slow_if(mask="shared:16+causal")
 @pytest.mark.slow_if(mask="dilated:100/3")
-@pytest.mark.parametrize("mask", ["causal", "random:0.5", "shared:16+causal", "topk:16", "dilated:100/3", "window:40"])
+@pytest.mark.parametrize("mask", ["causal", "random:0.5", "shared:16+causal", "topk:16", "dilated:100/3", "window:40",
+                                  f"{DOCUMENT}+window:20"])  # fmt: skip
 def test_a_cell_reports_all_that_it_promises(mask):
     cell = masks.mask_cell(small_case(mask), "triton", TINY)
     rows = {measurement.row: measurement for measurement in masks.MaskExperiment().measure(cell, TINY)}
