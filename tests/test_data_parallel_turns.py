@@ -14,7 +14,7 @@ from cs336_systems.config import Precision, RunConfig
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.experiments import data_parallel_turns
 from cs336_systems.experiments.data_parallel_turns import ParallelStep, take_turns
-from cs336_systems.experiments.frames import load_frame, tuples
+from cs336_systems.experiments.frames import dicts, load_frame
 from cs336_systems.experiments.ranks import TIMES
 from cs336_systems.experiments.records import Record, case_to_dict
 from cs336_systems.experiments.spec import Unsupported, load
@@ -102,7 +102,7 @@ def test_a_step_is_compared_with_the_faster_rival_round_by_round():
             record("overlap", [5.0], other), record("torch_ddp", [10.0], other),
         ],
     )  # fmt: skip
-    found = {(row["implementation"], row["compute"]): row for row in tuples(frame)}
+    found = {(row["implementation"], row["compute"]): row for row in dicts(frame)}
     assert found["overlap", "float32"]["rival"] == "torch_ddp_view"  # by medians: 11 and 20
     assert found["overlap", "float32"]["of_rival"] == pytest.approx(10 / 11)  # of 10/11, 20/10 and 90/100
     assert found["overlap", "bfloat16"]["of_rival"] == 0.5

@@ -25,7 +25,7 @@ from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.experiments import parallel_step as steps
 from cs336_systems.experiments import ranks
 from cs336_systems.experiments.data_parallel import precisions
-from cs336_systems.experiments.frames import speed, tuples
+from cs336_systems.experiments.frames import dicts, speed
 from cs336_systems.experiments.parallel_step import OURS, PEERS, ParallelStep, ShardingCase
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pivot
@@ -76,15 +76,15 @@ class DataParallelTurns(Experiment):
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Columns `rival`, its fastest in that case, and `of_rival`: the time over the rival's, median of rounds."""
         by_case: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-        for row in tuples(frame):
+        for row in dicts(frame):
             by_case[row["case"]][row["implementation"]] = row
         rivals = []
-        for row in tuples(frame):
+        for row in dicts(frame):
             others = [one for name in RIVALS.get(row["implementation"], ()) if (one := by_case[row["case"]].get(name))]
             rivals.append(min(others, key=lambda other: other["median"], default=None))
         return frame.assign(
             rival=[rival["implementation"] if rival else "" for rival in rivals],
-            of_rival=[speed(rival, row) for rival, row in zip(rivals, tuples(frame))],
+            of_rival=[speed(rival, row) for rival, row in zip(rivals, dicts(frame))],
         )
 
     tables = {

@@ -133,7 +133,7 @@ def pick(frame: pd.DataFrame, where: Where) -> pd.DataFrame:
     return frame[kept]
 
 
-def tuples(frame: pd.DataFrame) -> list[Any]:
+def dicts(frame: pd.DataFrame) -> list[Any]:
     """The rows as dictionaries: row["model.d_model"], row["median"]."""
     return frame.to_dict("records")
 
@@ -175,8 +175,8 @@ def with_speeds(
     frame: pd.DataFrame, column: str, base: Where, by: Sequence[str] = ("case", "mode", "quantity")
 ) -> pd.DataFrame:
     """`frame` with `column`: how many times as fast a row is as that of `base` which has the same values of `by`."""
-    bases = {tuple(row[name] for name in by): row for row in tuples(pick(frame, base))}
-    found = [speed(row, bases.get(tuple(row[name] for name in by))) for row in tuples(frame)]
+    bases = {tuple(row[name] for name in by): row for row in dicts(pick(frame, base))}
+    found = [speed(row, bases.get(tuple(row[name] for name in by))) for row in dicts(frame)]
     return frame.assign(**{column: found})
 
 

@@ -18,7 +18,7 @@ import pandas as pd
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, eager_attention_bytes, tflops_per_s
 from cs336_systems.config import DTypeName, MaskCase, RunConfig
 from cs336_systems.experiments.attention import BACKWARD, BOTH, FORWARD, MODE_WORDS, PEAK, measure_attention
-from cs336_systems.experiments.frames import digits, pick, speed, tuples
+from cs336_systems.experiments.frames import dicts, digits, pick, speed
 from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_of, mask_parts, shape_of
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample
 from cs336_systems.experiments.tables import Listing, Pivot, TableSpec
@@ -145,9 +145,9 @@ class MaskExperiment(Experiment):
             shares[name] = frame["case"].map(dict(zip(measured["case"], measured["median"])))
         frame = frame.assign(**shares)
         dense: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
-        for row in tuples(pick(frame, {"quantity": "time", "implementation": DENSE, "mask": is_plain})):
+        for row in dicts(pick(frame, {"quantity": "time", "implementation": DENSE, "mask": is_plain})):
             dense[_dense_key(row, row["mask"] == "causal")].append(row)
-        return frame.join(pd.DataFrame([_beside(row, dense) for row in tuples(frame)], index=frame.index))
+        return frame.join(pd.DataFrame([_beside(row, dense) for row in dicts(frame)], index=frame.index))
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`over(mode=..., pattern=...)`: how many times as fast as dense attention the fastest of ours is."""

@@ -22,7 +22,7 @@ import jinja2
 import pandas as pd
 
 from cs336_systems.experiments.figures import digest, spec_of, write_png
-from cs336_systems.experiments.frames import calculated_frame, digits, in_unit, load_frame, pick, tuples
+from cs336_systems.experiments.frames import calculated_frame, dicts, digits, in_unit, load_frame, pick
 from cs336_systems.experiments.frames import speed as speed_of
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.spec import Calculation, Experiment, experiments
@@ -278,7 +278,7 @@ class Page:
 
     def _one(self, quantity: str, implementation: str | None, where: dict[str, Any]) -> dict[str, Any]:
         asked = {"quantity": quantity, **({"implementation": implementation} if implementation else {}), **where}
-        rows = tuples(pick(self._frame, asked))
+        rows = dicts(pick(self._frame, asked))
         if len(rows) != 1:
             raise ValueError(f"{len(rows)} records of {self._problem} have {asked}, one is needed")
         if rows[0]["status"] != "ok":
@@ -316,7 +316,7 @@ class Page:
         """How many times as fast `ours` is, over all cases of `where`: "1.12×", or "1.05 to 1.15×"."""
         rows = pick(self._frame, {"quantity": "time"} | where)
         pairs: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for row in tuples(rows):
+        for row in dicts(rows):
             pairs.setdefault((row["case"], row["mode"]), {})[row["implementation"]] = row
         found = [speed_of(pair.get(ours), pair.get(theirs)) for pair in pairs.values()]
         if not (found := [one for one in found if one == one]):

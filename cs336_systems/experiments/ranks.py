@@ -18,7 +18,7 @@ import torch.distributed as dist
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.figures import Spans
-from cs336_systems.experiments.frames import pick, speed, tuples
+from cs336_systems.experiments.frames import dicts, pick, speed
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
 from cs336_systems.measure.intervals import simplify
 from cs336_systems.measure.memory import CPU_ALLOCATOR, MIB
@@ -249,7 +249,7 @@ class StepExperiment(Experiment):
         """
 
         def step(name: str, where: dict[str, Any]) -> dict[str, Any]:
-            (found,) = tuples(pick(frame, where | {"implementation": name, "quantity": "time"}))
+            (found,) = dicts(pick(frame, where | {"implementation": name, "quantity": "time"}))
             return found
 
         def efficiency(name: str, alone: str = "naive", **where: Any) -> float:

@@ -29,7 +29,7 @@ from cs336_systems.attention.compilation import compiler_errors
 from cs336_systems.attention.contract import Oracle, compute_oracle
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments.attention import AttentionExperiment, checked_error
-from cs336_systems.experiments.frames import digits, pick, tuples
+from cs336_systems.experiments.frames import dicts, digits, pick
 from cs336_systems.experiments.implementations import AttentionFunction, Built, build, without_overhead
 from cs336_systems.experiments.spec import Cell, Disagreement, Sample, Unsupported
 from cs336_systems.experiments.worker import outcome_of
@@ -216,7 +216,7 @@ class AttentionByTurns(AttentionExperiment):
         from scipy.stats import quantile_test  # takes a second to import
 
         def interval(ours: str, theirs: str, **where: Any) -> str:
-            (a,), (b,) = (tuples(pick(frame, where | {"implementation": name})) for name in (ours, theirs))
+            (a,), (b,) = (dicts(pick(frame, where | {"implementation": name})) for name in (ours, theirs))
             # The sign test's: as many rounds as heads of a fair coin lie below the median.
             ends = quantile_test([slow / fast for fast, slow in zip(a["samples"], b["samples"])]).confidence_interval()
             return "too few rounds" if math.isnan(ends.low) else " to ".join(map(digits, ends))
