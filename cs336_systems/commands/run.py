@@ -26,18 +26,16 @@ if TYPE_CHECKING:
 def run(
     problems: Annotated[list[str] | None, typer.Argument(help="Problem names; see `list`.")] = None,
     run_all: Annotated[bool, typer.Option("--all", help="Run every problem.")] = False,
-    scale: Annotated[
-        str, typer.Option(help="auto, tiny, smoke or handout; auto: smoke on CPU, handout on GPU.")
-    ] = "auto",
+    scale: shared.ScaleOption = "auto",
     device: DeviceOption = "auto",
     results: ResultsOption = Path("results"),
     model: Annotated[str | None, typer.Option(help="Your own model, as package.module:Class.")] = None,
     implementation: Annotated[
         list[str] | None, typer.Option(help="Only these, and who plays in turns with them; also package.module:Name.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of inputs and weights.")] = 0,
-    rerun: Annotated[str, typer.Option(help="Measure again what is finished: none, failed or all.")] = "none",
-    time_budget: Annotated[float | None, typer.Option(help="Start no cell after this many seconds.")] = None,
+    seed: shared.SeedOption = 0,
+    rerun: shared.RerunOption = "none",
+    time_budget: shared.TimeBudgetOption = None,
     cell_timeout: Annotated[int, typer.Option(help="Seconds after which a cell becomes a failed row.")] = 600,
     mode: Annotated[str | None, typer.Option(help="Of attention: forward, backward, forward_backward; a,b.")] = None,
     heads: Annotated[str | None, typer.Option(help="Of attention: these in the place of its own, as 16,64.")] = None,
@@ -45,8 +43,8 @@ def run(
     head_dim: Annotated[str | None, typer.Option(help="Of attention: these head dims, as 64,128.")] = None,
     stages: Annotated[bool, typer.Option("--stages", help="Only our stages of attention; print their table.")] = False,
     shard: Annotated[str, typer.Option(help="This process's part, as 2/4: one a GPU, into one folder.")] = "1/1",
-    commit: Annotated[str | None, typer.Option(help="Revision that runs, where there is no git.")] = None,
-    dirty: Annotated[bool | None, typer.Option("--dirty/--clean", help="Whether it has uncommitted changes.")] = None,
+    commit: shared.CommitOption = None,
+    dirty: shared.DirtyOption = None,
 ) -> None:
     """Measure problems and append the records; finished cells are kept, so an interrupted run continues."""
     with one_line_errors():
