@@ -41,7 +41,6 @@ def report(
     from cs336_systems.experiments.html_report import summary, write_report
     from cs336_systems.experiments.pages import Book
     from cs336_systems.experiments.registry import PROBLEMS
-    from cs336_systems.experiments.spec import experiments
 
     only = problem or []
     published = results / PUBLISHED_FOLDER
@@ -58,8 +57,7 @@ def report(
             raise typer.Exit(1 if found else 0)
         for path in _chosen_folders(results, folder):
             beside = published if published.is_dir() and path != published else None
-            if any((path / "records" / f"{name}.jsonl").exists() for name in only or experiments()):
-                page = write_report(path, beside, only)
+            if (page := write_report(path, beside, only)) is not None:
                 for line in summary(path, only):
                     typer.echo(line)
                 typer.echo(f"read {page}")
