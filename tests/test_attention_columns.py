@@ -1,6 +1,5 @@
 """Columns and numbers of the attention experiments that need other rows: ratios to a baseline, the best of a grid."""
 
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -12,17 +11,11 @@ from cs336_systems.experiments.frames import load_frame
 from cs336_systems.experiments.masks import FAMILIES
 from cs336_systems.experiments.records import Record, case_to_dict
 from cs336_systems.experiments.spec import load
-from tests.test_records import RUN
-from tests.test_records import record as valid_record
+from tests.test_records import GPU_RUN
+from tests.test_records import gpu_record as row
 
 HANDOUT = RunConfig(scale="handout", device="cuda")
-GPU_RUN = replace(RUN, device={"name": "a GPU", "kind": "cuda"}, scale="handout")
 SHAPE = sized_shape(HANDOUT, 1, 16, 16384, 64, True)
-
-
-def row(problem: str, case: Any, implementation: str, samples: list[float], **changes: Any) -> Record:
-    values = {"run": GPU_RUN, "problem": problem, "case": case_to_dict(case), "implementation": implementation}
-    return valid_record(samples=samples, **values, **changes)
 
 
 def frame_of(problem: str, *records: Record) -> pd.DataFrame:
