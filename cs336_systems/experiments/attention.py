@@ -60,8 +60,6 @@ class AttentionExperiment(Experiment):
         return self.implementations
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        if self.by_turns:
-            return super().cells(run)
         return [attention_cell(shape, name, run, self.rows) for shape in self.cases(run) for name in self.names(run)]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:

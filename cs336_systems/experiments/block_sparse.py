@@ -1,7 +1,5 @@
 """Skipping tiles: speed by density of random tiles against dense attention, and what random token masks gain."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -9,7 +7,7 @@ from itertools import product
 import pandas as pd
 
 from cs336_systems.config import MaskCase, RunConfig
-from cs336_systems.experiments.figures import Lines, alt
+from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.masks import DENSE_PEERS, MaskExperiment, dense_tables, mask_case, names_of
 from cs336_systems.experiments.spec import problem
 from cs336_systems.experiments.tables import Pivot
@@ -27,12 +25,10 @@ LISTED = ("triton", "hopper", "flex")  # which walk lists
 class AgainstIdeal(Lines):
     """Lines, and the speed that the number of live tiles allows."""
 
-    def chart(self, frame: pd.DataFrame) -> alt.TopLevelMixin | None:
-        rows = self.rows(frame)
-        if rows.empty:
-            return None
+    def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        rows = super().rows(frame)
         ideal = rows.drop_duplicates("number").assign(implementation="tiles allow", over_dense=lambda one: one["ideal"])
-        return self._finished(self._marks(pd.concat([rows, ideal])), rows)
+        return pd.concat([rows, ideal])
 
 
 @problem(title="Skipping tiles: speed by density, and what random token masks gain", order=9)

@@ -151,10 +151,8 @@ def with_unit(frame: pd.DataFrame, unit: str | None) -> pd.DataFrame:
     """`frame` with its statistics in `unit`."""
     if unit is None or frame.empty or (frame["unit"] == unit).all():
         return frame
-    changed = frame.copy()
-    for name in STATISTICS:
-        changed[name] = [in_unit(value, of, unit) for value, of in zip(frame[name], frame["unit"])]
-    return changed.assign(unit=unit)
+    factors = frame["unit"].map(lambda of: in_unit(1.0, of, unit))
+    return frame.assign(unit=unit, **{name: frame[name] * factors for name in STATISTICS})
 
 
 def speed(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> float:

@@ -11,7 +11,7 @@ from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments.attention import BOTH, FORWARD, MODE_WORDS, rate_bars, rate_tables, sized_shape
 from cs336_systems.experiments.mask_implementations import mask_parts
 from cs336_systems.experiments.masks import DENSITY, MaskedByTurns, with_pairs
-from cs336_systems.experiments.spec import BY_TURNS, Cell, problem
+from cs336_systems.experiments.spec import Cell, problem, turns_cell
 
 LENGTH = {"tiny": 64, "smoke": 128, "handout": 16384}
 HEADS, HEAD_DIMS = 16, (64, 128)
@@ -55,9 +55,9 @@ class MaskedAttention(MaskedByTurns):
         cells = []
         for case in self.cases(run):
             names = LISTED if case.mask.startswith("random") else OWN
-            rows = tuple(replace(row, implementation=name) for name in names for row in (FORWARD, BOTH))
+            times = turns_cell(case, names, (FORWARD, BOTH))
             density = replace(DENSITY, implementation=names[0])
-            cells.append(Cell(case=case, implementation=BY_TURNS, rows=(density, *rows)))
+            cells.append(replace(times, rows=(density, *times.rows)))
         return cells
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments.attention import RESULTS, AttentionExperiment, Passes, checked_error
 from cs336_systems.experiments.frames import dicts, digits, pick
 from cs336_systems.experiments.implementations import AttentionFunction, Built, build, without_overhead
-from cs336_systems.experiments.spec import Cell, Disagreement, Sample, Unsupported
+from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Sample, Unsupported
 from cs336_systems.experiments.worker import outcome_of
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.measure.memory import one_out_of_memory_error, release
@@ -186,6 +186,7 @@ class AttentionByTurns(AttentionExperiment):
     """Base of the experiments whose implementations take turns: `long_turn`s, unless an experiment has its own."""
 
     by_turns = True
+    cells = Experiment.cells
     rounds: Mapping[str, int] = ROUNDS
 
     def turn_of(self, function: AttentionFunction, call: Call, device: str) -> Turn:
