@@ -71,12 +71,11 @@ def run(
                 head_dims=_sizes("--head-dim", head_dim),
             ),
         )
-        for name in chosen if config.axes.options else ():
-            planned_cells(name, config)  # refuses what a problem does not have
+        cells = [cell for name in chosen for cell in planned_cells(name, config)]  # refuses axes of other problems
         if stages:
             implementation = _stages_of(chosen, implementation)
-        _check_model(config, chosen)
-        _check_implementations(implementation, chosen, config)
+        _check_model(config, chosen, cells)
+        _check_implementations(implementation, chosen, cells)
         interpret = kind == "cpu" and importlib.util.find_spec("triton") is not None
         folder = results_folder(results, get_device_info(kind), config)
         _check_writable(folder, chosen)
@@ -185,9 +184,8 @@ def _show_stages(name: str, sweep: Sweep) -> None:
     typer.echo(f"\n{table.title}\n\n{table.markdown()}\n")
 
 
-def _check_model(config: RunConfig, chosen: list[str]) -> None:
-    """Raise an error where the user's model cannot be found, or none of the problems has cells of a model."""
-    from cs336_systems.experiments.registry import PROBLEMS
+def _check_model(config: RunConfig, chosen: list[str], cells: list[Cell]) -> None:
+    """Raise an error where the user's model cannot be found, or none of the `cells` is of a model."""
     from cs336_systems.experiments.worker import search_current_folder
     from cs336_systems.model import load_model_class
 
@@ -195,29 +193,25 @@ def _check_model(config: RunConfig, chosen: list[str]) -> None:
         return
     search_current_folder()  # a console script does not search the folder it was typed in
     load_model_class(config.model)
-    if not any(hasattr(cell.case, "model") for name in chosen for cell in PROBLEMS[name].cells(config)):
+    if not any(hasattr(cell.case, "model") for cell in cells):
         raise ValueError(f"--model has no effect on {', '.join(chosen)}")
 
 
-def _check_implementations(names: list[str] | None, chosen: list[str], config: RunConfig) -> None:
+def _check_implementations(names: list[str] | None, chosen: list[str], cells: list[Cell]) -> None:
     from cs336_systems.experiments.implementations import IMPLEMENTATIONS, load_name
     from cs336_systems.experiments.mask_implementations import BUILDERS
     from cs336_systems.experiments.registry import PROBLEMS
     from cs336_systems.experiments.worker import search_current_folder
 
+    known = dict.fromkeys((*IMPLEMENTATIONS, *BUILDERS, *(name for cell in cells for name in cell.implementations)))
     for name in names or []:
         if ":" in name:
             for problem in chosen:
-                if not getattr(PROBLEMS[problem], "takes", ""):
+                if not PROBLEMS[problem].takes:
                     raise ValueError(f"{problem} takes no implementation of your own, got {name!r}")
             search_current_folder()
             load_name(name)
-    names = [name for name in names or [] if ":" not in name]
-    cells = [cell for name in chosen for cell in PROBLEMS[name].cells(config)] if names else []
-    theirs = [name for cell in cells for name in cell.implementations]
-    known = dict.fromkeys((*IMPLEMENTATIONS, *BUILDERS, *theirs))
-    for name in names:
-        if name not in known:
+        elif name not in known:
             raise ValueError(f"unknown implementation {name!r}; known: {', '.join(known)}")
 
 
