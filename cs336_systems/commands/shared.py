@@ -59,18 +59,20 @@ def one_line_errors() -> Iterator[None]:
 @contextmanager
 def ends_at_a_signal(message: str) -> Iterator[None]:
     """Ctrl-C, SIGTERM or SIGHUP within is `message` and exit code 128 plus its number, once every `finally` is done."""
+    received = int(signal.SIGINT)
 
     def interrupt(signal_number: int, _: FrameType | None) -> None:
-        raise KeyboardInterrupt(signal_number)  # as Ctrl-C does, which names no number
+        nonlocal received
+        received = signal_number
+        raise KeyboardInterrupt
 
     numbers = (signal.SIGTERM, signal.SIGHUP)  # under nohup the latter stays ignored
     previous = {n: signal.signal(n, interrupt) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
     try:
         yield
-    except KeyboardInterrupt as interrupted:
+    except KeyboardInterrupt:
         typer.echo(message, err=True)
-        (number,) = interrupted.args or (signal.SIGINT,)
-        raise typer.Exit(EXIT_SIGNAL + number) from None
+        raise typer.Exit(EXIT_SIGNAL + received) from None
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -43,6 +43,7 @@ BY_SHAPE = {"batch × heads × length × head dim": "shape"}  # a table's first 
 BOTH_TIMES = {"quantity": "time", "mode": "forward_backward"}  # which rows are times of both passes together
 RESULTS = ("output", "grad_q", "grad_k", "grad_v")
 Sizes = tuple[int, int, int, int, bool]  # batch, heads, length, head_dim, causal
+HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}  # of the handout's two grids
 SMALL: dict[str, tuple[Sizes, ...]] = {"tiny": ((1, 1, 64, 64, True),), "smoke": ((1, 1, 128, 64, True),)}
 
 
