@@ -14,8 +14,8 @@ from cs336_systems.experiments import implementations, masks
 from cs336_systems.experiments.frames import load_frame, pick
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.mask_implementations import BUILDERS, _predicate, build_masked, is_plain, mask_of
-from cs336_systems.experiments.masks import best_over_dense
-from cs336_systems.experiments.records import read_records
+from cs336_systems.experiments.masks import FAMILIES, best_over_dense
+from cs336_systems.experiments.records import case_to_dict, read_records
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Cell, Disagreement
 from cs336_systems.inputs import attention_inputs
@@ -56,10 +56,13 @@ def test_the_block_sparse_grids():
 
 
 @pytest.mark.parametrize("problem", ["dense_masks", "block_sparse", "dynamic_mask", "dilated_attention"])
-def test_every_suite_has_known_implementations_and_the_dense_kernel_that_auto_takes(problem):
+def test_every_suite_has_the_dense_kernel_that_auto_takes_and_no_unknown_name(problem):
     masks = {cell.case.mask for cell in cells(problem) if cell.implementation == "hopper"}
     assert masks >= {cell.case.mask for cell in cells(problem)} & {"full", "causal"} != set()
     assert any(not is_plain(mask) for mask in masks), "and itself under masks"
+    columns = [PROBLEMS[problem].columns(case_to_dict(cell.case) | {"mode": "forward"}) for cell in cells(problem)]
+    families = {row["family"] for row in columns}
+    assert families <= {family for family, _ in FAMILIES.values()} and len(families) >= 3
     for run in (TINY, RunConfig(scale="smoke", device="cpu"), HANDOUT):
         assert {cell.implementation for cell in cells(problem, run)} <= set(BUILDERS)
 
