@@ -36,7 +36,7 @@ def run(
     seed: shared.SeedOption = 0,
     rerun: shared.RerunOption = "none",
     time_budget: shared.TimeBudgetOption = None,
-    cell_timeout: Annotated[int, typer.Option(help="Seconds after which a cell becomes a failed row.")] = 600,
+    cell_timeout: Annotated[int, typer.Option(help="Seconds without a result that make a cell a failed row.")] = 600,
     mode: Annotated[str | None, typer.Option(help="Of attention: forward, backward, forward_backward; a,b.")] = None,
     heads: Annotated[str | None, typer.Option(help="Of attention: these in the place of its own, as 16,64.")] = None,
     seqlen: Annotated[str | None, typer.Option(help="Of attention: these lengths, as 4096,8192.")] = None,
