@@ -1,6 +1,5 @@
 """Columns and numbers of the attention experiments that need other rows: ratios to a baseline, the best of a grid."""
 
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -9,20 +8,13 @@ from msgspec.structs import replace
 from cs336_systems.config import MaskCase, RunConfig
 from cs336_systems.experiments.attention import sized_shape
 from cs336_systems.experiments.frames import load_frame
-from cs336_systems.experiments.masks import FAMILIES
-from cs336_systems.experiments.records import Record, case_to_dict
+from cs336_systems.experiments.records import Record
 from cs336_systems.experiments.spec import load
-from tests.test_records import RUN
-from tests.test_records import record as valid_record
+from tests.test_records import GPU_RUN
+from tests.test_records import gpu_record as row
 
 HANDOUT = RunConfig(scale="handout", device="cuda")
-GPU_RUN = replace(RUN, device={"name": "a GPU", "kind": "cuda"}, scale="handout")
 SHAPE = sized_shape(HANDOUT, 1, 16, 16384, 64, True)
-
-
-def row(problem: str, case: Any, implementation: str, samples: list[float], **changes: Any) -> Record:
-    values = {"run": GPU_RUN, "problem": problem, "case": case_to_dict(case), "implementation": implementation}
-    return valid_record(samples=samples, **values, **changes)
 
 
 def frame_of(problem: str, *records: Record) -> pd.DataFrame:
@@ -66,13 +58,6 @@ def test_dense_is_the_hopper_kernel_where_it_ran():
     assert (tiles["dense"], tiles["over_dense"]) == ("hopper", pytest.approx(1.5))
     (shown,) = load("block_sparse").tables["forward"].build(frame).only(["random:0.5"], ["dense"]).lines
     assert shown[0].text == "hopper"
-
-
-@pytest.mark.parametrize("problem", ["dense_masks", "block_sparse", "dynamic_mask", "dilated_attention"])
-def test_every_mask_has_a_family(problem):
-    cells = load(problem).cells(HANDOUT)
-    found = {load(problem).columns(case_to_dict(cell.case) | {"mode": "forward"})["family"] for cell in cells}
-    assert found <= {family for family, _ in FAMILIES.values()} and len(found) >= 3
 
 
 def test_the_tables_tiles_stand_beside_the_best_of_the_grid():

@@ -11,12 +11,13 @@ from cs336_systems.attention import flash_attention
 from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.attention.triton import function
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import attention
+from cs336_systems.experiments import attention, few_queries
 from cs336_systems.experiments.attention import KEPT_SAMPLES, measure_attention, sized_shape
 from cs336_systems.experiments.few_queries import WHOLE, build_forward
 from cs336_systems.experiments.hopper_ladder import RUNGS
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.short_calls import GRAPH_FORWARD
 from cs336_systems.experiments.spec import Cell
 from cs336_systems.inputs import attention_inputs
 
@@ -40,11 +41,8 @@ def test_a_fast_row_keeps_few_samples_unless_a_number_was_asked_for():
     assert asked == {KEPT_SAMPLES + 1}
 
 
-@pytest.mark.parametrize(("device", "settled"), [("cuda", True), ("cuda", False), ("cpu", True)])
-def test_what_settles_a_clock_is_the_pass_that_is_timed_next(device, settled, monkeypatch):
-    """A CPU stands in for the GPU, with nothing but its name; a CPU itself settles nothing."""
-    cell = tiny_cell("leaderboard_2025", "sdpa_flash")
-    cell = replace(cell, rows=(attention.FORWARD, attention.BACKWARD, attention.BOTH))
+def stand_in(monkeypatch, cell: Cell) -> tuple[Built, list[tuple[str, object]]]:
+    """A CPU in the place of a GPU for `cell`: what is measured, and what settles and is timed, call by call."""
     inputs = attention_inputs(cell.case, device="cpu")
     oracle = compute_oracle(*inputs, is_causal=cell.case.is_causal)
     ran: list[tuple[str, object]] = []
@@ -54,7 +52,16 @@ def test_what_settles_a_clock_is_the_pass_that_is_timed_next(device, settled, mo
     monkeypatch.setattr(attention, "time_once", lambda call, device: (call(), 1.0)[1])
     monkeypatch.setattr(attention, "settle", lambda call: ran.append(("settle", call)))
     monkeypatch.setattr(attention, "time_calls", lambda call, **_: ran.append(("time", call)) or [1.0])
-    built = Built(attend=partial(flash_attention, is_causal=cell.case.is_causal, enable_gqa=True, backend="reference"))
+    attend = partial(flash_attention, is_causal=cell.case.is_causal, enable_gqa=True, backend="reference")
+    return Built(attend=attend), ran
+
+
+@pytest.mark.parametrize(("device", "settled"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_what_settles_a_clock_is_the_pass_that_is_timed_next(device, settled, monkeypatch):
+    """A CPU itself settles nothing."""
+    cell = tiny_cell("leaderboard_2025", "sdpa_flash")
+    cell = replace(cell, rows=(attention.FORWARD, attention.BACKWARD, attention.BOTH))
+    built, ran = stand_in(monkeypatch, cell)
     assert len(list(measure_attention(cell, replace(TINY, device=device), settled=settled, built=built))) == 3
     settles = settled and device == "cuda"
     assert [kind for kind, _ in ran] == (["settle", "time"] * 3 if settles else ["time"] * 3)
@@ -82,6 +89,16 @@ def test_the_forward_of_few_queries_is_measured(name):
     assert 0 <= measurement.error <= 1 and measurement.samples
     kernel = "" if name == "sdpa_flash" else "interpreter portable_forward_64x64_w8_s1"
     assert measurement.kernel == kernel
+
+
+def test_few_queries_of_a_gpu_are_replayed_in_graphs_once_the_clock_has_settled(monkeypatch):
+    cell = replace(tiny_cell("few_queries", "triton"), rows=(GRAPH_FORWARD,))
+    built, ran = stand_in(monkeypatch, cell)
+    monkeypatch.setattr(few_queries, "build_forward", lambda *_: built)
+    monkeypatch.setattr(few_queries, "graph_times", lambda call: ran.append(("graph", call)) or [0.5])
+    (measured,) = FEW.measure(cell, replace(TINY, device="cuda"))
+    assert (measured.row, measured.samples) == (GRAPH_FORWARD, [0.5]) and 0 <= measured.error <= 1
+    assert [kind for kind, _ in ran] == ["settle", "graph"] and ran[0][1] is ran[1][1]
 
 
 def test_whole_keys_have_the_same_tiles(monkeypatch):

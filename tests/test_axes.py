@@ -31,6 +31,14 @@ def test_chosen_sizes_stand_in_the_place_of_the_problems_own():
             assert sum(document_lengths(case)) == case.seqlen_q
 
 
+@pytest.mark.parametrize("problem", ["masked_attention", "backend_choice"])
+def test_chosen_lengths_of_cases_that_hold_their_mask_have_one(problem):
+    """Documents kept the problem's lengths, so that rows of `masked_attention --seqlen 3000` failed."""
+    cells = planned(problem, seqlens=(3000,), heads=(2,))
+    lengths = [document_lengths(case) for case in {cell.case.mask_case for cell in cells} if "document" in case.mask]
+    assert lengths and all(sum(each) == 3000 for each in lengths)
+
+
 def test_rows_of_other_modes_go_and_the_masks_shares_stay():
     rows = {(row.mode, row.quantity) for cell in planned("dense_masks", modes=("backward",)) for row in cell.rows}
     assert rows == {("backward", "time"), ("forward", "density"), ("forward", "block_density")}

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from msgspec.structs import replace
 from cs336_systems.compare import pool
 from cs336_systems.experiments.records import read_records
 from tests.command_line import assert_refused, invoke
+from tests.processes import wait_until
 from tests.test_compare import broken, record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,10 +98,7 @@ def test_ctrl_c_removes_the_worktrees(repository: Path, tmp_path: Path) -> None:
     state, temporary = checkout_state(repository), tmp_path / "temporary"
     options = ("--scale", "tiny", "--device", "cpu", "--results", str(tmp_path / "results"))
     process = command(repository, temporary, "before", "after", "benchmarking_script", *options)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("results/branches/*/round-1/base/*/logs")):  # it measures
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    wait_until(lambda: list(tmp_path.glob("results/branches/*/round-1/base/*/logs")), process)  # it measures
     assert list(temporary.glob("branches-*/base/cs336_systems"))
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=120)

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.handout import HANDOUT
 from cs336_systems.measure.trace import Kernel, Trace
 from tests.command_line import assert_refused, invoke
-from tests.processes import is_running
+from tests.processes import is_running, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMIT = ("--commit", "0123456789ab", "--clean")
@@ -133,10 +132,8 @@ def test_ctrl_c_keeps_what_is_finished_and_a_second_run_finishes(tmp_path):
     process = subprocess.Popen(
         command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    deadline = time.monotonic() + 120
-    while not any(path.stat().st_size for path in tmp_path.rglob("pytorch_attention.jsonl")):  # a cell has finished
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    records = "pytorch_attention.jsonl"
+    wait_until(lambda: any(path.stat().st_size for path in tmp_path.rglob(records)), process)  # a cell has finished
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the parent and to its measuring process
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "the same command continues" in errors
@@ -187,23 +184,18 @@ def test_the_measuring_process_ends_with_its_parent(name, code, tmp_path):
     arguments = ("run", "benchmarking_script", "--scale", "tiny", "--device", "cpu", "--results", str(tmp_path))
     arguments += ("--model", "tests.broken_models:Hangs", *COMMIT)
     process = subprocess.Popen(command(*arguments), cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    child = None
-    deadline = time.monotonic() + 120
-    while child is None:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
-        for log in tmp_path.rglob("worker.log"):
-            found = re.search(r"hanging in process (\d+)\n", log.read_text())
-            child = int(found[1]) if found else None
+
+    def hanging() -> list[str]:
+        said = "".join(log.read_text() for log in tmp_path.rglob("worker.log"))
+        return re.findall(r"hanging in process (\d+)\n", said)
+
+    child = int(wait_until(hanging, process)[0])
     assert is_running(child)
     process.send_signal(signal.Signals[name])  # to the parent alone
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
     assert ("the same command continues" in errors) == (name != "SIGKILL")
-    deadline = time.monotonic() + 10
-    while is_running(child):
-        assert time.monotonic() < deadline, "the measuring process is still there"
-        time.sleep(0.1)
+    wait_until(lambda: not is_running(child), seconds=10)
 
 
 @pytest.mark.slow
@@ -215,10 +207,7 @@ def test_a_second_run_into_the_same_folder_is_refused(tmp_path):
         command(*arguments, *model), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        deadline = time.monotonic() + 120
-        while not list(tmp_path.rglob("*.jsonl")):
-            assert time.monotonic() < deadline and first.poll() is None
-            time.sleep(0.05)
+        wait_until(lambda: list(tmp_path.rglob("*.jsonl")), first)
         assert_refused(invoke(*arguments), "another run is measuring into")
     finally:
         first.terminate()

@@ -8,19 +8,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from msgspec import structs
 
 from cs336_systems.config import Precision, RunConfig
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.experiments import data_parallel_turns
 from cs336_systems.experiments.data_parallel_turns import ParallelStep, take_turns
-from cs336_systems.experiments.frames import load_frame, tuples
+from cs336_systems.experiments.frames import dicts, load_frame
 from cs336_systems.experiments.ranks import TIMES
-from cs336_systems.experiments.records import Record, case_to_dict
+from cs336_systems.experiments.records import Record
 from cs336_systems.experiments.spec import Unsupported, load
 from tests.one_job import OneJob
-from tests.test_records import RUN
-from tests.test_records import record as valid_record
+from tests.test_records import gpu_record
 
 TINY = RunConfig(scale="tiny", device="cpu")
 TURNS = load("data_parallel_turns")
@@ -84,12 +82,9 @@ def test_a_users_own_model_is_refused():
 
 # What the records are compared with
 
-GPU_RUN = structs.replace(RUN, device={"name": "x", "kind": "cuda"})
-
 
 def record(name: str, samples: list[float], case: Any = CASE) -> Record:
-    values = {"problem": TURNS.name, "case": case_to_dict(case), "implementation": name, "mode": "train_step"}
-    return valid_record(run=GPU_RUN, samples=samples, **values)
+    return gpu_record(TURNS.name, case, name, samples, mode="train_step")
 
 
 def test_a_step_is_compared_with_the_faster_rival_round_by_round():
@@ -102,7 +97,7 @@ def test_a_step_is_compared_with_the_faster_rival_round_by_round():
             record("overlap", [5.0], other), record("torch_ddp", [10.0], other),
         ],
     )  # fmt: skip
-    found = {(row["implementation"], row["compute"]): row for row in tuples(frame)}
+    found = {(row["implementation"], row["compute"]): row for row in dicts(frame)}
     assert found["overlap", "float32"]["rival"] == "torch_ddp_view"  # by medians: 11 and 20
     assert found["overlap", "float32"]["of_rival"] == pytest.approx(10 / 11)  # of 10/11, 20/10 and 90/100
     assert found["overlap", "bfloat16"]["of_rival"] == 0.5

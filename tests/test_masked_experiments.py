@@ -13,9 +13,9 @@ from cs336_systems.config import MaskCase, RunConfig
 from cs336_systems.experiments import implementations, masks
 from cs336_systems.experiments.frames import load_frame, pick
 from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.mask_implementations import BUILDERS, build_masked, is_plain, mask_of
-from cs336_systems.experiments.masks import best_over_dense
-from cs336_systems.experiments.records import read_records
+from cs336_systems.experiments.mask_implementations import BUILDERS, _predicate, build_masked, is_plain, mask_of
+from cs336_systems.experiments.masks import FAMILIES, best_over_dense
+from cs336_systems.experiments.records import case_to_dict, read_records
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Cell, Disagreement
 from cs336_systems.inputs import attention_inputs
@@ -56,10 +56,15 @@ def test_the_block_sparse_grids():
 
 
 @pytest.mark.parametrize("problem", ["dense_masks", "block_sparse", "dynamic_mask", "dilated_attention"])
-def test_every_suite_has_the_dense_kernel_that_auto_takes(problem):
+def test_every_suite_has_the_dense_kernel_that_auto_takes_and_no_unknown_name(problem):
     masks = {cell.case.mask for cell in cells(problem) if cell.implementation == "hopper"}
     assert masks >= {cell.case.mask for cell in cells(problem)} & {"full", "causal"} != set()
     assert any(not is_plain(mask) for mask in masks), "and itself under masks"
+    columns = [PROBLEMS[problem].columns(case_to_dict(cell.case) | {"mode": "forward"}) for cell in cells(problem)]
+    families = {row["family"] for row in columns}
+    assert families <= {family for family, _ in FAMILIES.values()} and len(families) >= 3
+    for run in (TINY, RunConfig(scale="smoke", device="cpu"), HANDOUT):
+        assert {cell.implementation for cell in cells(problem, run)} <= set(BUILDERS)
 
 
 @pytest.fixture
@@ -85,12 +90,6 @@ def test_the_verdict_on_lists_is_of_the_published_record(block_sparse):
         assert (speed > 1) == (live < MAX_LIST_DENSITY), live
 
 
-@pytest.mark.parametrize("problem", ["dense_masks", "block_sparse", "dynamic_mask", "dilated_attention"])
-def test_every_cell_has_an_implementation(problem):
-    for run in (TINY, RunConfig(scale="smoke", device="cpu"), HANDOUT):
-        assert {cell.implementation for cell in PROBLEMS[problem].cells(run)} <= set(BUILDERS)
-
-
 # How it is measured
 
 
@@ -113,10 +112,21 @@ def test_implementations_of_documents_agree(name, mask):
         torch.testing.assert_close(chosen.unpack(result).double(), wanted, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("mask", ["causal", DOCUMENT, f"{DOCUMENT}+causal", f"{DOCUMENT}+window:20", "random:0.5"])
+def test_flex_attention_attends_what_the_mask_says(mask):
+    """Documents under a window lost the window: its predicate was theirs alone."""
+    truth = mask_of(small_case(mask), "cpu", 0)
+    flex = truth.to_flex(_predicate(small_case(mask), truth))
+    query, key = torch.arange(128)[:, None], torch.arange(128)
+    tiles = flex.to_dense()[0, 0].bool().repeat_interleave(64, 0).repeat_interleave(64, 1)
+    assert torch.equal(tiles & flex.mask_mod(0, 0, query, key), truth.to_dense()[0, 0])
+
+
 @pytest.mark.slow_if(mask="causal")
 @pytest.mark.slow_if(mask="shared:16+causal")
 @pytest.mark.slow_if(mask="dilated:100/3")
-@pytest.mark.parametrize("mask", ["causal", "random:0.5", "shared:16+causal", "topk:16", "dilated:100/3", "window:40"])
+@pytest.mark.parametrize("mask", ["causal", "random:0.5", "shared:16+causal", "topk:16", "dilated:100/3", "window:40",
+                                  f"{DOCUMENT}+window:20"])  # fmt: skip
 def test_a_cell_reports_all_that_it_promises(mask):
     cell = masks.mask_cell(small_case(mask), "triton", TINY)
     rows = {measurement.row: measurement for measurement in masks.MaskExperiment().measure(cell, TINY)}
@@ -124,15 +134,9 @@ def test_a_cell_reports_all_that_it_promises(mask):
     truth = mask_of(cell.case, "cpu", 0)
     assert rows[masks.DENSITY].samples == [truth.density]
     assert rows[masks.BLOCK_DENSITY].samples == [truth.block_density]
+    assert (masks.MASK_TIME in rows) == mask.startswith(("shared", "topk")), "lists that each call builds anew"
     times = [rows[row] for row in (masks.FORWARD, masks.BACKWARD, masks.BOTH)]
     assert all(time.kernel.startswith("interpreter") and 0 <= time.error <= 1 for time in times)
-
-
-@pytest.mark.parametrize("mask", ["shared:16+causal", "topk:16"])
-def test_building_the_mask_is_timed(mask):
-    cell = masks.mask_cell(small_case(mask), "triton", TINY, mask_time=True)
-    rows = {measurement.row: measurement for measurement in masks.MaskExperiment().measure(cell, TINY)}
-    assert len(rows[masks.MASK_TIME].samples) >= 5
 
 
 def test_an_implementation_that_ignores_the_mask_is_not_timed(monkeypatch):

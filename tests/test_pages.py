@@ -12,13 +12,12 @@ from cs336_systems.config import RunConfig
 from cs336_systems.experiments.figures import Bars, Heat, Lines, Spans, scale_of, spec_of
 from cs336_systems.experiments.frames import digits, load_frame, pick, speed
 from cs336_systems.experiments.pages import ANSWER, Book, Page, check_template
-from cs336_systems.experiments.records import Record, case_to_dict
+from cs336_systems.experiments.records import Record
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Experiment, experiments, load
 from cs336_systems.experiments.tables import ABSENT, Listing, Pick, Pivot, Ratio, Wide, escape
 from cs336_systems.handout import HANDOUT
-from tests.test_records import RUN
-from tests.test_records import record as valid_record
+from tests.test_records import RUN, gpu_record
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_RUN = replace(RUN, device={"name": "a GPU", "kind": "cuda"}, scale="smoke")
@@ -27,9 +26,7 @@ CASES = list(SHAPES.cases(RunConfig(scale="smoke", device="cuda")))
 
 
 def row(implementation: str, samples: list[float], case: object = CASES[0], **changes) -> Record:
-    of_case = case if isinstance(case, dict) else case_to_dict(case)
-    values = {"run": GPU_RUN, "problem": "attention_shapes", "implementation": implementation, "case": of_case}
-    return valid_record(**values | {"samples": samples} | changes)
+    return gpu_record("attention_shapes", case, implementation, samples, **{"run": GPU_RUN} | changes)
 
 
 def frame_of(*records: Record) -> pd.DataFrame:

@@ -8,6 +8,7 @@ import sys
 import warnings
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pandas as pd
@@ -50,6 +51,16 @@ def record(**changes) -> Record:
         samples=[1.5, 1.25],
     )
     return replace(valid, **changes)
+
+
+GPU_RUN = replace(RUN, device={"name": "a GPU", "kind": "cuda"}, scale="handout")
+
+
+def gpu_record(problem: str, case: Any, implementation: str, samples: list[float], **changes: Any) -> Record:
+    """A record of a handout run on a GPU; `case` is a dataclass, or what a record holds of one."""
+    of_case = case if isinstance(case, dict) else case_to_dict(case)
+    values = {"run": GPU_RUN, "problem": problem, "case": of_case, "implementation": implementation}
+    return record(**values | {"samples": samples} | changes)
 
 
 def test_case_holds_its_class_name():

@@ -56,6 +56,15 @@ def test_an_implementation_of_a_readers_own_gets_a_cell_a_case():
     assert cells[: -len(own)] == [replace(cell, problem="flash_benchmarking") for cell in listed]
 
 
+def test_own_implementations_take_turns_in_the_cell_of_their_case():
+    """Each had a cell of its own, of which the next one replaced the others' rows: ratios were of unrelated rounds."""
+    own = ["tests.own_attention:attend", "tests.own_attention:attend_to_everything"]
+    (cell,) = planned_cells("attention_shapes", RunConfig(scale="tiny", device="cpu"), ["triton", *own])
+    assert cell.implementations == (*PROBLEMS["attention_shapes"].implementations, *own)
+    rows = {name: [(row.mode, row.quantity) for row in cell.rows if row.implementation == name] for name in own}
+    assert rows[own[0]] == rows[own[1]] and len(rows[own[0]]) == 3
+
+
 def test_a_readers_own_attention_is_checked_and_measured(tmp_path):
     arguments = ["run", "attention_shapes", "--scale", "tiny", "--device", "cpu"]
     arguments += ["--results", str(tmp_path), "--commit", "0123456789ab", "--clean"]

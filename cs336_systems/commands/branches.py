@@ -34,11 +34,11 @@ def branches(
     base: Annotated[str, typer.Argument(help="A revision: branch, tag or commit.")],
     target: Annotated[str, typer.Argument(help="The revision that is compared with it.")],
     problem: Annotated[str, typer.Argument(help="What is measured; see `list`.")],
-    scale: Annotated[str, typer.Option(help="auto, tiny, smoke or handout.")] = "auto",
+    scale: shared.ScaleOption = "auto",
     device: DeviceOption = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="How often each revision is measured, in turns.")] = 1,
     implementation: Annotated[list[str] | None, typer.Option(help="Measure only these; may be repeated.")] = None,
-    time_budget: Annotated[float | None, typer.Option(help="Seconds of each run, after which no cell starts.")] = None,
+    time_budget: shared.TimeBudgetOption = None,
     threshold: ThresholdOption = 1.5,
     fail_on: FailOnOption = "regression",
     results: ResultsOption = Path("results"),
@@ -54,16 +54,13 @@ def branches(
         options += [f"--implementation={name}" for name in implementation or []]
         options += [] if time_budget is None else ["--time-budget", str(time_budget)]
         folder = results.resolve() / FOLDER / "-".join(revision[:12] for revision in revisions.values())
-    try:
-        with one_line_errors(), shared.termination_interrupts(), _worktrees(repository, revisions) as worktrees:
-            for round_number in range(1, rounds + 1):
-                for side in SIDES if round_number % 2 else SIDES[::-1]:
-                    typer.echo(f"round {round_number}, {side}: {problem} at {revisions[side][:12]}")
-                    into = folder / f"round-{round_number}" / side
-                    _measure(worktrees[side], revisions[side], problem, options, into)
-    except KeyboardInterrupt as interrupt:
-        typer.echo(f"interrupted: the worktrees are gone, finished cells are in {folder}", err=True)
-        raise typer.Exit(shared.EXIT_SIGNAL + getattr(interrupt, "signal_number", signal.SIGINT)) from None
+    interrupted = f"interrupted: the worktrees are gone, finished cells are in {folder}"
+    with one_line_errors(), shared.ends_at_a_signal(interrupted), _worktrees(repository, revisions) as worktrees:
+        for round_number in range(1, rounds + 1):
+            for side in SIDES if round_number % 2 else SIDES[::-1]:
+                typer.echo(f"round {round_number}, {side}: {problem} at {revisions[side][:12]}")
+                into = folder / f"round-{round_number}" / side
+                _measure(worktrees[side], revisions[side], problem, options, into)
     with one_line_errors():
         sides = [
             pool([read_all(folder / f"round-{number}" / side) for number in range(1, rounds + 1)]) for side in SIDES
@@ -118,17 +115,13 @@ def _worktrees(repository: Path, revisions: dict[str, str]) -> Iterator[dict[str
             signal.signal(signal.SIGINT, previous)
 
 
-def _environment(worktree: Path) -> dict[str, str]:
-    """Variables under which Python finds the package in `worktree`."""
-    inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)]
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(worktree), *inherited])}
-
-
 def _measure(worktree: Path, revision: str, problem: str, options: list[str], results: Path) -> None:
     """`run` in `worktree` with its own code; typer.Exit(2) where nothing could be measured."""
     command = [sys.executable, "-m", "cs336_systems", "run", problem, *options]
     command += ["--results", str(results), "--commit", revision[:12], "--clean"]
-    process = subprocess.Popen(command, cwd=worktree, env=_environment(worktree))
+    inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(worktree), *inherited])}
+    process = subprocess.Popen(command, cwd=worktree, env=environment)
     try:
         code = process.wait()
     except BaseException:

@@ -26,8 +26,6 @@ WORDS: dict[Verdict, str] = {
 }  # fmt: skip
 ThresholdOption = Annotated[float, typer.Option(help="Percent of change below which a row is unchanged.")]
 FailOnOption = Annotated[str, typer.Option(help="What gives a failing exit code: regression, any (change) or none.")]
-ProblemOption = Annotated[str | None, typer.Option(help="One problem's records alone.")]
-AllOption = Annotated[bool, typer.Option("--all", help="Show rows without a change, too.")]
 
 
 def compare(
@@ -35,8 +33,8 @@ def compare(
     target: Annotated[Path, typer.Argument(help="What is compared with it.")],
     threshold: ThresholdOption = 1.5,
     fail_on: FailOnOption = "regression",
-    problem: ProblemOption = None,
-    show_all: AllOption = False,
+    problem: Annotated[str | None, typer.Option(help="One problem's records alone.")] = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Show rows without a change, too.")] = False,
 ) -> None:
     """Compare two sets of records: exit 1 on a regression outside the noise, 2 on missing, extra or doubled rows.
 

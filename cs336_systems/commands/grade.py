@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cs336_systems.commands.shared import EXIT_SIGNAL, one_line_errors, termination_interrupts
+from cs336_systems.commands.shared import ends_at_a_signal, one_line_errors
 from cs336_systems.measure.text import printable
 
 if TYPE_CHECKING:
@@ -46,12 +45,8 @@ def grade(
     def show(number: int, total: int, result: Result) -> None:
         typer.echo(f"[{number:>2}/{total}] {result.status:<7} {result.check.id} ({result.seconds:.1f} s)", err=True)
 
-    try:
-        with termination_interrupts():
-            graded = grading.grade(adapters, problems, others, time_limit_s=time_limit, progress=show)
-    except KeyboardInterrupt as interrupt:
-        typer.echo("interrupted: nothing is graded", err=True)
-        raise typer.Exit(EXIT_SIGNAL + getattr(interrupt, "signal_number", signal.SIGINT)) from None
+    with ends_at_a_signal("interrupted: nothing is graded"):
+        graded = grading.grade(adapters, problems, others, time_limit_s=time_limit, progress=show)
     if as_json:
         typer.echo(json.dumps({"adapters": str(adapters), "edition": edition, **graded.as_dict()}, indent=2))
     else:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -12,9 +13,6 @@ from rich.table import Table
 
 from cs336_systems.commands.shared import one_line_errors
 from cs336_systems.measure.text import printable
-
-if TYPE_CHECKING:
-    from cs336_systems.experiments.model_memory import MemoryCase
 
 EXIT_DOES_NOT_FIT = 1
 GIB = 2**30
@@ -51,14 +49,20 @@ def memory(
             trace = read_snapshot(snapshot)
             title = snapshot.name
         else:
-            from cs336_systems.experiments.model_memory import simulated_trace
+            from cs336_systems.config import MODEL_SIZES, Precision
+            from cs336_systems.experiments.model_memory import MemoryCase, simulated_trace
 
-            case = _case(model, context, batch, attention, parameters, autocast, checkpoint)
+            if model not in MODEL_SIZES:
+                raise ValueError(f"--model must be one of {', '.join(MODEL_SIZES)}, got {model!r}")
+            size = MODEL_SIZES[model] if context is None else replace(MODEL_SIZES[model], context_length=context)
+            precision = Precision(parameters=parameters, autocast=autocast)  # type: ignore[arg-type]
+            case = MemoryCase(
+                model=size, batch=batch, attention=attention, precision=precision, checkpointing=checkpoint
+            )
             trace = simulated_trace(case, mode)
-            precision = f"{autocast} autocast" if autocast else parameters
             title = (
-                f"{model}, context {case.model.context_length}, batch {batch}, {mode}, {attention} attention, "
-                f"{precision}, checkpointing {checkpoint}"
+                f"{model}, context {size.context_length}, batch {batch}, {mode}, {attention} attention, "
+                f"{f'{autocast} autocast' if autocast else parameters}, checkpointing {checkpoint}"
             )
     console = Console(markup=False)
     console.print(printable(title), highlight=False)
@@ -92,20 +96,3 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"a size must be a number with one of {units}, like 80GB, got {text!r}")
     number, prefix, binary = match.groups()
     return int(float(number) * (2**10 if binary else 10**3) ** (" KMGT".index((prefix or " ").upper())))
-
-
-def _case(
-    model: str, context: int | None, batch: int, attention: str, parameters: str, autocast: str | None, checkpoint: str
-) -> MemoryCase:
-    from dataclasses import replace
-
-    from cs336_systems.config import MODEL_SIZES, Precision
-    from cs336_systems.experiments.model_memory import MemoryCase
-
-    if model not in MODEL_SIZES:
-        raise ValueError(f"--model must be one of {', '.join(MODEL_SIZES)}, got {model!r}")
-    size = MODEL_SIZES[model]
-    if context is not None:
-        size = replace(size, context_length=context)
-    precision = Precision(parameters=parameters, autocast=autocast)  # type: ignore[arg-type]
-    return MemoryCase(model=size, batch=batch, attention=attention, precision=precision, checkpointing=checkpoint)

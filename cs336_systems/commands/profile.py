@@ -82,7 +82,10 @@ def profile(
             case, implementation=implementation, mode=mode, precision=precision, batch=batch, context=context,
             attention=attention, is_causal=causal,
         )  # fmt: skip
-        stem = _stem(case, mode, implementation, attention, precision, context, batch, causal)
+        parts = [case, mode, implementation, precision, *([attention] if attention != "reference" else [])]
+        parts += [f"{name}{size}" for name, size in (("context", context), ("batch", batch)) if size is not None]
+        parts += [] if causal else ["full"]
+        stem = re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))  # names the trace by options that are not the default
         folder = results / get_device_info(kind).slug / "logs" / PROFILES
         if tool in TOOLS:
             _run_vendor_tool(tool, folder / stem, print_only)
@@ -142,19 +145,6 @@ def _ends_in_one_line(trace: Path | None = None) -> Iterator[None]:
         kept = f"; the trace up to there is {trace}" if trace is not None and trace.exists() else ""
         typer.echo(f"error: {in_one_line(str(error).splitlines()[0])}{kept}", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED) from None
-
-
-def _stem(
-    case: str, mode: str, implementation: str, attention: str, precision: str, context: int | None, batch: int | None,
-    causal: bool,
-) -> str:  # fmt: skip
-    """File name of a case's trace, of its options that are not the default."""
-    parts = [case, mode, implementation, precision]
-    parts += [attention] if attention != "reference" else []
-    parts += [f"context{context}"] if context is not None else []
-    parts += [f"batch{batch}"] if batch is not None else []
-    parts += [] if causal else ["full"]
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))
 
 
 def _run_between_profiler_calls(prepared: Prepared, steps: int, warmup: int) -> None:

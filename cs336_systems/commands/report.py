@@ -41,41 +41,29 @@ def report(
     from cs336_systems.experiments.html_report import summary, write_report
     from cs336_systems.experiments.pages import Book
     from cs336_systems.experiments.registry import PROBLEMS
-    from cs336_systems.experiments.spec import experiments
 
     only = problem or []
-    for name in only:
-        with one_line_errors():
-            if name not in PROBLEMS:
-                raise ValueError(unknown_problem(name))
     published = results / PUBLISHED_FOLDER
     is_here = all(Path(name).is_file() for name in DOCUMENTS)
     with one_line_errors():
+        for name in only:
+            if name not in PROBLEMS:
+                raise ValueError(unknown_problem(name))
         if check:
-            raise typer.Exit(_check(published))
+            found = Book(Path(), published).check()
+            for difference in found:
+                typer.echo(printable(difference), err=True)
+            typer.echo(f"report --check: {len(found)} differences")
+            raise typer.Exit(1 if found else 0)
         for path in _chosen_folders(results, folder):
             beside = published if published.is_dir() and path != published else None
-            if any((path / "records" / f"{name}.jsonl").exists() for name in only or experiments()):
-                page = write_report(path, beside, only)
+            if (page := write_report(path, beside, only)) is not None:
                 for line in summary(path, only):
                     typer.echo(line)
                 typer.echo(f"read {page}")
-            if only:
-                continue
-            if path.name == PUBLISHED_FOLDER and is_here:
+            if path.name == PUBLISHED_FOLDER and is_here and not only:
                 for file in Book(Path(), path).write():
                     typer.echo(f"written: {file}")
-
-
-def _check(published: Path) -> int:
-    """Print what is stale in the repository's documents; the exit code."""
-    from cs336_systems.experiments.pages import Book
-
-    found = Book(Path(), published).check()
-    for difference in found:
-        typer.echo(printable(difference), err=True)
-    typer.echo(f"report --check: {len(found)} differences")
-    return 1 if found else 0
 
 
 def _chosen_folders(results: Path, folder: str | None) -> list[Path]:

@@ -26,27 +26,25 @@ if TYPE_CHECKING:
 def run(
     problems: Annotated[list[str] | None, typer.Argument(help="Problem names; see `list`.")] = None,
     run_all: Annotated[bool, typer.Option("--all", help="Run every problem.")] = False,
-    scale: Annotated[
-        str, typer.Option(help="auto, tiny, smoke or handout; auto: smoke on CPU, handout on GPU.")
-    ] = "auto",
+    scale: shared.ScaleOption = "auto",
     device: DeviceOption = "auto",
     results: ResultsOption = Path("results"),
     model: Annotated[str | None, typer.Option(help="Your own model, as package.module:Class.")] = None,
     implementation: Annotated[
         list[str] | None, typer.Option(help="Only these, and who plays in turns with them; also package.module:Name.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of inputs and weights.")] = 0,
-    rerun: Annotated[str, typer.Option(help="Measure again what is finished: none, failed or all.")] = "none",
-    time_budget: Annotated[float | None, typer.Option(help="Start no cell after this many seconds.")] = None,
-    cell_timeout: Annotated[int, typer.Option(help="Seconds after which a cell becomes a failed row.")] = 600,
+    seed: shared.SeedOption = 0,
+    rerun: shared.RerunOption = "none",
+    time_budget: shared.TimeBudgetOption = None,
+    cell_timeout: Annotated[int, typer.Option(help="Seconds without a result that make a cell a failed row.")] = 600,
     mode: Annotated[str | None, typer.Option(help="Of attention: forward, backward, forward_backward; a,b.")] = None,
     heads: Annotated[str | None, typer.Option(help="Of attention: these in the place of its own, as 16,64.")] = None,
     seqlen: Annotated[str | None, typer.Option(help="Of attention: these lengths, as 4096,8192.")] = None,
     head_dim: Annotated[str | None, typer.Option(help="Of attention: these head dims, as 64,128.")] = None,
     stages: Annotated[bool, typer.Option("--stages", help="Only our stages of attention; print their table.")] = False,
     shard: Annotated[str, typer.Option(help="This process's part, as 2/4: one a GPU, into one folder.")] = "1/1",
-    commit: Annotated[str | None, typer.Option(help="Revision that runs, where there is no git.")] = None,
-    dirty: Annotated[bool | None, typer.Option("--dirty/--clean", help="Whether it has uncommitted changes.")] = None,
+    commit: shared.CommitOption = None,
+    dirty: shared.DirtyOption = None,
 ) -> None:
     """Measure problems and append the records; finished cells are kept, so an interrupted run continues."""
     with one_line_errors():
@@ -73,12 +71,11 @@ def run(
                 head_dims=_sizes("--head-dim", head_dim),
             ),
         )
-        for name in chosen if config.axes.options else ():
-            planned_cells(name, config)  # refuses what a problem does not have
+        cells = [cell for name in chosen for cell in planned_cells(name, config)]  # refuses axes of other problems
         if stages:
             implementation = _stages_of(chosen, implementation)
-        _check_model(config, chosen)
-        _check_implementations(implementation, chosen, config)
+        _check_model(config, chosen, cells)
+        _check_implementations(implementation, chosen, cells)
         interpret = kind == "cpu" and importlib.util.find_spec("triton") is not None
         folder = results_folder(results, get_device_info(kind), config)
         _check_writable(folder, chosen)
@@ -187,9 +184,8 @@ def _show_stages(name: str, sweep: Sweep) -> None:
     typer.echo(f"\n{table.title}\n\n{table.markdown()}\n")
 
 
-def _check_model(config: RunConfig, chosen: list[str]) -> None:
-    """Raise an error where the user's model cannot be found, or none of the problems has cells of a model."""
-    from cs336_systems.experiments.registry import PROBLEMS
+def _check_model(config: RunConfig, chosen: list[str], cells: list[Cell]) -> None:
+    """Raise an error where the user's model cannot be found, or none of the `cells` is of a model."""
     from cs336_systems.experiments.worker import search_current_folder
     from cs336_systems.model import load_model_class
 
@@ -197,29 +193,25 @@ def _check_model(config: RunConfig, chosen: list[str]) -> None:
         return
     search_current_folder()  # a console script does not search the folder it was typed in
     load_model_class(config.model)
-    if not any(hasattr(cell.case, "model") for name in chosen for cell in PROBLEMS[name].cells(config)):
+    if not any(hasattr(cell.case, "model") for cell in cells):
         raise ValueError(f"--model has no effect on {', '.join(chosen)}")
 
 
-def _check_implementations(names: list[str] | None, chosen: list[str], config: RunConfig) -> None:
+def _check_implementations(names: list[str] | None, chosen: list[str], cells: list[Cell]) -> None:
     from cs336_systems.experiments.implementations import IMPLEMENTATIONS, load_name
     from cs336_systems.experiments.mask_implementations import BUILDERS
     from cs336_systems.experiments.registry import PROBLEMS
     from cs336_systems.experiments.worker import search_current_folder
 
+    known = dict.fromkeys((*IMPLEMENTATIONS, *BUILDERS, *(name for cell in cells for name in cell.implementations)))
     for name in names or []:
         if ":" in name:
             for problem in chosen:
-                if not getattr(PROBLEMS[problem], "takes", ""):
+                if not PROBLEMS[problem].takes:
                     raise ValueError(f"{problem} takes no implementation of your own, got {name!r}")
             search_current_folder()
             load_name(name)
-    names = [name for name in names or [] if ":" not in name]
-    cells = [cell for name in chosen for cell in PROBLEMS[name].cells(config)] if names else []
-    theirs = [name for cell in cells for name in cell.implementations]
-    known = dict.fromkeys((*IMPLEMENTATIONS, *BUILDERS, *theirs))
-    for name in names:
-        if name not in known:
+        elif name not in known:
             raise ValueError(f"unknown implementation {name!r}; known: {', '.join(known)}")
 
 

@@ -22,8 +22,14 @@ EXIT_SIGNAL = 128  # plus the signal's number
 # every sample. With 1,000 looks they take 0.5, and as long as before where each thread has a core.
 SPIN_SWITCHES = {"GOMP_SPINCOUNT": "1000"}
 
+ScaleOption = Annotated[str, typer.Option(help="auto, tiny, smoke or handout; auto: smoke on CPU, handout on GPU.")]
 ResultsOption = Annotated[Path, typer.Option(help="Folder of the results folders.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of inputs and weights.")]
+RerunOption = Annotated[str, typer.Option(help="Measure again what is finished: none, failed or all.")]
+TimeBudgetOption = Annotated[float | None, typer.Option(help="Start no cell after this many seconds.")]
+CommitOption = Annotated[str | None, typer.Option(help="Revision that runs, where there is no git.")]
+DirtyOption = Annotated[bool | None, typer.Option("--dirty/--clean", help="Whether it has uncommitted changes.")]
 
 
 def unknown_problem(name: str) -> str:
@@ -50,25 +56,23 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(EXIT_WRONG_ARGUMENT) from None
 
 
-class Terminated(KeyboardInterrupt):
-    """A signal that asks the process to end, handled as Ctrl-C is."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(signal_number)
-        self.signal_number = signal_number
-
-
 @contextmanager
-def termination_interrupts() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise `Terminated`, so that what a `finally` ends is ended for them too."""
+def ends_at_a_signal(message: str) -> Iterator[None]:
+    """Ctrl-C, SIGTERM or SIGHUP within is `message` and exit code 128 plus its number, once every `finally` is done."""
+    received = int(signal.SIGINT)
 
     def interrupt(signal_number: int, _: FrameType | None) -> None:
-        raise Terminated(signal_number)
+        nonlocal received
+        received = signal_number
+        raise KeyboardInterrupt
 
     numbers = (signal.SIGTERM, signal.SIGHUP)  # under nohup the latter stays ignored
     previous = {n: signal.signal(n, interrupt) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
     try:
         yield
+    except KeyboardInterrupt:
+        typer.echo(message, err=True)
+        raise typer.Exit(EXIT_SIGNAL + received) from None
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, EXIT_SIGNAL, termination_interrupts
+from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, ends_at_a_signal
 from cs336_systems.measure.text import in_one_line
 
 if TYPE_CHECKING:
@@ -36,14 +35,11 @@ def check_sweep_options(rerun: str, time_budget: float | None) -> None:
 def measuring(sweep: Sweep) -> Iterator[None]:
     """An error or Ctrl-C within is a line and an exit code; the measuring process is gone and the folder free after."""
     try:
-        with termination_interrupts():
+        with ends_at_a_signal(f"interrupted: finished cells are in {sweep.folder}; the same command continues"):
             yield
     except OSError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED) from None
-    except KeyboardInterrupt as interrupt:
-        typer.echo(f"interrupted: finished cells are in {sweep.folder}; the same command continues", err=True)
-        raise typer.Exit(EXIT_SIGNAL + getattr(interrupt, "signal_number", signal.SIGINT)) from None
     finally:
         sweep.worker.kill()  # also where the interrupt came between two cells
         sweep.unlock()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from cs336_systems.commands import shared
 from cs336_systems.commands.kernels import compile_with_progress, machine_arch, print_reports, print_table
 from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, ResultsOption, one_line_errors
 from cs336_systems.commands.sweeps import check_sweep_options, measure_shown, measuring
@@ -59,11 +60,11 @@ def flash(
     max_spill_bytes: Annotated[int, typer.Option(help="Do not measure what spills more.")] = MAX_SPILL_BYTES,
     jobs: Annotated[int | None, typer.Option(help="Compiling processes; default: one a core.")] = None,
     results: ResultsOption = Path("results"),
-    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
-    rerun: Annotated[str, typer.Option(help="Measure again what is finished: none, failed or all.")] = "none",
-    time_budget: Annotated[float | None, typer.Option(help="Start no cell after this many seconds.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Revision that runs, where there is no git.")] = None,
-    dirty: Annotated[bool | None, typer.Option("--dirty/--clean", help="Whether it has uncommitted changes.")] = None,
+    seed: shared.SeedOption = 0,
+    rerun: shared.RerunOption = "none",
+    time_budget: shared.TimeBudgetOption = None,
+    commit: shared.CommitOption = None,
+    dirty: shared.DirtyOption = None,
 ) -> None:
     """Compile, check and time a grid of tiles for the attention kernels; say what the tables might hold."""
     from cs336_systems.attention.compilation import check_arch, check_jobs

@@ -7,7 +7,7 @@ is measured; `turns` lets several take turns.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from cs336_systems.accounting import attention_flops, eager_attention_bytes, tfl
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.implementations import Built, build, without_overhead
+from cs336_systems.experiments.implementations import AttentionFunction, Built, build, without_overhead
 from cs336_systems.experiments.mask_implementations import is_plain, mask_of, shape_of
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
 from cs336_systems.experiments.tables import Pivot, TableSpec
@@ -41,7 +41,9 @@ KEPT_SAMPLES = 25  # of a row: quartiles ask for no more, and four thousand rows
 MODE_WORDS = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
 BY_SHAPE = {"batch × heads × length × head dim": "shape"}  # a table's first column
 BOTH_TIMES = {"quantity": "time", "mode": "forward_backward"}  # which rows are times of both passes together
+RESULTS = ("output", "grad_q", "grad_k", "grad_v")
 Sizes = tuple[int, int, int, int, bool]  # batch, heads, length, head_dim, causal
+HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}  # of the handout's two grids
 SMALL: dict[str, tuple[Sizes, ...]] = {"tiny": ((1, 1, 64, 64, True),), "smoke": ((1, 1, 128, 64, True),)}
 
 
@@ -59,8 +61,6 @@ class AttentionExperiment(Experiment):
         return self.implementations
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        if self.by_turns:
-            return super().cells(run)
         return [attention_cell(shape, name, run, self.rows) for shape in self.cases(run) for name in self.names(run)]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
@@ -126,9 +126,36 @@ def settle(call: Callable[[], object]) -> None:
         torch.cuda.synchronize()
 
 
+class Passes:
+    """The calls of one implementation on packed `inputs`, as they are checked and timed.
+
+    `attend` is what `without_overhead` yields. With `sum_loss` both passes differentiate the sum of the output.
+    """
+
+    def __init__(self, built: Built, inputs: AttentionInputs, sum_loss: bool = False) -> None:
+        *packed, self.grad_output = (built.pack(x) for x in inputs)
+        self.leaves = [x.detach().clone().requires_grad_() for x in packed]
+        self.sum_loss = sum_loss
+
+    def forward(self, attend: AttentionFunction) -> tuple[Tensor]:
+        with torch.no_grad():
+            return (attend(*self.leaves),)
+
+    def both(self, attend: AttentionFunction) -> tuple[Tensor, ...]:
+        output = attend(*self.leaves)
+        if self.sum_loss:
+            return torch.autograd.grad(output.sum(), self.leaves)
+        return torch.autograd.grad(output, self.leaves, self.grad_output)
+
+    def backward(self, output: Tensor) -> tuple[Tensor, ...]:
+        """The backward of `output`, whose graph stays."""
+        return torch.autograd.grad(output, self.leaves, self.grad_output, retain_graph=True)
+
+
 def measure_attention(
     cell: Cell, run: RunConfig, *, built: Built | None = None, masked: MaskCase | None = None,
     num_samples: int | None = None, sum_loss: bool = False, settled: bool = False,
+    take: Callable[[Callable[[], object]], list[float]] | None = None,
 ) -> Iterator[Sample]:  # fmt: skip
     """Measure the promised rows of `cell` in the order forward, backward, forward_backward.
 
@@ -138,14 +165,15 @@ def measure_attention(
     takes as many as its time allows and keeps KEPT_SAMPLES of them, evenly spaced in time. With `sum_loss` the loss is
     the sum of the output, so that its gradient arrives as a stride-0 tensor of ones; without, that gradient is random.
     `settled`: a GPU rests, then runs each part for a while before it is timed, so that no median falls where the clock
-    does. An interpreted call says nothing of speed and takes seconds: the one that was checked is its only sample.
+    does. `take` gives the samples of a part in the place of calls one by one. An interpreted call says nothing of speed
+    and takes seconds: the one that was checked is its only sample.
     """
     shape = cell.case if masked is None else shape_of(masked)
     built = built or build(cell.implementation, shape, run.device)
     given = (shape, run.device, run.seed, sum_loss)
     inputs, device, kernel = inputs_of(*given), run.device, built.kernel
     interpreted = kernel.startswith("interpreter")
-    q, k, v, grad_output = (built.pack(x) for x in inputs)
+    passes = Passes(built, inputs, sum_loss)
 
     def checked(call: Callable[[], Sequence[Tensor]], *names: str) -> tuple[float, float]:
         """Milliseconds of the first call, and the error over its bound of what it returned."""
@@ -160,7 +188,9 @@ def measure_attention(
         if settled and device == "cuda":
             settle(call)
         samples = [first_ms]
-        if not interpreted:
+        if take is not None:
+            samples = take(call)
+        elif not interpreted:
             samples = time_calls(call, device=device, warmup=1, num_samples=num_samples, budget_ms=BUDGET_MS[device])
         if num_samples is None and (count := len(samples)) > KEPT_SAMPLES:
             samples = [samples[place * count // KEPT_SAMPLES] for place in range(KEPT_SAMPLES)]
@@ -168,10 +198,7 @@ def measure_attention(
 
     with without_overhead(built.attend) as attend:
         # forward
-        def forward() -> tuple[Tensor, ...]:
-            with torch.no_grad():
-                return (attend(q, k, v),)
-
+        forward, both = partial(passes.forward, attend), partial(passes.both, attend)
         first_ms, error = checked(forward, "output")
         yield from timed(FORWARD, forward, first_ms, error)
         if all(row.mode == "forward" for row in cell.rows):
@@ -180,32 +207,22 @@ def measure_attention(
             raise Unsupported("FlexAttention has no backward on CPU")
 
         # backward
-        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-
-        def both() -> tuple[Tensor, ...]:
-            output = attend(*leaves)
-            if sum_loss:
-                return torch.autograd.grad(output.sum(), leaves)
-            return torch.autograd.grad(output, leaves, grad_output)
-
-        first_ms, gradient_error = checked(both, "grad_q", "grad_k", "grad_v")
+        first_ms, gradient_error = checked(both, *RESULTS[1:])
         error = max(error, gradient_error)
         if SAVED in cell.rows:
-            yield Sample(row=SAVED, samples=[saved_for_backward(lambda: attend(*leaves)) / MIB], kernel=kernel)
+            yield Sample(row=SAVED, samples=[saved_for_backward(lambda: attend(*passes.leaves)) / MIB], kernel=kernel)
         release(device)
         allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
-        output = attend(*leaves)
+        output = attend(*passes.leaves)
         if BEFORE_BACKWARD in cell.rows:
             torch.cuda.synchronize()
             used = torch.cuda.memory_allocated() - allocated + sum(x.nbytes for x in inputs)
             yield Sample(row=BEFORE_BACKWARD, samples=[used / MIB], kernel=kernel)
 
-        def backward() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
-
+        backward = partial(passes.backward, output)
         backward_ms = time_once(backward, device) if interpreted and BACKWARD in cell.rows else math.nan
         yield from timed(BACKWARD, backward, backward_ms, error)
-        del output
+        del output, backward
 
         # forward and backward
         yield from timed(BOTH, both, first_ms, error)

@@ -7,7 +7,7 @@ bfloat16. What calls take that are too short for that, `short_calls` measures.
 from dataclasses import replace
 
 from cs336_systems.config import AttentionShape
-from cs336_systems.experiments.attention import BOTH_TIMES, rate_bars, rate_tables
+from cs336_systems.experiments.attention import BOTH_TIMES, SMALL, rate_bars, rate_tables
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.spec import Unsupported, problem
 from cs336_systems.experiments.turns import AttentionByTurns
@@ -22,7 +22,7 @@ class AttentionShapes(AttentionByTurns):
     # (batch, heads, length, head_dim, causal). The first is the 2025 leaderboard's; 32 heads of 32,768 are the 2026
     # leaderboard's 8B step; 64 heads of 8192 are the shape of MagiAttention's published table.
     sizes = {
-        "tiny": ((1, 1, 64, 64, True),),
+        **SMALL,
         "smoke": ((1, 1, 128, 64, True), (1, 1, 128, 128, False)),
         "handout": (
             (1, 16, 16384, 64, True),

@@ -15,7 +15,7 @@ from cs336_systems.attention import BlockMask, explain_backend, flash_attention
 from cs336_systems.attention.backends import AttentionLayout
 from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
-from cs336_systems.experiments.attention import checked_error
+from cs336_systems.experiments.attention import RESULTS, checked_error
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pick, Wide
@@ -59,10 +59,9 @@ class AttentionStages(Experiment):
         """Each stage and the whole call, checked first against the oracle."""
         case: StagedCall = cell.case
         call, inputs, mask = staged_call(case, cell.implementation, run)
-        names = ("output", "grad_q", "grad_k", "grad_v")
         dense = None if mask is None else mask.to_dense()
         oracle = compute_oracle(*inputs, is_causal=mask is None, mask=dense)
-        error = checked_error(oracle, dict(zip(names, call())))
+        error = checked_error(oracle, dict(zip(RESULTS, call())))
         del oracle, dense
         few = run.device == "cpu"
         samples = time_stages(call, device=run.device, num_samples=2 if few else 30, warmup=0 if few else 5)

@@ -9,6 +9,7 @@ one, and of a cell's rows those of the chosen modes stay.
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from cs336_systems.accounting import eager_attention_bytes
 from cs336_systems.config import AttentionShape, Axes, MaskCase
@@ -67,10 +68,13 @@ def _with_length(case: Case, seqlen: int | None) -> Case:
     """`case` with as many keys, and queries where it had as many of them; documents keep their shares."""
     if seqlen is None:
         return case
+    changes: dict[str, Any] = {}
+    if hasattr(case, "mask"):
+        changes["mask"] = "+".join(_scaled(part, case.seqlen_q, seqlen) for part in case.mask.split("+"))
     if isinstance(case, MaskCase):
-        mask = "+".join(_scaled(part, case.seqlen_q, seqlen) for part in case.mask.split("+"))
-        return replace(case, mask=mask, seqlen_q=seqlen)
-    return replace(case, seqlen_k=seqlen, seqlen_q=seqlen if case.seqlen_q == case.seqlen_k else case.seqlen_q)
+        return replace(case, seqlen_q=seqlen, **changes)
+    queries = seqlen if case.seqlen_q == case.seqlen_k else case.seqlen_q
+    return replace(case, seqlen_q=queries, seqlen_k=seqlen, **changes)
 
 
 def _scaled(part: str, before: int, after: int) -> str:

@@ -44,7 +44,8 @@ class Attended(AttentionShape):
     def mask_case(self) -> MaskCase:
         parts = []
         if self.documents:
-            parts.append("document:" + ",".join([str(self.documents)] * (self.seqlen_q // self.documents)))
+            starts = range(0, self.seqlen_q, self.documents)
+            parts.append("document:" + ",".join(str(min(self.documents, self.seqlen_q - start)) for start in starts))
         if self.window:
             parts.append(f"window:{self.window}")
         if self.is_causal:

@@ -7,7 +7,7 @@ Every back end has a row: its times, or the reason why it has none. Those that a
 after the other, two times of the same kernel can differ by a tenth where other processes hold the processor up.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
@@ -18,7 +18,7 @@ from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.device import interpreter_is_on
 from cs336_systems.experiments.attention import BOTH, FORWARD
 from cs336_systems.experiments.implementations import Built, build, query_and_key
-from cs336_systems.experiments.spec import BY_TURNS, Cell, Sample, Unsupported
+from cs336_systems.experiments.spec import Sample, Unsupported, turns_cell
 from cs336_systems.experiments.turns import long_turn, measure_by_turns
 
 AUTO = "auto"
@@ -54,12 +54,11 @@ def benchmark_backends(
             build(name, shape, device)  # it takes few shapes
         return Built(attend=partial(flash_attention, is_causal=shape.is_causal, enable_gqa=True, backend=name))
 
-    rows = tuple(replace(row, implementation=name) for name in names for row in (FORWARD, BOTH))
-    cell = Cell(case=shape, implementation=BY_TURNS, rows=rows)
+    cell = turns_cell(shape, names, (FORWARD, BOTH))
     run = RunConfig(scale="smoke", device=device, seed=seed)  # type: ignore[arg-type]
     turn_of = partial(long_turn, device=device)
     found = {one.row: one for one in measure_by_turns(cell, run, turn_of, num_rounds=num_samples, built=built)}
-    samples = [found[row] for row in rows]
+    samples = [found[row] for row in cell.rows]
     return [
         _timing(name, explained.get(name, ("", "")), device, forward, both)
         for name, forward, both in zip(names, samples[::2], samples[1::2])

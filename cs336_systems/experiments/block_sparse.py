@@ -1,13 +1,15 @@
 """Skipping tiles: speed by density of random tiles against dense attention, and what random token masks gain."""
 
-from __future__ import annotations
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
 
 import pandas as pd
 
-from cs336_systems.config import RunConfig
-from cs336_systems.experiments.figures import Lines, alt
-from cs336_systems.experiments.masks import DENSE_PEERS, MaskExperiment, dense_tables, mask_case, mask_cell, names_of
-from cs336_systems.experiments.spec import Cell, problem
+from cs336_systems.config import MaskCase, RunConfig
+from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.masks import DENSE_PEERS, MaskExperiment, dense_tables, mask_case, names_of
+from cs336_systems.experiments.spec import problem
 from cs336_systems.experiments.tables import Pivot
 
 LENGTH = {"tiny": 128, "smoke": 256, "handout": 16384}
@@ -23,39 +25,29 @@ LISTED = ("triton", "hopper", "flex")  # which walk lists
 class AgainstIdeal(Lines):
     """Lines, and the speed that the number of live tiles allows."""
 
-    def chart(self, frame: pd.DataFrame) -> alt.TopLevelMixin | None:
-        rows = self.rows(frame)
-        if rows.empty:
-            return None
+    def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        rows = super().rows(frame)
         ideal = rows.drop_duplicates("number").assign(implementation="tiles allow", over_dense=lambda one: one["ideal"])
-        return self._finished(self._marks(pd.concat([rows, ideal])), rows)
+        return pd.concat([rows, ideal])
 
 
 @problem(title="Skipping tiles: speed by density, and what random token masks gain", order=9)
 class BlockSparse(MaskExperiment):
     implementations = ("triton", *DENSE_PEERS, "sdpa_mask", "flex")
 
-    def cells(self, run: RunConfig) -> list[Cell]:
-        """Random tiles by density, dense, random tokens, neighbours on a grid; of the handout long ones by tile."""
+    def planned(self, run: RunConfig) -> Iterator[tuple[MaskCase, Sequence[str]]]:
+        """Dense, random tiles by density, random tokens, neighbours on a grid; of the handout long ones by tile."""
+        short = partial(mask_case, run, seqlen=LENGTH[run.scale], heads=16, head_dim=128)
         peers = ("hopper", "sdpa_mask", "flex")
-        beside: dict[str, tuple[str, ...]] = {"full": (*DENSE_PEERS, "flex")}
-        beside |= {f"random:{density:g}": peers for density in ROW_DENSITIES[run.scale]}
-        beside |= {f"tokens:{density:g}": peers for density in TOKEN_DENSITIES[run.scale]}
-        planned = [
-            (mask_case(run, mask, LENGTH[run.scale], heads=16, head_dim=128), names_of(run, ("triton",), others))
-            for mask, others in beside.items()
-        ]
-        planned += [
-            (mask_case(run, f"{order}:{radius}", LENGTH[run.scale], heads=16, head_dim=128), LISTED)
-            for radius in RADII[run.scale]  # of which both orders attend the same pairs
-            for order in ("grid", "hilbert")
-        ]
-        planned += [
-            (mask_case(run, f"random:{density:g}", SUITE_LENGTH, heads=8, head_dim=128, blocks=blocks), LISTED)
-            for blocks in (SUITE_BLOCKS if run.scale == "handout" else ())
-            for density in SUITE_DENSITIES
-        ]
-        return [mask_cell(case, name, run) for case, names in planned for name in names]
+        yield short("full"), names_of(run, (*DENSE_PEERS, "flex"))
+        for density in ROW_DENSITIES[run.scale]:
+            yield short(f"random:{density:g}"), names_of(run, peers)
+        for density in TOKEN_DENSITIES[run.scale]:
+            yield short(f"tokens:{density:g}"), names_of(run, peers)
+        for radius, order in product(RADII[run.scale], ("grid", "hilbert")):  # both orders attend the same pairs
+            yield short(f"{order}:{radius}"), LISTED
+        for blocks, density in product(SUITE_BLOCKS if run.scale == "handout" else (), SUITE_DENSITIES):
+            yield mask_case(run, f"random:{density:g}", SUITE_LENGTH, heads=8, head_dim=128, blocks=blocks), LISTED
 
     tables = dense_tables(seqlen_q=SHORT) | {
         "suite": Pivot(

@@ -53,16 +53,16 @@ def precisions(run: RunConfig) -> list[Precision]:
 
 
 def ddp_cells(
-    run: RunConfig, implementations: Sequence[str], num_ranks: Sequence[int], computes: Sequence[Precision],
+    run: RunConfig, implementations: Sequence[str], num_ranks: Sequence[int], *, precision: Precision | None = None,
     bucket_size_mb: float | None = None,
 ) -> list[Cell]:  # fmt: skip
-    """A cell for each wrapper, number of ranks and precision; buckets are of that size, or the usual."""
+    """A cell for each number of ranks and wrapper; in the first of `precisions` and usual buckets unless given."""
     size = bucket_size_mb or DEFAULT_BUCKET_MB[run.scale]
     memory = ("peak_memory",) if run.device == "cuda" else ()
     cells = []
-    for precision, number, name in product(computes, num_ranks, implementations):
+    for number, name in product(num_ranks, implementations):
         buckets = {"bucket_size_mb": size if name in WITH_BUCKETS else None}
-        case = ranks.ranks_case(DataParallelCase, run, number, precision, **buckets)
+        case = ranks.ranks_case(DataParallelCase, run, number, precision or precisions(run)[0], **buckets)
         cells.append(ranks.step_cell(case, name, memory))
     return cells
 

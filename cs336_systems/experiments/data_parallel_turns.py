@@ -12,7 +12,6 @@ is out, and the others play on. Ratios are of one round.
 
 import gc
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
@@ -25,7 +24,7 @@ from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.experiments import parallel_step as steps
 from cs336_systems.experiments import ranks
 from cs336_systems.experiments.data_parallel import precisions
-from cs336_systems.experiments.frames import speed, tuples
+from cs336_systems.experiments.frames import dicts, speed
 from cs336_systems.experiments.parallel_step import OURS, PEERS, ParallelStep, ShardingCase
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pivot
@@ -37,9 +36,9 @@ RIVALS = dict.fromkeys(OURS, PEERS) | {"sharded": ("torch_zero",), "zero1": ("to
 WARMUP = 2  # PyTorch's DDP rearranges its buckets in the second step, and FSDP's first tells the order of the units
 STEPS = {"tiny": 1, "smoke": 2, "handout": 2}  # timed in a turn; in low precision, whose steps are shorter, more
 LOW_PRECISION_STEPS = 5
-ROUNDS = {"tiny": (2, 2), "smoke": (2, 4), "handout": (2, 6)}  # at least, at most
+LEAST_ROUNDS, MOST_ROUNDS = 2, {"tiny": 2, "smoke": 4, "handout": 6}
+BUDGET_S = 75.0  # in which a further round must end
 NO_MEMORY = "out of memory"
-BUDGET_S = {"tiny": 60.0, "smoke": 60.0, "handout": 75.0}  # in which a further round must end
 
 
 @problem(title="Data parallelism, sharded optimizers and FSDP by turns, beside PyTorch's", order=12)
@@ -75,16 +74,15 @@ class DataParallelTurns(Experiment):
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Columns `rival`, its fastest in that case, and `of_rival`: the time over the rival's, median of rounds."""
-        by_case: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-        for row in tuples(frame):
-            by_case[row["case"]][row["implementation"]] = row
+        rows = dicts(frame)
+        known = {(row["case"], row["implementation"]): row for row in rows}
         rivals = []
-        for row in tuples(frame):
-            others = [one for name in RIVALS.get(row["implementation"], ()) if (one := by_case[row["case"]].get(name))]
-            rivals.append(min(others, key=lambda other: other["median"], default=None))
+        for row in rows:
+            others = [known.get((row["case"], name)) for name in RIVALS.get(row["implementation"], ())]
+            rivals.append(min(filter(None, others), key=lambda other: other["median"], default=None))
         return frame.assign(
             rival=[rival["implementation"] if rival else "" for rival in rivals],
-            of_rival=[speed(rival, row) for rival, row in zip(rivals, tuples(frame))],
+            of_rival=[speed(rival, row) for rival, row in zip(rivals, rows)],
         )
 
     tables = {
@@ -111,8 +109,7 @@ def take_turns(
     began = time.monotonic()
     checks = _check_all(names, steps.shallow(case), run, rank)
     samples: dict[str, list[float]] = {name: [] for name in names}
-    at_least, at_most = ROUNDS[run.scale]
-    for number in range(at_most):
+    for number in range(MOST_ROUNDS[run.scale]):
         round_began = time.monotonic()
         for name in in_order(names, number):
             if checks[name][1] == NO_MEMORY:
@@ -126,7 +123,7 @@ def take_turns(
             if not _agree(fitted, case.device):
                 checks[name] = (float("inf"), NO_MEMORY)
         now = time.monotonic()
-        in_time = number + 1 < at_least or now - began + (now - round_began) < BUDGET_S[run.scale]
+        in_time = number + 1 < LEAST_ROUNDS or now - began + (now - round_began) < BUDGET_S
         if not _agree(in_time, case.device):
             break
     return {name: (*checks[name], samples[name]) for name in names}

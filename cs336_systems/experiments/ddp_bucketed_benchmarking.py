@@ -8,7 +8,7 @@ import torch
 from cs336_systems.analysis.bandwidth import best_bucket_bytes, bucket_overhead_s
 from cs336_systems.config import MODEL_SIZES, RunConfig
 from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, plan_buckets
-from cs336_systems.experiments.data_parallel import DataParallelExperiment, ddp_cells, precisions
+from cs336_systems.experiments.data_parallel import DataParallelExperiment, ddp_cells
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.ranks import most_ranks
 from cs336_systems.experiments.spec import Cell, problem
@@ -24,10 +24,8 @@ class DDPBucketedBenchmarking(DataParallelExperiment):
     def cells(self, run: RunConfig) -> list[Cell]:
         """Bucket sizes, ours and at handout scale PyTorch's."""
         names = self.implementations if run.scale == "handout" else ("bucketed",)
-        sizes = BUCKET_SIZES_MB[run.scale]
-        return [
-            cell for size in sizes for cell in ddp_cells(run, names, [most_ranks(run)], precisions(run)[:1], size)
-        ]  # fmt: skip
+        cells = [ddp_cells(run, names, [most_ranks(run)], bucket_size_mb=size) for size in BUCKET_SIZES_MB[run.scale]]
+        return sum(cells, [])
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`buckets(size)` of xl, and of the model of their overhead `best_mib` and `overhead_ms` at that size."""

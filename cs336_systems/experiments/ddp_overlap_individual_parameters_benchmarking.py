@@ -15,8 +15,8 @@ class DDPOverlapBenchmarking(ddp.DataParallelExperiment):
         names = {"tiny": ("overlap",), "smoke": (*OURS, "torch_ddp_view")}.get(run.scale, self.implementations)
         cells = []
         for precision in ddp.precisions(run):
-            cells += ddp.ddp_cells(run, ("naive",), ddp.FEWER_RANKS[run.scale], [precision])
-            cells += ddp.ddp_cells(run, names, rank_counts(run), [precision])
+            cells += ddp.ddp_cells(run, ("naive",), ddp.FEWER_RANKS[run.scale], precision=precision)
+            cells += ddp.ddp_cells(run, names, rank_counts(run), precision=precision)
         return cells
 
     two_ranks = ddp.steps_table("A training step on two ranks", {"num_ranks": 2})

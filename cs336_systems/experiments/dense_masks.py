@@ -4,11 +4,13 @@ Packed documents go through `flash_attention_varlen`; `triton_lists` and `hopper
 tiles, `sdpa_padded` is SDPA on the padded batch, and `torch_varlen` PyTorch's own packed attention.
 """
 
-from cs336_systems.config import RunConfig
+from collections.abc import Iterator, Sequence
+
+from cs336_systems.config import MaskCase, RunConfig
 from cs336_systems.experiments.attention import BOTH_TIMES, rate_tables
 from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.masks import DENSE_PEERS, MASK_TIMES, MaskExperiment, mask_case, mask_cell, names_of
-from cs336_systems.experiments.spec import Cell, problem
+from cs336_systems.experiments.masks import DENSE_PEERS, MASK_TIMES, MaskExperiment, mask_case, names_of
+from cs336_systems.experiments.spec import problem
 
 # Documents of a packed sequence, in 32nds of it: 8 of them, the longest twice the mean, so that a padded batch is half
 # padding.
@@ -22,23 +24,18 @@ LENGTHS = {"tiny": (128,), "smoke": (64, 128), "handout": (1024, 4096, 8192, 163
 class DenseMasks(MaskExperiment):
     implementations = ("triton", "triton_lists", *DENSE_PEERS, "hopper_lists", "flex", "sdpa_padded", "torch_varlen")
 
-    def cells(self, run: RunConfig) -> list[Cell]:
-        cells: list[Cell] = []
+    def planned(self, run: RunConfig) -> Iterator[tuple[MaskCase, Sequence[str]]]:
         for seqlen in LENGTHS[run.scale]:
             documents = "document:" + ",".join(str(seqlen * share // sum(DOCUMENTS)) for share in DOCUMENTS)
             masks: tuple[str, ...] = ("full", "causal", documents, f"{documents}+causal")
             if run.scale == "smoke" and seqlen < LENGTHS["smoke"][-1]:
                 masks = masks[1::2]  # in a laptop's minutes the shorter length shows the causal ones
             for mask in masks if run.scale != "tiny" else masks[-1:]:
-                case = mask_case(run, mask, seqlen, heads=64, head_dim=128)
-                packed = mask.startswith("document")
-                peers: tuple[str, ...] = PACKED_PEERS if packed else DENSE_PEERS
+                peers: tuple[str, ...] = PACKED_PEERS if mask.startswith("document") else DENSE_PEERS
                 if run.scale == "handout" or (seqlen == LENGTHS[run.scale][0] and mask == masks[-1]):
                     peers = (*peers, "flex")  # compiles for each case, most of the problem's time on a laptop
                 ours = ("triton",) if mask == "full" else ("triton", "triton_lists")
-                for name in names_of(run, ours, peers):
-                    cells.append(mask_cell(case, name, run, mask_time=packed and name == "triton_lists"))
-        return cells
+                yield mask_case(run, mask, seqlen, heads=64, head_dim=128), names_of(run, peers, ours)
 
     tables = rate_tables(
         (("hopper", "triton"), *(("triton", peer) for peer in ("torch_varlen", "flex", "sdpa_padded", "sdpa_cudnn"))),

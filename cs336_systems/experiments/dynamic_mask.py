@@ -1,10 +1,12 @@
 """Keys chosen by a bias at run time: one set for all queries, gathered; or the best of each query, by tiles."""
 
-from cs336_systems.config import RunConfig
+from collections.abc import Iterator, Sequence
+
+from cs336_systems.config import MaskCase, RunConfig
 from cs336_systems.experiments import masks
 from cs336_systems.experiments.attention import BOTH_TIMES
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.spec import Cell, problem
+from cs336_systems.experiments.spec import problem
 
 SIZES = {"tiny": (128, 16), "smoke": (128, 16), "handout": (32768, 1024)}  # tokens, keys kept
 
@@ -13,19 +15,14 @@ SIZES = {"tiny": (128, 16), "smoke": (128, 16), "handout": (32768, 1024)}  # tok
 class DynamicMask(masks.MaskExperiment):
     implementations = ("triton", *masks.DENSE_PEERS, "sdpa_mask", "flex")
 
-    def cells(self, run: RunConfig) -> list[Cell]:
+    def planned(self, run: RunConfig) -> Iterator[tuple[MaskCase, Sequence[str]]]:
         seqlen, num_keys = SIZES[run.scale]
-        peers_of: dict[str, tuple[str, ...]] = {
-            "causal": masks.DENSE_PEERS,
-            f"shared:{num_keys}+causal": ("hopper", "sdpa_mask"),
-            f"topk:{num_keys}": ("hopper", "sdpa_mask", "flex"),
-        }
-        return [
-            masks.mask_cell(case, name, run, mask_time=name.startswith("triton") and mask != "causal")
-            for mask, peers in peers_of.items()
-            for case in [masks.mask_case(run, mask, seqlen, heads=16, head_dim=128)]
-            for name in masks.names_of(run, ("triton",), peers)
-        ]
+        for mask, peers in (
+            ("causal", masks.DENSE_PEERS),
+            (f"shared:{num_keys}+causal", ("hopper", "sdpa_mask")),
+            (f"topk:{num_keys}", ("hopper", "sdpa_mask", "flex")),
+        ):
+            yield masks.mask_case(run, mask, seqlen, heads=16, head_dim=128), masks.names_of(run, peers)
 
     tables = {
         **masks.dense_tables(),

@@ -10,14 +10,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, DTypeName, RunConfig
 from cs336_systems.experiments import attention
 from cs336_systems.experiments.attention import FORWARD
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.implementations import Built, build, whole_keys, without_overhead
+from cs336_systems.experiments.implementations import Built, build, whole_keys
 from cs336_systems.experiments.short_calls import GRAPH_FORWARD, graph_times
 from cs336_systems.experiments.spec import Cell, Sample, problem
 from cs336_systems.experiments.tables import Pivot
@@ -68,22 +65,10 @@ class FewQueries(attention.AttentionExperiment):
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """The forward, checked against the oracle and then timed."""
-        shape, device = cell.case, run.device
-        built = build_forward(cell.implementation, shape, device)
-        if device == "cpu":
-            yield from attention.measure_attention(cell, run, built=built, num_samples=3)
-            return
-        inputs = attention.inputs_of(shape, device, run.seed)
-        with without_overhead(built.attend) as attend:
-
-            def forward() -> Tensor:
-                with torch.no_grad():
-                    return attend(*inputs[:3])
-
-            oracle = attention.oracle_of(shape, device, run.seed)
-            error = attention.checked_error(oracle, {"output": forward()})
-            attention.settle(forward)
-            yield Sample(row=GRAPH_FORWARD, samples=graph_times(forward), kernel=built.kernel, error=error)
+        built = build_forward(cell.implementation, cell.case, run.device)
+        how: dict[str, Any] = {"settled": True, "take": graph_times} if run.device == "cuda" else {"num_samples": 3}
+        for sample in attention.measure_attention(replace(cell, rows=(FORWARD,)), run, built=built, **how):
+            yield replace(sample, row=cell.rows[0])
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`parts`: into how many the kernel's name says that the keys were split; `tb_s`: keys and values read."""

@@ -19,7 +19,6 @@ LENGTHS = {  # the handout's, and one more, at which plain attention runs out of
     "smoke": (128, 256, 512, 1024),
     "handout": tuple(2**power for power in range(7, 18)),
 }
-HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}
 LONGEST_FLOAT32 = 65536
 LONGEST_INTERPRETED = 256  # tests go further; a time in the interpreter says nothing, and quadruples with the length
 LONGEST_RECOMPILED = 128  # at smoke scale, of what compiles anew for nearly every length, on a CPU for many seconds
@@ -39,9 +38,9 @@ class FlashBenchmarking(attention.AttentionExperiment):
         """bfloat16 and float32 on a GPU; on a CPU float16 stands in, as the interpreter cannot multiply bfloat16."""
         low: DTypeName = "bfloat16" if run.device == "cuda" else "float16"
         dtypes: tuple[DTypeName, ...] = ("float32",) if run.scale == "tiny" else (low, "float32")
-        grid = [(dtype, head_dim) for dtype in dtypes for head_dim in HEAD_DIMS[run.scale]]
+        grid = [(dtype, head_dim) for dtype in dtypes for head_dim in attention.HEAD_DIMS[run.scale]]
         if run.scale == "smoke":  # each dtype with one head dim still shows both axes
-            grid = list(zip(dtypes, HEAD_DIMS["smoke"], strict=True))
+            grid = list(zip(dtypes, attention.HEAD_DIMS["smoke"], strict=True))
         return [
             replace(attention.sized_shape(run, 1, 1, length, head_dim, True), dtype=dtype)
             for dtype, head_dim in grid

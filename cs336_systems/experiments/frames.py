@@ -133,7 +133,7 @@ def pick(frame: pd.DataFrame, where: Where) -> pd.DataFrame:
     return frame[kept]
 
 
-def tuples(frame: pd.DataFrame) -> list[Any]:
+def dicts(frame: pd.DataFrame) -> list[Any]:
     """The rows as dictionaries: row["model.d_model"], row["median"]."""
     return frame.to_dict("records")
 
@@ -151,10 +151,8 @@ def with_unit(frame: pd.DataFrame, unit: str | None) -> pd.DataFrame:
     """`frame` with its statistics in `unit`."""
     if unit is None or frame.empty or (frame["unit"] == unit).all():
         return frame
-    changed = frame.copy()
-    for name in STATISTICS:
-        changed[name] = [in_unit(value, of, unit) for value, of in zip(frame[name], frame["unit"])]
-    return changed.assign(unit=unit)
+    factors = frame["unit"].map(lambda of: in_unit(1.0, of, unit))
+    return frame.assign(unit=unit, **{name: frame[name] * factors for name in STATISTICS})
 
 
 def speed(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> float:
@@ -175,8 +173,8 @@ def with_speeds(
     frame: pd.DataFrame, column: str, base: Where, by: Sequence[str] = ("case", "mode", "quantity")
 ) -> pd.DataFrame:
     """`frame` with `column`: how many times as fast a row is as that of `base` which has the same values of `by`."""
-    bases = {tuple(row[name] for name in by): row for row in tuples(pick(frame, base))}
-    found = [speed(row, bases.get(tuple(row[name] for name in by))) for row in tuples(frame)]
+    bases = {tuple(row[name] for name in by): row for row in dicts(pick(frame, base))}
+    found = [speed(row, bases.get(tuple(row[name] for name in by))) for row in dicts(frame)]
     return frame.assign(**{column: found})
 
 

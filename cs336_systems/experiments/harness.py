@@ -25,7 +25,7 @@ from cs336_systems.device import DeviceInfo, get_device_info
 from cs336_systems.experiments.axes import CHOSEN, choose_cells
 from cs336_systems.experiments.records import Record, Run, Status, append_records, case_to_dict, latest, read_records
 from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.spec import Cell, Sample
+from cs336_systems.experiments.spec import Cell, Row, Sample
 from cs336_systems.experiments.worker import Outcome, Worker
 
 # Of the machine's memory, what a CPU cell may be predicted to need before it is skipped.
@@ -251,21 +251,23 @@ class Sweep:
 
 
 def planned_cells(problem: str, run: RunConfig, implementations: Iterable[str] = ()) -> list[Cell]:
-    """All cells of `problem`; of `implementations` those named `package.module:Name`, a reader's own, get cells too."""
+    """All cells of `problem`. Of `implementations` those named `package.module:Name`, a reader's own, are planned too:
+    they have a cell on each case, or take turns with the others of its cell."""
     found = PROBLEMS[problem]
     cells = [replace(cell, problem=problem) for cell in choose_cells(problem, found.cells(run), run.axes)]
     own = [name for name in implementations if ":" in name]
+    if found.by_turns:
+        return [replace(cell, rows=(*cell.rows, *_own_rows(cell, own))) for cell in cells]
     first: dict[Any, Cell] = {}  # of each case
     for cell in cells:
         first.setdefault(cell.case, cell)
-    return [*cells, *(with_implementation(cell, name) for name in own for cell in first.values())]
+    return [*cells, *(replace(cell, implementation=name) for name in own for cell in first.values())]
 
 
-def with_implementation(cell: Cell, name: str) -> Cell:
-    """`cell` for the implementation `name` alone; of a cell by turns, `name` plays with the others."""
-    first = next(iter(cell.implementations))
-    own = tuple(replace(row, implementation=name) for row in cell.rows if row.implementation == first)
-    return replace(cell, rows=(*cell.rows, *own)) if own else replace(cell, implementation=name)
+def _own_rows(cell: Cell, own: Iterable[str]) -> Iterator[Row]:
+    """What each of `own` promises in a cell by turns: as much as the first of the others."""
+    of_first = [row for row in cell.rows if row.implementation == cell.implementations[0]]
+    return (replace(row, implementation=name) for name in own for row in of_first)
 
 
 def predicted_overflow(num_bytes: int, device: DeviceInfo) -> str:

@@ -43,18 +43,14 @@ SDPA_BACKENDS = {
 }
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
 @dataclass(frozen=True, kw_only=True)
 class Built:
     """An implementation as it is measured; what its layout asks for happens outside of the timing."""
 
     attend: AttentionFunction  # (q, k, v) as packed -> output as packed
     kernel: str = ""  # what really runs
-    pack: Callable[[Tensor], Tensor] = _same  # from (batch, heads, tokens, head_dim)
-    unpack: Callable[[Tensor], Tensor] = _same  # back to it
+    pack: Callable[[Tensor], Tensor] = lambda x: x  # from (batch, heads, tokens, head_dim)
+    unpack: Callable[[Tensor], Tensor] = lambda x: x  # back to it
     build_mask: Callable[[], object] | None = None  # what a call with a new mask has to do before, timed apart
 
 

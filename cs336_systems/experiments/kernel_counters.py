@@ -13,7 +13,7 @@ import pandas as pd
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments.attention import BY_SHAPE, SMALL, AttentionExperiment
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.frames import digits, pick, tuples
+from cs336_systems.experiments.frames import dicts, digits, pick
 from cs336_systems.experiments.implementations import build
 from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pick, Wide
@@ -65,9 +65,9 @@ class KernelCounts(AttentionExperiment):
         stalls = pick(frame, {"quantity": lambda name: name.startswith(STALL) and name not in READY, "status": "ok"})
         longest = {}
         for key, group in stalls.groupby(keys):
-            waits = tuples(group.sort_values("median", ascending=False).head(NUM_WAITS))
+            waits = dicts(group.sort_values("median", ascending=False).head(NUM_WAITS))
             longest[key] = ", ".join(f"{row['quantity'].removeprefix(STALL)} {digits(row['median'])}" for row in waits)
-        return frame.assign(waits=[longest.get(tuple(row[key] for key in keys), "") for row in tuples(frame)])
+        return frame.assign(waits=[longest.get(tuple(row[key] for key in keys), "") for row in dicts(frame)])
 
     tables = {
         "counters": Wide(

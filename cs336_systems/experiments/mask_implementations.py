@@ -51,14 +51,15 @@ def is_plain(pattern: str) -> bool:
 
 
 def mask_parts(pattern: str) -> tuple[str, str, bool]:
-    """A mask's kind, its argument, and whether it is causal.
+    """A mask's kind, its argument, and whether it is causal; of several masks together, which only lists hold, no kind.
 
-    >>> mask_parts("document:60,40+causal"), mask_parts("full")
-    (('document', '60,40', True), ('full', '', False))
+    >>> mask_parts("document:60,40+causal"), mask_parts("full"), mask_parts("document:60,40+window:8")
+    (('document', '60,40', True), ('full', '', False), ('', '', False))
     """
-    first, *others = pattern.split("+")
-    kind, _, argument = first.partition(":")
-    return kind, argument, "causal" in (kind, *others)
+    parts = pattern.split("+")
+    first, *others = [part for part in parts if part != "causal"] or ["causal"]
+    kind, _, argument = ("" if others else first).partition(":")
+    return kind, argument, "causal" in parts
 
 
 def document_lengths(case: MaskCase) -> list[int]:

@@ -7,12 +7,11 @@ back end. Rates count attended pairs alone.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, tflops_per_s
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments.attention import BOTH, FORWARD, MODE_WORDS, rate_bars, rate_tables, sized_shape
 from cs336_systems.experiments.mask_implementations import mask_parts
-from cs336_systems.experiments.masks import DENSITY, MaskedByTurns
-from cs336_systems.experiments.spec import BY_TURNS, Cell, problem
+from cs336_systems.experiments.masks import DENSITY, MaskedByTurns, with_pairs
+from cs336_systems.experiments.spec import Cell, problem, turns_cell
 
 LENGTH = {"tiny": 64, "smoke": 128, "handout": 16384}
 HEADS, HEAD_DIMS = 16, (64, 128)
@@ -56,9 +55,9 @@ class MaskedAttention(MaskedByTurns):
         cells = []
         for case in self.cases(run):
             names = LISTED if case.mask.startswith("random") else OWN
-            rows = tuple(replace(row, implementation=name) for name in names for row in (FORWARD, BOTH))
+            times = turns_cell(case, names, (FORWARD, BOTH))
             density = replace(DENSITY, implementation=names[0])
-            cells.append(Cell(case=case, implementation=BY_TURNS, rows=(density, *rows)))
+            cells.append(replace(times, rows=(density, *times.rows)))
         return cells
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -73,14 +72,7 @@ class MaskedAttention(MaskedByTurns):
 
     def compared(self, frame: Any) -> Any:
         """A column `tflops`, of attended pairs."""
-        density = frame[frame["quantity"] == "density"].set_index("case")["median"]
-        pairs = frame["case"].map(density) * frame["batch"] * frame["heads"] * frame["seqlen_q"] ** 2
-        operations = frame["mode"].map(ATTENTION_FLOPS_PER_PAIR) * pairs * frame["head_dim"]
-        rates = [
-            tflops_per_s(one, ms) if quantity == "time" and ms > 0 else float("nan")
-            for one, ms, quantity in zip(operations, frame["median"], frame["quantity"])
-        ]
-        return frame.assign(tflops=rates)
+        return with_pairs(frame)
 
     tables = rate_tables(
         (("hopper", "fa4"), ("hopper", "flex"), ("hopper", "flex_flash"), ("hopper", "triton")),

@@ -8,17 +8,17 @@ a slow dense path of ours flatters nothing.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pandas as pd
 
-from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, eager_attention_bytes, tflops_per_s
+from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, eager_attention_bytes
 from cs336_systems.config import DTypeName, MaskCase, RunConfig
 from cs336_systems.experiments.attention import BACKWARD, BOTH, FORWARD, MODE_WORDS, PEAK, measure_attention
-from cs336_systems.experiments.frames import digits, pick, speed, tuples
+from cs336_systems.experiments.frames import dicts, digits, pick, speed
 from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_of, mask_parts, shape_of
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample
 from cs336_systems.experiments.tables import Listing, Pivot, TableSpec
@@ -45,23 +45,24 @@ FAMILIES = {  # of a mask's pattern, without its numbers; whether dense attentio
     "dilated": ("dilated", False),
     "dilated+causal": ("causal dilated", True),
 }
+BUILT_ANEW = {"document": "triton_lists", "shared": "triton", "topk": "triton"}  # whose build is timed, by mask
 DENSE_MASK = ("eager", "tiled", "sdpa_mask")  # implementations that hold a (queries, keys) tensor
 
 
-def mask_cell(case: MaskCase, implementation: str, run: RunConfig, *, mask_time: bool = False) -> Cell:
+def mask_cell(case: MaskCase, implementation: str, run: RunConfig) -> Cell:
     """A cell that reports both densities, the times of both passes and together, and on a GPU the peak memory.
 
-    With `mask_time` also the time to build what a call with a new mask needs.
+    Of masks that change from call to call one implementation reports what building the next one takes.
     """
     rows = [DENSITY, BLOCK_DENSITY, FORWARD, BACKWARD, BOTH]
-    rows += [MASK_TIME] if mask_time else []
+    rows += [MASK_TIME] if BUILT_ANEW.get(mask_parts(case.mask)[0]) == implementation else []
     rows += [PEAK] if run.device == "cuda" else []
     quadratic = implementation in DENSE_MASK
     predicted = eager_attention_bytes(shape_of(case), "forward_backward") if quadratic else 0
     return Cell(case=case, implementation=implementation, rows=tuple(rows), predicted_bytes=predicted)
 
 
-def names_of(run: RunConfig, ours: tuple[str, ...], peers: tuple[str, ...]) -> tuple[str, ...]:
+def names_of(run: RunConfig, peers: tuple[str, ...], ours: tuple[str, ...] = ("triton",)) -> tuple[str, ...]:
     """The implementations of a cell; below handout scale also the oracle itself and the tiled stage."""
     if run.scale == "handout":
         return (*ours, *peers)
@@ -108,6 +109,13 @@ class MaskedByTurns(AttentionByTurns):
 class MaskExperiment(Experiment):
     """Base of the experiments with masks: measurement, columns, dense attention beside."""
 
+    def planned(self, run: RunConfig) -> Iterable[tuple[MaskCase, Sequence[str]]]:
+        """Each case, and the implementations that are measured on it."""
+        raise NotImplementedError
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        return [mask_cell(case, name, run) for case, names in self.planned(run) for name in names]
+
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """The shares of the mask that ran, then the passes."""
         case, mask = cell.case, mask_of(cell.case, run.device, run.seed)
@@ -134,34 +142,36 @@ class MaskExperiment(Experiment):
         }
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Columns that need other rows: `pairs` and `live` shares of the mask, `tflops` by attended pairs.
-
-        Beside dense attention of one run also `dense` (whose), `over_dense` (times as fast), `ideal` (tiles of dense
-        over live ones) and `ideal_by_pairs`.
-        """
-        shares = {}
-        for name, quantity in (("pairs", "density"), ("live", "block_density")):
-            measured = pick(frame, {"quantity": quantity, "status": "ok"})
-            shares[name] = frame["case"].map(dict(zip(measured["case"], measured["median"])))
-        frame = frame.assign(**shares)
+        """Beside dense attention of one run: `dense` (whose), `over_dense` (times as fast), `ideal` (tiles of dense
+        over live ones) and `ideal_by_pairs`."""
+        frame = with_pairs(frame)
         dense: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
-        for row in tuples(pick(frame, {"quantity": "time", "implementation": DENSE, "mask": is_plain})):
+        for row in dicts(pick(frame, {"quantity": "time", "implementation": DENSE, "mask": is_plain})):
             dense[_dense_key(row, row["mask"] == "causal")].append(row)
-        return frame.join(pd.DataFrame([_beside(row, dense) for row in tuples(frame)], index=frame.index))
+        return frame.join(pd.DataFrame([_beside(row, dense) for row in dicts(frame)], index=frame.index))
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`over(mode=..., pattern=...)`: how many times as fast as dense attention the fastest of ours is."""
         return {"over": lambda **where: f"{digits(best_over_dense(frame, **where))}×"}
 
 
+def with_pairs(frame: pd.DataFrame) -> pd.DataFrame:
+    """`frame` with `pairs` and `live`, shares of the mask that ran, and of times `tflops` by attended pairs."""
+    shares = {}
+    for name, quantity in (("pairs", "density"), ("live", "block_density")):
+        measured = pick(frame, {"quantity": quantity, "status": "ok"})
+        shares[name] = frame["case"].map(dict(zip(measured["case"], measured["median"])))
+    frame = frame.assign(**shares)
+    area = frame["pairs"] * frame["batch"] * frame["heads"] * frame["seqlen_q"] ** 2 * frame["head_dim"]
+    rates = frame["mode"].map(ATTENTION_FLOPS_PER_PAIR) * area / frame["median"] / 1e9  # FLOPs a ms as TFLOP/s
+    return frame.assign(tflops=rates.where((frame["quantity"] == "time") & (frame["median"] > 0)))
+
+
 def _beside(row: Mapping[str, Any], dense: Mapping[tuple[Any, ...], list[Any]]) -> dict[str, Any]:
     """The columns of one row that need other rows than its own."""
-    found: dict[str, Any] = {"dense": ""} | dict.fromkeys(("tflops", "over_dense", "ideal", "ideal_by_pairs"), math.nan)
+    found: dict[str, Any] = {"dense": ""} | dict.fromkeys(("over_dense", "ideal", "ideal_by_pairs"), math.nan)
     if row["quantity"] != "time":
         return found
-    area = row["pairs"] * row["batch"] * row["heads"] * row["seqlen_q"] ** 2 * row["head_dim"]
-    if row["median"] > 0:
-        found["tflops"] = tflops_per_s(ATTENTION_FLOPS_PER_PAIR[row["mode"]] * area, row["median"])
     bases = [(speed(row, base), base) for base in dense[_dense_key(row, row["dense_causal"])]]
     if known := [pair for pair in bases if not math.isnan(pair[0])]:
         found["over_dense"], fastest = min(known, key=lambda pair: pair[0])

@@ -16,7 +16,7 @@ from cs336_systems.accounting import model_peak_bytes
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments import model_memory as memory
 from cs336_systems.experiments.figures import INK, Figure, alt
-from cs336_systems.experiments.frames import digits, in_unit, pick, tuples
+from cs336_systems.experiments.frames import dicts, digits, in_unit, pick
 from cs336_systems.experiments.model_memory import PHASES, BlocksCase, MemoryCase
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pick, Wide
@@ -55,12 +55,12 @@ class Timeline(Figure):
     """Active memory of a pass by category, over the events at which it was sampled, and where phases begin."""
 
     def _marks(self, rows: pd.DataFrame) -> Any:
-        by_name = {row["quantity"]: row for row in tuples(rows)}
+        by_name = {row["quantity"]: row for row in dicts(rows)}
         events = by_name[EVENT]["samples"]
         parts = rows[rows["category"] != ""]
         values = [
             {"at": event, "value": in_unit(value, "MiB", "GiB"), "rank": rank, "category": row["category"]}
-            for rank, row in enumerate(tuples(parts))
+            for rank, row in enumerate(dicts(parts))
             for event, value in zip(events, row["samples"])
         ]
         areas = alt.Chart(alt.Data(values=values)).mark_area(interpolate="step-after").encode(
@@ -84,7 +84,7 @@ def made_in_backward(frame: pd.DataFrame, context: int, implementation: str) -> 
     timeline's points gives the change for each MiB released, and the activations before it what a block releases.
     """
     where = {"context": context, "implementation": implementation, "precision": "float32", "mode": "train_step"}
-    rows = {row["quantity"]: row for row in tuples(pick(frame, where | {"case_type": "MemoryCase"}))}
+    rows = {row["quantity"]: row for row in dicts(pick(frame, where | {"case_type": "MemoryCase"}))}
     events = np.array(rows[EVENT]["samples"])
     inside = (events >= rows[f"{STARTS}backward"]["median"]) & (events < rows[f"{STARTS}optimizer step"]["median"])
     of = {name: np.array(rows[f"timeline.{name}"]["samples"])[inside] for name in CATEGORIES}
@@ -170,7 +170,7 @@ class MemoryProfiling(Experiment):
         def saved(context: int, implementation: str = "eager") -> list[str]:
             """The largest contributors to what a block saves, in words and percent of it."""
             where = {"context": context, "implementation": implementation, "case_type": "BlocksCase"}
-            by_name = {row["quantity"]: row for row in tuples(pick(frame, where))}
+            by_name = {row["quantity"]: row for row in dicts(pick(frame, where))}
             total = by_name[memory.SAVED.quantity]["median"]
             largest = [by_name[f"saved.{rank}"] for rank in range(1, memory.NUM_LARGEST + 1)]
             return [f"`{row['kernel'].split(' in ')[0]}` {digits(100 * row['median'] / total)} %" for row in largest]

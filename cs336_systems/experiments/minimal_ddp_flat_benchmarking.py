@@ -12,6 +12,6 @@ class MinimalDDPFlatBenchmarking(ddp.DataParallelExperiment):
 
     def cells(self, run: RunConfig) -> list[Cell]:
         names = ("flat",) if run.scale == "tiny" else self.implementations
-        return ddp.ddp_cells(run, names, [most_ranks(run)], ddp.precisions(run)[:1])
+        return ddp.ddp_cells(run, names, [most_ranks(run)])
 
     figures = {"traces": ddp.two_rank_traces("gradients one by one, and all at once", implementations)}

@@ -12,7 +12,6 @@ class NaiveDDPBenchmarking(ddp.DataParallelExperiment):
 
     def cells(self, run: RunConfig) -> list[Cell]:
         """Naive data parallelism and the same step on a single rank; the overlap's experiment has both precisions."""
-        num_ranks = [*ddp.FEWER_RANKS[run.scale], *rank_counts(run)]
-        return ddp.ddp_cells(run, ("naive",), num_ranks, ddp.precisions(run)[:1])
+        return ddp.ddp_cells(run, ("naive",), [*ddp.FEWER_RANKS[run.scale], *rank_counts(run)])
 
     figures = {"traces": ddp.two_rank_traces("an all-reduce for each gradient", ("naive",))}

@@ -22,8 +22,7 @@ import jinja2
 import pandas as pd
 
 from cs336_systems.experiments.figures import digest, spec_of, write_png
-from cs336_systems.experiments.frames import calculated_frame, digits, in_unit, load_frame, pick, tuples
-from cs336_systems.experiments.frames import speed as speed_of
+from cs336_systems.experiments.frames import calculated_frame, dicts, digits, in_unit, load_frame, pick, with_speeds
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.spec import Calculation, Experiment, experiments
 from cs336_systems.experiments.tables import ABSENT, Table
@@ -243,6 +242,11 @@ def check_template(text: str) -> list[tuple[int, str]]:
     return found
 
 
+def _range(numbers: pd.Series, significant: int = 3) -> str:
+    low, high = (digits(float(end), significant) for end in (numbers.min(), numbers.max()))
+    return low if low == high else f"{low} to {high}"
+
+
 class Page:
     """What the template of one problem may call. Lookups take columns of the frame: `shape="..."`, `seqlen_q=512`.
 
@@ -278,7 +282,7 @@ class Page:
 
     def _one(self, quantity: str, implementation: str | None, where: dict[str, Any]) -> dict[str, Any]:
         asked = {"quantity": quantity, **({"implementation": implementation} if implementation else {}), **where}
-        rows = tuples(pick(self._frame, asked))
+        rows = dicts(pick(self._frame, asked))
         if len(rows) != 1:
             raise ValueError(f"{len(rows)} records of {self._problem} have {asked}, one is needed")
         if rows[0]["status"] != "ok":
@@ -314,15 +318,11 @@ class Page:
 
     def speed(self, ours: str, theirs: str, **where: Any) -> str:
         """How many times as fast `ours` is, over all cases of `where`: "1.12×", or "1.05 to 1.15×"."""
-        rows = pick(self._frame, {"quantity": "time"} | where)
-        pairs: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for row in tuples(rows):
-            pairs.setdefault((row["case"], row["mode"]), {})[row["implementation"]] = row
-        found = [speed_of(pair.get(ours), pair.get(theirs)) for pair in pairs.values()]
-        if not (found := [one for one in found if one == one]):
+        times = pick(self._frame, {"quantity": "time"} | where)
+        rows = pick(with_speeds(times, "speed", {"implementation": theirs}), {"implementation": ours})
+        if (found := rows["speed"].dropna()).empty:
             raise ValueError(f"no times of {ours} and {theirs} in one run of {self._problem} with {where}")
-        low, high = digits(min(found)), digits(max(found))
-        return f"{low}×" if low == high else f"{low} to {high}×"
+        return f"{_range(found)}×"
 
     def values(self, column: str, implementation: str | None = None, *, significant: int = 3, **where: Any) -> str:
         """The range of a column: `values("tflops", "hopper", mode="forward")` is "511 to 640"."""
@@ -330,8 +330,7 @@ class Page:
         numbers = rows[column].dropna()
         if numbers.empty:
             raise ValueError(f"no {column} of {implementation} with {where}")
-        low, high = digits(float(numbers.min()), significant), digits(float(numbers.max()), significant)
-        return low if low == high else f"{low} to {high}"
+        return _range(numbers, significant)
 
     def table(self, name: str, *, lines: Sequence[str] | None = None, columns: Sequence[str] | None = None) -> str:
         """The table `name`, or those `lines` (texts of the first column) and `columns` (headings) of it."""

@@ -8,6 +8,7 @@ prepared = prepare(case, "eager", "train_step", run)                          # 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from cs336_systems.config import (
     RunConfig,
     proxy_model,
 )
+from cs336_systems.experiments.attention import Passes
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, build
 from cs336_systems.experiments.models import MODEL_MODES, TrainingStep
 from cs336_systems.inputs import attention_inputs
@@ -118,21 +120,14 @@ def prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, ru
 
 
 def _attention(shape: AttentionShape, implementation: str, mode: str, run: RunConfig) -> Prepared:
-    function = build(implementation, shape, run.device).attend
-    inputs = attention_inputs(shape, device=run.device, seed=run.seed)
-
-    def forward() -> None:
-        with torch.no_grad():
-            function(inputs.q, inputs.k, inputs.v)
-
-    if mode == "forward":
-        return Prepared(call=forward)
-    leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
-    if mode == "forward_backward":
-        return Prepared(call=lambda: torch.autograd.grad(function(*leaves), leaves, inputs.grad_output))
+    built = build(implementation, shape, run.device)
+    passes = Passes(built, attention_inputs(shape, device=run.device, seed=run.seed))
+    if mode != "backward":
+        call = passes.forward if mode == "forward" else passes.both
+        return Prepared(call=partial(call, built.attend))
     outputs: list[torch.Tensor] = []
 
     def make_graph() -> None:
-        outputs[:] = [function(*leaves)]
+        outputs[:] = [built.attend(*passes.leaves)]
 
-    return Prepared(call=lambda: torch.autograd.grad(outputs[0], leaves, inputs.grad_output), before=make_graph)
+    return Prepared(call=lambda: passes.backward(outputs[0]), before=make_graph)

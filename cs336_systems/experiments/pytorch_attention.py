@@ -19,7 +19,6 @@ LENGTHS = {
     "smoke": (128, 256, 512, 1024),
     "handout": (256, 1024, 4096, 8192, 16384, 32768, 65536),
 }
-HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}
 
 
 @problem()
@@ -30,7 +29,7 @@ class PyTorchAttention(attention.AttentionExperiment):
         """Batch 8, one head, no mask, float32: every head dim with every length."""
         return [
             replace(attention.sized_shape(run, BATCH, 1, seqlen, head_dim, False), dtype="float32")
-            for head_dim in HEAD_DIMS[run.scale]
+            for head_dim in attention.HEAD_DIMS[run.scale]
             for seqlen in LENGTHS[run.scale]
         ]
 

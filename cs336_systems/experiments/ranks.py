@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.distributed.launch import RankError, run_ranks
-from cs336_systems.experiments.figures import Spans
-from cs336_systems.experiments.frames import pick, speed, tuples
+from cs336_systems.experiments.figures import WIDTH, Spans
+from cs336_systems.experiments.frames import dicts, pick, speed
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
 from cs336_systems.measure.intervals import simplify
 from cs336_systems.measure.memory import CPU_ALLOCATOR, MIB
@@ -126,11 +126,7 @@ def timed_calls(call: Callable[[], object], device: str, budget_ms: float, minim
     dist.barrier()
     if device == "cuda":
         return time_calls(call, device=device, warmup=1, num_samples=count)
-    samples = []
-    for _ in range(count):
-        dist.barrier()
-        samples.append(time_once(call, device))
-    return samples
+    return time_calls(call, device=device, warmup=0, num_samples=count, before=dist.barrier)
 
 
 def timed_steps(call: Callable[[], object], device: str, run: RunConfig) -> list[float]:
@@ -219,13 +215,9 @@ class Traces(Spans):
     y: str = "lane"
     color: str = "lane"
     facet: str | None = "implementation"
-    columns: int = 1
 
-    def chart(self, frame: pd.DataFrame) -> Any:
-        made: Any = super().chart(frame)
-        if made is not None:
-            made.spec.height = 80  # two lanes
-        return made
+    def _size(self, rows: pd.DataFrame, panels: int) -> tuple[int, int, int]:
+        return 1, WIDTH, 80  # two lanes
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
         rows = super().rows(pick(frame, {"quantity": INTERVALS}))
@@ -249,7 +241,7 @@ class StepExperiment(Experiment):
         """
 
         def step(name: str, where: dict[str, Any]) -> dict[str, Any]:
-            (found,) = tuples(pick(frame, where | {"implementation": name, "quantity": "time"}))
+            (found,) = dicts(pick(frame, where | {"implementation": name, "quantity": "time"}))
             return found
 
         def efficiency(name: str, alone: str = "naive", **where: Any) -> float:

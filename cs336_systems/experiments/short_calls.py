@@ -21,7 +21,7 @@ from cs336_systems.config import RunConfig
 from cs336_systems.experiments.attention import BOTH, BY_SHAPE, FORWARD, SMALL
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import AttentionFunction, without_overhead
-from cs336_systems.experiments.spec import BY_TURNS, Cell, Row, problem
+from cs336_systems.experiments.spec import Cell, Row, problem, turns_cell
 from cs336_systems.experiments.tables import Pivot
 from cs336_systems.experiments.turns import MOST_CALLS, AttentionByTurns, Call, Turn, captured
 from cs336_systems.measure.timing import synchronize, time_calls
@@ -57,8 +57,7 @@ class ShortCalls(AttentionByTurns):
     rounds = ROUNDS
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        rows = tuple(replace(row, implementation=name) for name in self.implementations for row in ROWS[run.device])
-        return [Cell(case=shape, implementation=BY_TURNS, rows=rows) for shape in self.cases(run)]
+        return [turns_cell(shape, self.implementations, ROWS[run.device]) for shape in self.cases(run)]
 
     def turn_of(self, function: AttentionFunction, call: Call, device: str) -> Turn:
         """CALLS calls in a row after one that is not timed, then on a GPU as many in a graph."""

@@ -24,9 +24,10 @@ typical one.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -106,6 +107,12 @@ class Cell:
         return hasattr(self.case, "num_ranks") or any(row.quantity == "host_time" for row in self.rows)
 
 
+def turns_cell(case: Any, implementations: Iterable[str], rows: Iterable[Row]) -> Cell:
+    """The cell in which `implementations` take turns on `case`, each with all of `rows`."""
+    own = tuple(replace(row, implementation=name) for name, row in product(implementations, rows))
+    return Cell(case=case, implementation=BY_TURNS, rows=own)
+
+
 class Experiment:
     """Base of every experiment. `cases` and `measure` are needed, or `cells` instead of `cases`; the rest has defaults.
 
@@ -133,8 +140,7 @@ class Experiment:
     def cells(self, run: RunConfig) -> list[Cell]:
         """Every implementation on every case, each with all of `rows`; override where they differ."""
         if self.by_turns:
-            rows = tuple(replace(row, implementation=name) for name in self.implementations for row in self.rows)
-            return [Cell(case=case, implementation=BY_TURNS, rows=rows) for case in self.cases(run)]
+            return [turns_cell(case, self.implementations, self.rows) for case in self.cases(run)]
         return [
             Cell(case=case, implementation=name, rows=self.rows)
             for case in self.cases(run)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.experiments.frames import Where, digits, pick, speed, tuples, with_unit
+from cs336_systems.experiments.frames import Where, dicts, digits, pick, speed, with_unit
 from cs336_systems.measure.text import in_one_line
 
 ABSENT = "–"
@@ -147,7 +147,7 @@ class Pivot(TableSpec):
         lines = []
         for keys, group in groups:
             by_name: dict[Any, Row] = {}
-            for row in tuples(group):
+            for row in dicts(group):
                 if row[self.across] in by_name:
                     raise ValueError(f"table {self.title!r}: several records for {row[self.across]} in {keys}")
                 by_name[row[self.across]] = row
@@ -168,7 +168,7 @@ class Listing(TableSpec):
     def build(self, frame: pd.DataFrame) -> Table:
         columns = self.columns.values() if isinstance(self.columns, Mapping) else self.columns
         lines = []
-        for row in tuples(pick(frame, self.where)):
+        for row in dicts(pick(frame, self.where)):
             cells = [shown(of(row) if callable(of) else row[of], self.significant) for of in columns]
             if row["status"] != "ok":
                 blank = cell_of(row)
@@ -222,7 +222,7 @@ class Wide(TableSpec):
         return Table(self.title, [*headings, *self.columns], lines)
 
     def _one(self, column: Pick, group: pd.DataFrame) -> TableCell:
-        rows = tuples(with_unit(pick(group, column.where), column.unit))
+        rows = dicts(with_unit(pick(group, column.where), column.unit))
         if len(rows) > 1:
             raise ValueError(f"table {self.title!r}: {len(rows)} records in one cell of {dict(column.where)}")
         return cell_of(rows[0] if rows else None, column.value, column.significant or self.significant)

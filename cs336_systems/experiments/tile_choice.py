@@ -22,11 +22,11 @@ from cs336_systems.attention.tiles.grid import TMA_TARGETS
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments.attention import BACKWARD, BY_SHAPE, AttentionExperiment, sized_shape
 from cs336_systems.experiments.figures import Heat
-from cs336_systems.experiments.frames import pick, tuples
+from cs336_systems.experiments.frames import dicts, pick
 from cs336_systems.experiments.implementations import chosen_tiles
 from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Listing, Pivot
-from cs336_systems.experiments.tuning import ROWS, compile_ahead, measure_tiles
+from cs336_systems.experiments.tuning import ROWS, TABLE, compile_ahead, measure_tiles
 
 TileSizes = tuple[int, int, int, int, bool] | tuple[int, int, int, int, bool, int]
 # (batch, heads, length, head_dim, causal), and key heads where they are grouped: short and long, full and causal, few
@@ -54,7 +54,6 @@ FIXED_SHAPES: dict[str, tuple[TileSizes, ...]] = {
     "smoke": ((1, 1, 64, 64, True),),
     "handout": tuple((1, 16, seqlen, head_dim, True) for head_dim in (64, 128) for seqlen in (8192, 16384, 32768)),
 }
-TABLE = "table"  # what `select_config` chooses: `table` for a backward, `table_<kernel>` for one kernel
 OF_TABLE = {"implementation": lambda name: name.startswith(f"{TABLE}_")}
 FIXED = {"fixed": "64x64_w4_s2", "fixed_tma": "64x64_w4_s2_tma"}  # read through pointers, and by Hopper's copy engine
 BACKWARD_KERNELS = ("dkdv", "dq")
@@ -120,7 +119,7 @@ class TileChoice(AttentionExperiment):
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`worst`: of all kernels and shapes the row whose tiles are farthest from the best of the grid."""
         judged = pick(frame, OF_TABLE).dropna(subset="over_best")
-        return {"worst": tuples(judged.sort_values("over_best"))[-1], "judged": len(judged)} if len(judged) else {}
+        return {"worst": dicts(judged.sort_values("over_best"))[-1], "judged": len(judged)} if len(judged) else {}
 
     tables = {
         "grid": Listing(

@@ -16,7 +16,7 @@ import torch
 from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig
 from cs336_systems.distributed.launch import launch
 from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.frames import tuples
+from cs336_systems.experiments.frames import dicts
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.training import TrainingConfig, TrainingResult, train
@@ -90,7 +90,7 @@ class Differences(Lines):
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
         found = []
-        rows = tuples(super().rows(frame))
+        rows = dicts(super().rows(frame))
         alone = next((row for row in rows if row["implementation"] == "none"), None)
         for row in rows:
             if alone is None or row is alone:

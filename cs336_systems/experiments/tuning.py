@@ -31,6 +31,7 @@ from cs336_systems.measure.stages import time_stages
 from cs336_systems.measure.timing import time_calls
 
 TUNE_FLASH = "tune_flash"  # the command's name in records
+TABLE = "table"  # what `select_config` chooses: `table` for a backward, `table_<kernel>` for one kernel
 ROWS = {  # of each kernel alone
     "forward": FORWARD,
     "dkdv": Row(mode="backward", quantity="dkdv_time", unit="ms"),
@@ -169,7 +170,7 @@ def tuned_on(
         shape, config = cases.get(case_key(record.case)), KernelConfig.from_name(record.implementation)
         if shape is not None and record.quantity == ROWS[config.kernel].quantity:  # older ones time whole backwards
             is_table = config == chosen_tiles(config.kernel, shape, capability)
-            name = f"table_{config.kernel}" if is_table else config.name
+            name = f"{TABLE}_{config.kernel}" if is_table else config.name
             found.append(msgspec.structs.replace(record, implementation=name))
     return found
 

@@ -28,10 +28,10 @@ from torch import Tensor
 from cs336_systems.attention.compilation import compiler_errors
 from cs336_systems.attention.contract import Oracle, compute_oracle
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention import AttentionExperiment, checked_error
-from cs336_systems.experiments.frames import digits, pick, tuples
+from cs336_systems.experiments.attention import RESULTS, AttentionExperiment, Passes, checked_error
+from cs336_systems.experiments.frames import dicts, digits, pick
 from cs336_systems.experiments.implementations import AttentionFunction, Built, build, without_overhead
-from cs336_systems.experiments.spec import Cell, Disagreement, Sample, Unsupported
+from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Sample, Unsupported
 from cs336_systems.experiments.worker import outcome_of
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.measure.memory import one_out_of_memory_error, release
@@ -128,25 +128,13 @@ def _player(
     name: str, built: Built, inputs: AttentionInputs, oracle: Oracle, modes: set[str], turn_of: TurnOf
 ) -> Player:
     """Disagreement where the results of `name` break the numerical contract."""
-    function = built.attend
-    *leaves, grad_output = (built.pack(x).detach().clone() for x in inputs)
-    for x in leaves:
-        x.requires_grad_()
-
-    def forward(attend: AttentionFunction) -> Tensor:
-        with torch.no_grad():
-            return attend(*leaves)
-
-    def both(attend: AttentionFunction) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(attend(*leaves), leaves, grad_output)
-
-    names = ("output", "grad_q", "grad_k", "grad_v")
-    results = map(built.unpack, (forward(function), *both(function)))
-    error = checked_error(oracle, dict(zip(names, results)))
-    calls: dict[str, Call] = {"forward": forward, "forward_backward": both}
+    passes, function = Passes(built, inputs), built.attend
+    results = map(built.unpack, (*passes.forward(function), *passes.both(function)))
+    error = checked_error(oracle, dict(zip(RESULTS, results)))
+    calls: dict[str, Call] = {"forward": passes.forward, "forward_backward": passes.both}
     if "backward" in modes:
-        output = function(*leaves)  # the graph is made once, outside of the turns
-        calls["backward"] = lambda _: torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
+        output = function(*passes.leaves)  # the graph is made once, outside of the turns
+        calls["backward"] = lambda _: passes.backward(output)
     turns = {mode: turn_of(function, call) for mode, call in calls.items() if mode in modes}
     return Player(name=name, kernel=built.kernel, error=error, turns=turns)
 
@@ -198,6 +186,7 @@ class AttentionByTurns(AttentionExperiment):
     """Base of the experiments whose implementations take turns: `long_turn`s, unless an experiment has its own."""
 
     by_turns = True
+    cells = Experiment.cells
     rounds: Mapping[str, int] = ROUNDS
 
     def turn_of(self, function: AttentionFunction, call: Call, device: str) -> Turn:
@@ -216,7 +205,7 @@ class AttentionByTurns(AttentionExperiment):
         from scipy.stats import quantile_test  # takes a second to import
 
         def interval(ours: str, theirs: str, **where: Any) -> str:
-            (a,), (b,) = (tuples(pick(frame, where | {"implementation": name})) for name in (ours, theirs))
+            (a,), (b,) = (dicts(pick(frame, where | {"implementation": name})) for name in (ours, theirs))
             # The sign test's: as many rounds as heads of a fair coin lie below the median.
             ends = quantile_test([slow / fast for fast, slow in zip(a["samples"], b["samples"])]).confidence_interval()
             return "too few rounds" if math.isnan(ends.low) else " to ".join(map(digits, ends))
