@@ -1,25 +1,29 @@
 """Which GPU tests have passed on a GPU, and whether the sources they cover have changed since.
 
 Most machines, CI's among them, have no GPU, so a run on one leaves a file of JSON lines (one a test) that is committed
-beside the measurements. A row holds the test's outcome and a hash of what it covers: the paths of its module's
+beside the measurements. A row holds the test's outcome and a hash of the code it covers: the paths of its module's
 constant `COVERS` and the module itself. An ordinary run compares the hashes and says which tests have to run again.
 """
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import hashlib
 import json
 import os
+import tokenize
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 PUBLISHED_RECORDS = "results/nvidia-*/tests.jsonl"  # one a GPU, relative to the repository's root
 CHANGED = "sources changed since"
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,7 @@ class GpuRow:
 
 
 def source_hash(root: Path, test_file: str, covers: Sequence[str]) -> str:
-    """sha256 over the names and contents of `test_file` and of the files in `covers`, all relative to `root`.
+    """sha256 over the names and the code of `test_file` and of the files in `covers`, all relative to `root`.
 
     A folder stands for all Python and C++ files below it. ValueError when `covers` is not a sequence of existing paths.
     """
@@ -64,10 +68,31 @@ def source_hash(root: Path, test_file: str, covers: Sequence[str]) -> str:
         files |= found
     digest = hashlib.sha256()
     for name, file in sorted((file.relative_to(root).as_posix(), file) for file in files):
-        content = file.read_bytes()
+        content = _code_of(file.read_text(encoding="utf-8"), file.suffix).encode()
         digest.update(f"{name}\0{len(content)}\0".encode())  # the length keeps content from passing as a name
         digest.update(content)
     return digest.hexdigest()
+
+
+@cache
+def _code_of(source: str, suffix: str) -> str:
+    """Python without comments, docstrings and empty lines, which no test judges; other sources as they are.
+
+    Cut out of the text, since what ast or tokenize would write differs between versions of Python.
+    """
+    if suffix != ".py":
+        return source
+    lines = source.splitlines(keepends=True)
+    for token in tokenize.generate_tokens(iter(lines).__next__):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            text = node.body[0]
+            if not lines[text.lineno - 1][: text.col_offset].strip():
+                lines[text.lineno - 1 : text.end_lineno] = [""] * (text.end_lineno - text.lineno + 1)
+    return "".join(f"{line.rstrip()}\n" for line in lines if line.strip())
 
 
 def read_rows(path: Path) -> dict[str, GpuRow]:

@@ -85,6 +85,17 @@ def test_bfloat16_loses_no_more_than_twice_what_the_plain_loss_does(compiled, de
         assert (one.double() - true).norm() <= budget
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
+def test_autocast_rounds_the_logits_and_no_gradient(compiled):
+    """The gradient once had the dtype of autocast's logits, which that of the hidden states does not take."""
+    hidden, weight, targets = problem(40, dtype=torch.float32)
+    expected = gradients(cross_entropy(hidden @ weight.T, targets), hidden, weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = chunked_cross_entropy(hidden, weight, targets, 16, compiled=compiled)
+    for one, other in zip(gradients(loss, hidden, weight), expected):
+        assert one.dtype == torch.float32 and (one - other).norm() < 0.02 * other.norm()
+
+
 def test_the_logits_never_exist_and_the_closed_form_says_what_does():
     tokens, width, vocabulary, chunk = 512, 32, 4000, 32
     hidden = torch.randn(tokens, width, requires_grad=True)

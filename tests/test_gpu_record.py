@@ -48,7 +48,7 @@ ROW = GpuRow(
 def sources(tmp_path: Path) -> Path:
     (tmp_path / "kernels/deep").mkdir(parents=True)
     for name in ("kernels/a.py", "kernels/deep/b.py", "table.py", "test_x.py", "other.py"):
-        (tmp_path / name).write_text(f"# {name}\n")
+        (tmp_path / name).write_text(f"name = {name!r}\n")
     return tmp_path
 
 
@@ -57,15 +57,27 @@ def test_source_hash_sees_what_is_covered_and_nothing_else(sources):
         return source_hash(sources, "test_x.py", covers or ("kernels", "table.py"))
 
     before = digest()
-    (sources / "other.py").write_text("# changed\n")
+    (sources / "other.py").write_text("changed = 1\n")
     (sources / "kernels/a.pyc").write_bytes(b"compiled")
     assert digest("table.py", "kernels", "kernels/a.py") == before
     for changed in ("kernels/a.py", "kernels/deep/b.py", "table.py", "test_x.py", "kernels/new.py"):
-        (sources / changed).write_text("# changed\n")
+        (sources / changed).write_text("changed = 1\n")
         assert digest() != before, changed
         before = digest()
     (sources / "kernels/a.py").rename(sources / "kernels/c.py")
     assert digest() != before
+
+
+def test_source_hash_passes_over_what_only_readers_see(sources):
+    def digest(source: str) -> str:
+        (sources / "table.py").write_text(source)
+        return source_hash(sources, "test_x.py", ["table.py"])
+
+    plain = digest('def f(x):\n    y = "# no comment"\n    return y\n')
+    told = digest('"""A.\n\nB."""\n\n# C\ndef f(x):  # D\n    """E."""\n\n    y = "# no comment"  # F\n    return y\n')
+    assert told == plain
+    assert digest('def f(x):\n    y = "# a comment"\n    return y\n') != plain
+    assert digest('def f(x): "E."\n') != digest('def g(x): "E."\n')
 
 
 def _add_rows(path: Path, worker: int) -> None:

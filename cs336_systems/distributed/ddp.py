@@ -55,10 +55,11 @@ class Accumulating(ABC):
             self.sends = before
 
     def finish_gradient_synchronization(self) -> None:
-        """Call after backward, before gradients are read: afterwards this rank has the means over the ranks.
+        """Call after backward, before gradients are read: afterwards `.grad` is the mean over the ranks.
 
-        Waits on the device, not on the host. Raises RuntimeError within `no_sync`, for a parameter that was frozen or
-        thawed since it was wrapped, and for one without a gradient where all must have one; TypeError for a sparse one.
+        FSDP's is that of this rank's rows, and of Zero1Optimizer `averaged_gradients` has the means. Waits on the
+        device, not on the host. Raises RuntimeError within `no_sync`, for a parameter that was frozen or thawed since
+        it was wrapped, and for one without a gradient where all must have one; TypeError for a sparse one.
         """
         if not self.sends:
             raise RuntimeError("finish_gradient_synchronization() must be outside of no_sync(), of the latest wrapper")

@@ -48,11 +48,11 @@ def chunked_cross_entropy(
 
     Differentiable once, in `hidden` and `weight`, whose gradients are computed already here if they will be asked for.
     Logits are rounded to the inputs' dtype, as `Linear` does; the softmax is computed in float32 at least, and the
-    gradient of `weight` is added up there. If `compiled`, what lies between the matmuls is, and reads the logits three
-    times in place of ten. Targets are not checked against the vocabulary: see `cross_entropy`. Raises
-    TypeError if hidden and weight are not of one real floating-point dtype, or in float16, whose range the gradients
-    leave before a loss scaler's factor reaches them; ValueError naming what has a wrong shape, targets that are not
-    integers or that are none, and chunk_tokens that is not a positive int.
+    gradient of `weight` is added up there. If `compiled`, what lies between the matmuls is, anew for each number of
+    tokens, and reads the logits three times in place of ten. Targets are not checked against the vocabulary: see
+    `cross_entropy`. Raises TypeError if hidden and weight are not of one real floating-point dtype, or in float16,
+    whose range the gradients leave before a loss scaler's factor reaches them; ValueError naming what has a wrong
+    shape, targets that are not integers or that are none, and chunk_tokens that is not a positive int.
     """
     _check(hidden, weight, targets, chunk_tokens)
     flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
@@ -79,6 +79,7 @@ class _ChunkedLoss(torch.autograd.Function):
             part, own = hidden[start : start + chunk_tokens], targets[start : start + chunk_tokens, None]
             # Logits, loss, gradient
             loss, gradient = softmax(part @ weight.T, own, num_tokens)
+            gradient = gradient.to(hidden.dtype)  # autocast's logits are narrower
             total += loss
             # Products
             if hidden_gradient is not None:
@@ -170,13 +171,12 @@ class LossTransformer(TransformerLM):
 def loss_bytes(num_tokens: int, vocab_size: int, d_model: int, chunk_tokens: int, element_bytes: int) -> int:
     """Peak bytes of `chunked_cross_entropy` and its gradients, inputs not counted.
 
-    A chunk's logits in the inputs' dtype and in float32; the gradient of `hidden`; that of `weight` in float32 and one
-    more in the inputs' dtype: a chunk's product, or the result.
+    A chunk's logits, the gradient of `hidden` and that of `weight`; where the inputs are narrower than float32, logits
+    and the gradient of `weight` in float32, too.
     """
+    element = element_bytes + (4 if element_bytes < 4 else 0)
     chunk = min(chunk_tokens, num_tokens) * vocab_size
-    wide_bytes = max(4, element_bytes)
-    weight = vocab_size * d_model * (wide_bytes + element_bytes)
-    return chunk * (element_bytes + wide_bytes) + num_tokens * d_model * element_bytes + weight
+    return (chunk + vocab_size * d_model) * element + num_tokens * d_model * element_bytes
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> None:

@@ -188,7 +188,7 @@ def _produce(
     K_tile, V_tile = shared.KV_tiles.index(0), shared.KV_tiles.index(1)
     tma.async_copy_global_to_shared(K_desc, place, shared.kv_full.index(0), _as_block(K_tile, K_desc))
     tma.async_copy_global_to_shared(V_desc, place, shared.kv_full.index(0), _as_block(V_tile, V_desc))
-    gdc_wait()  # for L and delta
+    gdc_wait()  # for L and delta, and, as consumers wait for this warp, for a mask's words and the zeros of dQ
     gdc_launch_dependents()
     done = 0
     for number in range(num_walks(PLAN)):
@@ -362,7 +362,7 @@ def _start_dQ(shared, dS_slot, CONSUMER: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _in_thread_order(dQ):
-    """A consumer's (64, 64) part of dQ with its numbers in the order of threads: each stores 16 bytes beside the next.
+    """A consumer's (64, columns) part of dQ in the order of threads: each stores 16 bytes beside the next.
 
     From (warp, half of its rows, row, 8 columns, pair of them, of the pair) to (8 columns, warp, row, pair, half, of
     the pair). No number moves between registers, and the 128-bit stores meet no bank conflict.
@@ -805,12 +805,12 @@ def dq_way(
 
 
 def columns(width: int) -> int:
-    """Columns of the matmuls for heads of `width`, a multiple of 8."""
+    """Columns of the matmuls for heads of `width`."""
     return 96 if 64 < width <= 96 else head_tile(width)
 
 
 def _options(plan: BackwardPlan, q: Tensor) -> dict[str, Hashable]:
-    """The main kernel's; it starts while the light one before it ends."""
+    """The main kernel's; it starts while the preprocess ends, or behind the kernel that turns a mask's bits."""
     return {"PLAN": plan, "num_warps": CONSUMER_WARPS, "launch_pdl": overlap_options(q.device)["OVERLAP"]}
 
 
