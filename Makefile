@@ -124,7 +124,7 @@ sm90-venv: .venv-sm90/.stamp-$(SM90_TRITON) ## an environment with the GPU machi
 	@touch $@
 
 spills: sm90-venv ## compile the shipped Hopper kernels: a new spill, or tensor cores that wait, fail
-	OMP_NUM_THREADS=1 .venv-sm90/bin/python -m pytest -q tests/test_tune.py tests/test_launching.py tests/test_hopper_reports.py -k 'spill or wait'
+	OMP_NUM_THREADS=1 .venv-sm90/bin/python -m pytest -q tests/test_tune.py tests/test_launching.py tests/test_hopper_reports.py -k 'spill or nor_wait or cores_wait'
 
 clean: ## remove the environments and caches; records and reports stay
 	rm -rf .venv .venv-sm90 cs336_systems.egg-info .pytest_cache .mypy_cache .ruff_cache

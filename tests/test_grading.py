@@ -61,7 +61,9 @@ def grader() -> Iterator[Grader]:
 @pytest.fixture(scope="module")
 def minimal(grader: Grader) -> Grade:
     required = [check.id for problem in GRADED for check in checks_of(problem.name, beyond=False)]
-    return graded(grader, "minimal", required)
+    found = graded(grader, "minimal", required)
+    assert found.points == 63, "\n".join(found.lines())
+    return found
 
 
 def graded(grader: Grader, solution: str, checks: list[str], known: Grade | None = None) -> Grade:
@@ -121,11 +123,23 @@ def test_what_hangs_ends_at_the_time_limit_and_is_told_where(tmp_path: Path, gra
 
 @pytest.mark.slow
 def test_what_ends_the_process_that_runs_the_checks_costs_one_check(tmp_path: Path):
-    """It ended the grade."""
-    path = solution(tmp_path, "import os, signal", "def get_ddp(module):", "    os.kill(os.getppid(), signal.SIGKILL)")
+    """It ended the grade, at once or when it was ended between two checks; and a rank that went on was waited for."""
+    ends = solution(
+        tmp_path, "import os, signal, time", "import torch.distributed as dist", "def get_ddp(module):",
+        "    if dist.get_rank() == 0:", "        os.kill(os.getppid(), signal.SIGKILL)", "    time.sleep(60)",
+    )  # fmt: skip
+    told = "the process that runs the checks has been ended"
     with Grader() as grader:
-        assert grader.run(BROADCASTS, path).message == "the process that runs the checks has been ended"
-        assert grader.run(BROADCASTS, solution(tmp_path, "")).message == "get_ddp is missing"
+        started = time.monotonic()
+        assert grader.run(BROADCASTS, ends).message == told
+        assert time.monotonic() - started < 50
+        nothing = solution(tmp_path, "")
+        assert grader.run(BROADCASTS, nothing).message == "get_ddp is missing"
+        assert grader._server is not None
+        grader._server.kill()
+        grader._server.wait()
+        assert grader.run(BROADCASTS, nothing).message == told
+        assert grader.run(BROADCASTS, nothing).message == "get_ddp is missing"
 
 
 def test_a_problem_is_left_behind_a_check_that_hangs(monkeypatch):

@@ -38,7 +38,7 @@ def branches(
     device: DeviceOption = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="How often each revision is measured, in turns.")] = 1,
     implementation: Annotated[list[str] | None, typer.Option(help="Measure only these; may be repeated.")] = None,
-    time_budget: shared.TimeBudgetOption = None,
+    time_budget: Annotated[float | None, typer.Option(help="Seconds of each run, after which no cell starts.")] = None,
     threshold: ThresholdOption = 1.5,
     fail_on: FailOnOption = "regression",
     results: ResultsOption = Path("results"),

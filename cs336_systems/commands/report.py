@@ -55,15 +55,19 @@ def report(
                 typer.echo(printable(difference), err=True)
             typer.echo(f"report --check: {len(found)} differences")
             raise typer.Exit(1 if found else 0)
+        pages = []
         for path in _chosen_folders(results, folder):
             beside = published if published.is_dir() and path != published else None
             if (page := write_report(path, beside, only)) is not None:
                 for line in summary(path, only):
                     typer.echo(line)
                 typer.echo(f"read {page}")
+                pages.append(page)
             if path.name == PUBLISHED_FOLDER and is_here and not only:
                 for file in Book(Path(), path).write():
                     typer.echo(f"written: {file}")
+        if not pages and not only:
+            raise ValueError(f"no records in {path}; measure something first: cs336-systems run --all")
 
 
 def _chosen_folders(results: Path, folder: str | None) -> list[Path]:

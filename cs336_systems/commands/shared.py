@@ -25,7 +25,7 @@ SPIN_SWITCHES = {"GOMP_SPINCOUNT": "1000"}
 ScaleOption = Annotated[str, typer.Option(help="auto, tiny, smoke or handout; auto: smoke on CPU, handout on GPU.")]
 ResultsOption = Annotated[Path, typer.Option(help="Folder of the results folders.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-SeedOption = Annotated[int, typer.Option(help="Seed of inputs and weights.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of inputs and, of models, weights.")]
 RerunOption = Annotated[str, typer.Option(help="Measure again what is finished: none, failed or all.")]
 TimeBudgetOption = Annotated[float | None, typer.Option(help="Start no cell after this many seconds.")]
 CommitOption = Annotated[str | None, typer.Option(help="Revision that runs, where there is no git.")]

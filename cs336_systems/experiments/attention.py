@@ -138,8 +138,8 @@ class Passes:
         self.sum_loss = sum_loss
 
     def forward(self, attend: AttentionFunction) -> tuple[Tensor]:
-        with torch.no_grad():
-            return (attend(*self.leaves),)
+        with torch.no_grad():  # and on no leaves, which FlexAttention refuses on a CPU
+            return (attend(*(x.detach() for x in self.leaves)),)
 
     def both(self, attend: AttentionFunction) -> tuple[Tensor, ...]:
         output = attend(*self.leaves)

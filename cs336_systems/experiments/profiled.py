@@ -130,4 +130,7 @@ def _attention(shape: AttentionShape, implementation: str, mode: str, run: RunCo
     def make_graph() -> None:
         outputs[:] = [built.attend(*passes.leaves)]
 
-    return Prepared(call=lambda: passes.backward(outputs[0]), before=make_graph)
+    def backward() -> tuple[torch.Tensor, ...]:  # that frees its graph, in whose memory compiled code may work
+        return torch.autograd.grad(outputs.pop(), passes.leaves, passes.grad_output)
+
+    return Prepared(call=backward, before=make_graph)

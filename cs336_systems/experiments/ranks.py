@@ -160,7 +160,7 @@ def trace_on_first(call: Callable[[], object], rank: int, device: str, mode: str
         return {}
     lanes = trace_lanes(together, device)
     times = (lanes.span_ms, lanes.communication_ms, lanes.compute_ms, lanes.overlap_ms)
-    found: Samples = {(mode, name): [ms] for name, ms in zip(TIMES, times)}
+    found: Samples = {(mode, name): [round(ms, 6)] for name, ms in zip(TIMES, times)}  # to the nanosecond
     for name, intervals in zip(INTERVALS, (lanes.compute, lanes.communication)):
         found[mode, name] = [end for pair in simplify(intervals, MOST_INTERVALS) for end in pair]
     return found

@@ -5,6 +5,8 @@ can be imported, its layers are used.
 """
 
 import gc
+import math
+import time
 from copy import deepcopy
 from typing import Any
 
@@ -27,6 +29,7 @@ from cs336_systems.grading.models import (
 )
 
 PROBLEM = "fsdp"
+SETTLING_S = 5.0  # for gloo's threads to let go of what they have sent
 FP32_BOUND, FP16_BOUND = 1e-6, 1e-4  # of a parameter after three steps of SGD at 0.01
 
 
@@ -191,8 +194,11 @@ def frees_gathered_weights(adapters: Adapters, rank: int, num_ranks: int) -> Non
     adapters.call("fsdp_on_after_backward", fsdp_model=fsdp, optimizer=optimizer)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    gc.collect()
-    after = layers_beyond_the_shards()
+    # On a busy machine gloo's threads hold what they sent last until they run again.
+    deadline, after = time.monotonic() + SETTLING_S, math.inf
+    while after > 2 and time.monotonic() < deadline:
+        gc.collect()
+        after = layers_beyond_the_shards()
     assert after <= 2, f"after the step {after:.1f} {whole}"
 
 

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ class Grader:
 
     def __exit__(self, *_: object) -> None:
         if self._server is not None and self._server.stdin is not None and self._server.stdout is not None:
-            self._server.stdin.close()  # it ends what it runs, and itself
+            with suppress(BrokenPipeError):  # where it has been ended
+                self._server.stdin.close()  # it ends what it runs, and itself
             self._server.wait()
             self._server.stdout.close()
             self._server = None
@@ -59,8 +61,10 @@ class Grader:
             )  # fmt: skip
         assert self._server.stdin is not None and self._server.stdout is not None
         request = {"adapters": str(adapters.resolve()), "check": check.id, "time_limit_s": self.time_limit_s}
-        print(json.dumps(request), file=self._server.stdin, flush=True)
-        answer = self._server.stdout.readline()
+        answer = ""
+        with suppress(BrokenPipeError):  # it has been ended between two checks
+            print(json.dumps(request), file=self._server.stdin, flush=True)
+            answer = self._server.stdout.readline()
         if not answer:
             self.__exit__()  # the next check has another
             return Result(check=check, status="failed", message="the process that runs the checks has been ended")

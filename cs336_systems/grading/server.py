@@ -30,10 +30,11 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import _prctl_pr_set_pdeathsig
 
 from cs336_systems.device import interpret_kernels
 from cs336_systems.grading.checks import CHECKS, HUNG, Adapters, Check, NotImplementedYet, Skipped
@@ -135,15 +136,20 @@ def _is_under_test(filename: str, adapters: Path) -> bool:
     return path.is_relative_to(project_root(adapters)) and not path.is_relative_to(OWN_PACKAGE / "grading")
 
 
-def fork(task: Callable[[], None], adapters: Path) -> tuple[Connection, ForkProcess]:
-    """A new process, and leader of a session, that runs `task`; where it says how it ended."""
+def fork(task: Callable[[], None], adapters: Path, answers: TextIO) -> tuple[Connection, ForkProcess]:
+    """A new process, and leader of a session, that runs `task`; where it says how it ended.
+
+    On Linux it ends with this one; nor does it keep `answers` open behind it.
+    """
     reading, writing = FORK.Pipe(duplex=False)
 
     def run() -> None:
         outcome: dict[str, Any] = {"status": "passed", "message": ""}
         try:
             os.setsid()
+            _prctl_pr_set_pdeathsig(signal.SIGKILL)
             reading.close()
+            answers.close()
             null = os.open(os.devnull, os.O_RDWR)
             for stream in (0, 1, 2):
                 os.dup2(null, stream)
@@ -249,7 +255,7 @@ def serve() -> None:
         with tempfile.TemporaryDirectory(prefix="grade-") as folder:
             scratch = Path(folder)
             tasks = [partial(run_check, check, adapters, rank, scratch) for rank in range(check.num_ranks)]
-            processes = dict(fork(task, adapters) for task in tasks)
+            processes = dict(fork(task, adapters, answers) for task in tasks)
             outcome = wait_for(processes, request["time_limit_s"], adapters, scratch)
         outcome = {key: outcome.get(key, "") for key in ("status", "message", "detail")}
         print(json.dumps(outcome | {"seconds": time.monotonic() - started}), file=answers, flush=True)
