@@ -211,6 +211,21 @@ def test_the_code_under_test_may_be_a_package_of_the_same_name(tmp_path: Path, g
     assert result.status == "passed", result.detail
 
 
+def test_adapters_may_call_their_arguments_what_they_like(tmp_path: Path, grader: Grader):
+    """The course's tests pass them by position; by keyword, other names lost all points."""
+    path = solution(
+        tmp_path,
+        (SOLUTIONS / "minimal.py").read_text(),
+        "after_ddp, after_fsdp, gather = ddp_on_after_backward, fsdp_on_after_backward, fsdp_gather_full_params",
+        "ddp_on_after_backward = lambda ddp, _: after_ddp(ddp, _)",
+        "fsdp_on_after_backward = lambda model, _: after_fsdp(model, _)",
+        "fsdp_gather_full_params = lambda model: gather(model)",
+    )
+    for name in ("ddp_overlap_individual_parameters", "fsdp"):
+        result = grader.run(CHECKS[f"{name}.equals_one_process"], path)
+        assert result.status == "passed", result.detail
+
+
 def test_points_need_every_required_check_and_none_beyond():
     fsdp = HANDOUT["fsdp"]
     results = {check.id: Result(check=check, status="passed") for check in checks_of("fsdp")}

@@ -64,7 +64,7 @@ def check(problem: str, name: str = "", *, num_ranks: int = 1, beyond: bool = Fa
 
 
 class Adapters:
-    """The module under test. Its functions are called by the handout's names and keywords."""
+    """The module under test. Its functions are called with keywords only where the course's tests do so."""
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module

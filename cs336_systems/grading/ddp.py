@@ -58,7 +58,10 @@ class Wrapped:
         if self._is_bucketed:
             self._adapters.call("ddp_bucketed_on_train_batch_start", ddp_model=self.model, optimizer=optimizer)
         yield
-        self._adapters.call(self._after, ddp_model=self.model, optimizer=optimizer)
+        if self._is_bucketed:
+            self._adapters.call(self._after, ddp_model=self.model, optimizer=optimizer)
+        else:
+            self._adapters.call(self._after, self.model, optimizer)
         optimizer.step()
 
 

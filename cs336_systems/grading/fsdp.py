@@ -36,12 +36,12 @@ FP32_BOUND, FP16_BOUND = 1e-6, 1e-4  # of a parameter after three steps of SGD a
 def step_of(adapters: Adapters, fsdp: Any, optimizer: torch.optim.Optimizer, batch: Any, loss: Any) -> None:
     optimizer.zero_grad(set_to_none=True)
     loss(fsdp, batch).backward()
-    adapters.call("fsdp_on_after_backward", fsdp_model=fsdp, optimizer=optimizer)
+    adapters.call("fsdp_on_after_backward", fsdp, optimizer)
     optimizer.step()
 
 
 def full_parameters(adapters: Adapters, fsdp: Any) -> dict[str, Tensor]:
-    full = adapters.call("fsdp_gather_full_params", fsdp_model=fsdp)
+    full = adapters.call("fsdp_gather_full_params", fsdp)
     return {name: tensor.detach().clone() for name, tensor in full.items()}
 
 
@@ -145,7 +145,7 @@ def gives_gradients_of_the_shards(adapters: Adapters, rank: int, num_ranks: int)
         fsdp = adapters.call("get_fsdp", seeded(Language), compute_dtype=compute_dtype)
         optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.01)
         next_token_loss(fsdp, token_batch(rank)).backward()
-        adapters.call("fsdp_on_after_backward", fsdp_model=fsdp, optimizer=optimizer)
+        adapters.call("fsdp_on_after_backward", fsdp, optimizer)
         for name, parameter in fsdp.module.named_parameters():
             gradient = parameter.grad
             assert gradient is not None, f"{name} has no gradient"
@@ -191,7 +191,7 @@ def frees_gathered_weights(adapters: Adapters, rank: int, num_ranks: int) -> Non
     between = layers_beyond_the_shards()
     assert between <= 4, f"between forward and backward {between:.1f} {whole}"
     output.sum().backward()
-    adapters.call("fsdp_on_after_backward", fsdp_model=fsdp, optimizer=optimizer)
+    adapters.call("fsdp_on_after_backward", fsdp, optimizer)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     # On a busy machine gloo's threads hold what they sent last until they run again.
