@@ -18,7 +18,7 @@ from cs336_systems.experiments.hopper_ladder import RUNGS
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.short_calls import GRAPH_FORWARD
-from cs336_systems.experiments.spec import Cell
+from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported
 from cs336_systems.inputs import attention_inputs
 
 TINY = RunConfig(scale="tiny", device="cpu")
@@ -67,6 +67,27 @@ def test_what_settles_a_clock_is_the_pass_that_is_timed_next(device, settled, mo
     assert [kind for kind, _ in ran] == (["settle", "time"] * 3 if settles else ["time"] * 3)
     timed = [call for kind, call in ran if kind == "time"]
     assert [call for kind, call in ran if kind == "settle"] == (timed if settles else [])
+
+
+def test_flex_on_a_cpu_has_a_forward_and_says_why_no_more(monkeypatch):
+    """Its backward, which is not implemented, made failed rows that are nobody's mistake."""
+    cell = replace(tiny_cell("leaderboard_2025", "sdpa_flash"), implementation="flex")
+    built, _ = stand_in(monkeypatch, cell)
+    samples = measure_attention(cell, TINY, built=built)
+    assert next(samples).row == attention.FORWARD
+    with pytest.raises(Unsupported, match="^FlexAttention has no backward on a CPU$"):
+        next(samples)
+
+
+@pytest.mark.parametrize(
+    ("name", "whose"), [("triton", "bound$"), ("sdpa_flash", "bound; the kernel is PyTorch's, not this repository's$")]
+)
+def test_a_disagreement_says_when_the_kernel_is_a_librarys(name, whose):
+    """That PyTorch's kernel on a CPU is off in float16 read as a mistake of this repository."""
+    q, k, v, grad_output = attention_inputs(sized_shape(TINY, 1, 1, 32, 16, True), device="cpu")
+    oracle = compute_oracle(q, k, v, grad_output, is_causal=True)
+    with pytest.raises(Disagreement, match=f"^output is off by .* {whose}"):
+        attention.checked_error(oracle, {"output": q}, name)
 
 
 # Few queries

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -11,8 +12,9 @@ from msgspec.structs import replace
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.figures import Bars, Heat, Lines, Spans, scale_of, spec_of
 from cs336_systems.experiments.frames import digits, load_frame, pick, speed
+from cs336_systems.experiments.html_report import write_report
 from cs336_systems.experiments.pages import ANSWER, Book, Page, check_template
-from cs336_systems.experiments.records import Record
+from cs336_systems.experiments.records import Record, append_records
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Experiment, experiments, load
 from cs336_systems.experiments.tables import ABSENT, Listing, Pick, Pivot, Ratio, Wide, escape
@@ -58,6 +60,16 @@ def test_a_cell_without_a_number_says_why():
     assert texts(table)[0][2:] == ["OOM", "skipped", ABSENT, "failed", "2.00", ABSENT]
     less, needs = table.without_skipped()
     assert "hopper" not in less.header and needs == {"hopper": "needs a GPU"}
+
+
+def test_the_report_prints_why_something_failed(tmp_path):
+    """The reason was in the record alone, while a skip's stood under the table."""
+    records = [broken("flex", "failed", case, "no <backward>") for case in CASES]
+    append_records(tmp_path / "records/attention_shapes.jsonl", [row("triton", [1.0]), *records])
+    page = write_report(tmp_path)
+    assert page is not None
+    (line,) = re.findall(r"flex failed \(.* and 1 more\): .*</p>", page.read_text())
+    assert line.endswith("no &lt;backward&gt;</p>")
 
 
 def test_interpreted_times_are_no_times():

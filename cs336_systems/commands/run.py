@@ -126,10 +126,10 @@ def _run_problem(
     measured = measure_shown(name, cells, measure)[name]
     counts = Counter({f"{status} before": count for status, count in finished.items()}) + measured
     left = len(cells) - measured.total()
-    hint = " (--rerun failed measures them again)"
-    hints = {"failed before": hint, "partly failed before": hint}
-    summary = ", ".join(f"{count} {status}{hints.get(status, '')}" for status, count in counts.items()) or "no cells"
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items()) or "no cells"
     later = f"; {_count(left, 'cell')} left for a later run" if left else ""
+    if counts["failed before"] or counts["partly failed before"]:
+        later += "; --rerun failed measures again what failed"
     typer.echo(f"{name}: {summary} in {time.monotonic() - start:.0f} s{later}")
     return counts
 

@@ -60,10 +60,10 @@ def measure_shown(
 ) -> defaultdict[str, Counter[str]]:
     """Iterate over `measure`, which says what it starts, under a progress bar; cells by problem and status."""
     from cs336_systems.experiments.harness import cell_status
-    from cs336_systems.experiments.records import case_to_dict, describe_case
+    from cs336_systems.experiments.records import case_to_dict, describe_case, failures
 
     measured: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    failures: dict[tuple[str, str, str], dict[str, None]] = {}  # the cases of each, all in their order
+    failed: list[Record] = []
     with progress_bar() as progress:
         task = progress.add_task(title, total=len(cells), cell="")
 
@@ -73,12 +73,9 @@ def measure_shown(
 
         for records in measure(started=show):
             measured[records[0].problem][cell_status(record.status for record in records)] += 1
-            for r in (record for record in records if record.status == "failed"):
-                failures.setdefault((r.problem, r.implementation, r.message), {})[describe_case(r.case)] = None
+            failed += (record for record in records if record.status == "failed")
             progress.advance(task)
         progress.update(task, cell="")
-    for (problem, name, message), cases in failures.items():
-        first, more = next(iter(cases)), f" and {len(cases) - 1} more" if len(cases) > 1 else ""
-        text = in_one_line(f"{problem}: {name} failed ({first}{more}): {message}")
-        typer.echo(f"  {text[:LONGEST_MESSAGE]}", err=True)
+    for line in failures(failed):
+        typer.echo(f"  {in_one_line(line)[:LONGEST_MESSAGE]}", err=True)
     return measured

@@ -17,7 +17,7 @@ from cs336_systems.accounting import attention_flops, eager_attention_bytes, tfl
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.implementations import AttentionFunction, Built, build, without_overhead
+from cs336_systems.experiments.implementations import PEERS, AttentionFunction, Built, build, without_overhead
 from cs336_systems.experiments.mask_implementations import is_plain, mask_of, shape_of
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
 from cs336_systems.experiments.tables import Pivot, TableSpec
@@ -180,7 +180,8 @@ def measure_attention(
         returned: list[Tensor] = []
         first_ms = time_once(lambda: returned.extend(call()), device)
         results = {name: built.unpack(x) for name, x in zip(names, returned)}
-        return first_ms, checked_error(oracle_of(*given, masked), results)  # what does not fit needs no oracle
+        # What does not fit needs no oracle.
+        return first_ms, checked_error(oracle_of(*given, masked), results, cell.implementation)
 
     def timed(row: Row, call: Callable[[], object], first_ms: float, error: float) -> Iterator[Sample]:
         if row not in cell.rows:
@@ -204,7 +205,7 @@ def measure_attention(
         if all(row.mode == "forward" for row in cell.rows):
             return
         if device == "cpu" and cell.implementation == "flex":
-            raise Unsupported("FlexAttention has no backward on CPU")
+            raise Unsupported("FlexAttention has no backward on a CPU")
 
         # backward
         first_ms, gradient_error = checked(both, *RESULTS[1:])
@@ -230,12 +231,17 @@ def measure_attention(
             yield Sample(row=PEAK, samples=[peak_cuda_bytes(both) / MIB], kernel=kernel)
 
 
-def checked_error(oracle: Oracle, results: Mapping[str, Tensor]) -> float:
-    """The largest error of `results` over its bound; Disagreement, with the result's name, above 1."""
+def checked_error(oracle: Oracle, results: Mapping[str, Tensor], implementation: str = "") -> float:
+    """The largest error of `results` over its bound; Disagreement, with the result's name, above 1.
+
+    Of an `implementation` among PEERS the message says that the kernel is another project's.
+    """
     errors = contract_errors(oracle, results)
     name, worst = max(errors.items(), key=lambda item: item[1])
     if not worst <= 1:
-        raise Disagreement(f"{name} is off by {worst:.3g} times the numerical contract's bound")
+        library = "FlashAttention-4" if implementation in ("flex_flash", "fa4") else "PyTorch"
+        whose = f"; the kernel is {library}'s, not this repository's" if implementation in PEERS else ""
+        raise Disagreement(f"{name} is off by {worst:.3g} times the numerical contract's bound{whose}")
     return worst
 
 

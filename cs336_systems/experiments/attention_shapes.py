@@ -44,7 +44,7 @@ class AttentionShapes(AttentionByTurns):
 
     def built(self, name: str, shape: AttentionShape, device: str) -> Built:
         if device == "cpu" and name == "flex":
-            raise Unsupported("FlexAttention has no backward on CPU")
+            raise Unsupported("FlexAttention has no backward on a CPU")
         return super().built(name, shape, device)
 
     tables = rate_tables((("hopper", "fa4"), ("hopper", "sdpa_cudnn"), ("triton", "sdpa_cudnn"), ("triton", "flex")))

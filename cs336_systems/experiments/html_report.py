@@ -1,7 +1,8 @@
 """`report.html` of a results folder: one file that needs no network, a section a problem in handout order.
 
 Each section has the figures of this run, interactive, beside the published ones, and its tables, which a click on a
-heading sorts. What this machine cannot run is a line. The template, report.html beside this file, escapes all text.
+heading sorts. What this machine cannot run is a line, and so is what failed. The template, report.html beside this
+file, escapes all text.
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ from markupsafe import Markup
 
 from cs336_systems.experiments.figures import spec_of
 from cs336_systems.experiments.frames import load_frame
-from cs336_systems.experiments.records import Record, latest, read_records
+from cs336_systems.experiments.records import Record, failures, latest, read_records
 from cs336_systems.experiments.spec import Experiment, experiments
 from cs336_systems.experiments.tables import Table
 
@@ -87,7 +88,11 @@ def _section(experiment: Experiment, records: list[Record], published: Path | No
         if table.lines:  # another scale's table has none here
             tables.append(table)
         needs |= skipped
-    return {"name": experiment.name, "title": experiment.title, "figures": figures, "tables": tables, "needs": needs}
+    failed = [line.removeprefix(f"{experiment.name}: ") for line in failures(records)]
+    return {
+        "name": experiment.name, "title": experiment.title, "figures": figures, "tables": tables, "needs": needs,
+        "failed": failed,
+    }  # fmt: skip
 
 
 def _library() -> Markup:

@@ -204,6 +204,18 @@ def latest(records: Iterable[Record]) -> list[Record]:
     return list({record.key: record for record in records}.values())
 
 
+def failures(records: Iterable[Record]) -> list[str]:
+    """What failed among `records`, a line for each implementation and message, with the first of its cases."""
+    cases: dict[tuple[str, str, str], dict[str, None]] = {}  # in their order
+    for r in records:
+        if r.status == "failed":
+            cases.setdefault((r.problem, r.implementation, r.message), {})[describe_case(r.case)] = None
+    return [
+        f"{problem}: {name} failed ({next(iter(of))}{f' and {len(of) - 1} more' * (len(of) > 1)}): {message}"
+        for (problem, name, message), of in cases.items()
+    ]
+
+
 def is_series(quantity: str) -> bool:
     """Whether the samples of `quantity` are a series and no repetitions: a curve, intervals, a timeline.
 

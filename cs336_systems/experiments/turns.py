@@ -130,7 +130,7 @@ def _player(
     """Disagreement where the results of `name` break the numerical contract."""
     passes, function = Passes(built, inputs), built.attend
     results = map(built.unpack, (*passes.forward(function), *passes.both(function)))
-    error = checked_error(oracle, dict(zip(RESULTS, results)))
+    error = checked_error(oracle, dict(zip(RESULTS, results)), name)
     calls: dict[str, Call] = {"forward": passes.forward, "forward_backward": passes.both}
     if "backward" in modes:
         output = function(*passes.leaves)  # the graph is made once, outside of the turns
