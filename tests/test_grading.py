@@ -255,6 +255,7 @@ def test_the_command_prints_json_and_exits_by_the_points(grader: Grader, monkeyp
     ("arguments", "message"),
     [
         (["nowhere.py"], "nowhere.py is not a file"),
+        (["Makefile"], "Makefile is no .py file"),
         (["tests"], "tests is a folder; name the file with the adapters, as tests/adapters.py"),
         (["tests/adapters.py", "--edition", "2024"], "--edition must be one of 2025, 2026, got 2024"),
         (["tests/adapters.py", "--problem", "nsys_profile"], "nsys_profile is measured, not graded by running"),

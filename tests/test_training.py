@@ -292,7 +292,7 @@ def test_the_command_says_what_it_trains_and_lets_the_model_write(tmp_path):
     assert texts[0].startswith("The Queen ") and len(texts[0]) > 20
     assert texts[0] == texts[1] != texts[2]
     refused = CliRunner().invoke(app, ["generate", "--out", str(tmp_path)])
-    assert refused.exit_code == 2 and refused.output == f"error: out must hold a run, got {tmp_path}\n"
+    assert refused.exit_code == 2 and refused.output == f"error: --out must hold a run, got {tmp_path}\n"
     index = out / "checkpoints" / "step-00000002" / "index.json"
     index.write_text(index.read_text().replace('"position"', '"Position"'))
     refused = CliRunner().invoke(app, ["generate", *options])
@@ -336,15 +336,19 @@ def test_a_killed_rank_says_from_where_the_run_can_go_on(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["--size", "giant"], "error: --size must be one of nano, small, "),
-        (["--autocast", "int8"], "error: Precision.autocast must be one of float16, bfloat16, got 'int8'"),
+        (["--autocast", "int8"], "error: --autocast must be one of float16, bfloat16, got 'int8'"),
         (["--attention", "hopper", "--device", "cpu"], "error: backend 'hopper' cannot be used: hopper kernels "),
+        (["--lr", "-1"], "error: --lr must be finite and not negative, got -1.0"),
+        (["--context-length", "0"], "error: --context-length must be a positive int, got 0"),
+        (["--ranks", "2"], "error: --ranks 2 needs a --wrapper, such as fsdp\n"),
+        (["--out", "/proc/x", "--device", "cpu"], "error: --out /proc/x cannot be written: No such file "),
         (["--text", "missing.txt"], "error: --text missing.txt: no such file\n"),
         (["--text", str(Path(__file__).parent)], f"error: --text {Path(__file__).parent} is a folder\n"),
-        (["--text", "/dev/null", "--device", "cpu"], "error: text must not be empty, got /dev/null\n"),
+        (["--text", "/dev/null", "--device", "cpu"], "error: --text must not be empty, got /dev/null\n"),
         (["--out", __file__], f"error: --out {__file__} is a file, not a folder\n"),
-        (["--context-length", "100000", "--device", "cpu"], "error: text must have more than 200000 bytes to train on"),
+        (["--context-length", "100000", "--device", "cpu"], "error: --text must have more than 200000 bytes to "),
         (["--wrapper", "fsdp", "--ranks", "2", "--text", "."], "error: --text . is a folder\n"),
-        ([*TWO_RANKS, "--attention", "nothing"], "error: attention must be one of reference, compiled, "),
+        ([*TWO_RANKS, "--attention", "nothing"], "error: --attention must be one of reference, compiled, "),
         ([*TWO_RANKS, "--out", __file__], f"error: --out {__file__} is a file, not a folder\n"),
     ],
 )
@@ -354,6 +358,13 @@ def test_the_command_refuses_bad_arguments_in_one_line(arguments, message, capfd
     assert result.exit_code == 2
     assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_short_text_is_said_to_be_held_out_in_part(tmp_path):
+    """50 bytes were said to be 45."""
+    (tmp_path / "short.txt").write_text(50 * "a")
+    result = run_cli("--text", str(tmp_path / "short.txt"), "--device", "cpu")
+    assert result.stderr.endswith("for context_length=128, got 45 (a tenth of the text is held out)\n")
 
 
 @pytest.fixture

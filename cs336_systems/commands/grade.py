@@ -37,6 +37,8 @@ def grade(
             raise ValueError(f"{adapters} is a folder; name the file with the adapters, as {adapters}/adapters.py")
         if not adapters.is_file():
             raise ValueError(f"{adapters} is not a file")
+        if adapters.suffix != ".py":
+            raise ValueError(f"{adapters} is no .py file")
         problems = grading.chosen_problems(None, edition)
         if problem:
             problems = list(dict.fromkeys(one for name in problem for one in grading.chosen_problems(name, edition)))

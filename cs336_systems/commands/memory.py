@@ -27,7 +27,7 @@ def memory(
     batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
     mode: Annotated[str, typer.Option(help="forward or train_step.")] = "train_step",
     attention: Annotated[
-        str, typer.Option(help="Attention inside the model: reference, sdpa, tiled or triton.")
+        str, typer.Option(help="Attention inside the model: reference, compiled, sdpa, tiled, triton or hopper.")
     ] = "sdpa",
     parameters: Annotated[str, typer.Option(help="Parameters' dtype.")] = "float32",
     autocast: Annotated[str | None, typer.Option(help="Autocast's dtype: bfloat16 or float16.")] = None,
@@ -41,7 +41,7 @@ def memory(
 
     The step's own code runs on tensors without storage. With --fits the answer is the exit code, too: 0 or 1.
     """
-    with one_line_errors():
+    with one_line_errors(context_length="context"):
         limit = None if fits is None else parse_bytes(fits)
         if snapshot is not None:
             from cs336_systems.measure.snapshot import read_snapshot

@@ -56,7 +56,7 @@ def profile(
     results: ResultsOption = Path("results"),
 ) -> None:
     """Run one case under a profiler: where the time goes, as tables, and a trace for https://ui.perfetto.dev."""
-    with one_line_errors():
+    with one_line_errors(context_length="context"):
         from cs336_systems.config import RunConfig
         from cs336_systems.device import get_device_info, interpret_kernels, resolve_device
         from cs336_systems.measure.vendor import TOOLS

@@ -1,6 +1,7 @@
 """What the subcommands share: exit codes, options, one-line errors, and signals that end a run as Ctrl-C does."""
 
 import difflib
+import re
 import signal
 import subprocess
 from collections.abc import Iterator, MutableMapping
@@ -22,6 +23,20 @@ EXIT_SIGNAL = 128  # plus the signal's number
 # every sample. With 1,000 looks they take 0.5, and as long as before where each thread has a core.
 SPIN_SWITCHES = {"GOMP_SPINCOUNT": "1000"}
 
+# How errors call what an option sets, where that is not the option's own name.
+OPTION_OF = {
+    "learning_rate": "lr", "final_learning_rate": "final-lr", "warmup_steps": "warmup", "clip_norm": "clip",
+    "num_ranks": "ranks", "checkpointing": "checkpoint", "cell_timeout_s": "cell-timeout",
+}  # fmt: skip
+SAME_NAME = (
+    "accumulation|arch|attention|autocast|batch|checkpoint_every|context_length|context_parallel|implementation|jobs|"
+    "log_every|mode|out|parameters|precision|scale|seed|steps|temperature|text|top_p|weight_decay|wrapper"
+)
+FIELD = re.compile(
+    r"^(?:(?:RunConfig|TrainingConfig|ModelConfig|ModelCase|MemoryCase|Precision)\.)?"
+    rf"({'|'.join(OPTION_OF)}|{SAME_NAME})(?= (?:of an? [a-z ]+ )?must )"
+)
+
 ScaleOption = Annotated[str, typer.Option(help="auto, tiny, smoke or handout; auto: smoke on CPU, handout on GPU.")]
 ResultsOption = Annotated[Path, typer.Option(help="Folder of the results folders.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
@@ -34,25 +49,34 @@ DirtyOption = Annotated[bool | None, typer.Option("--dirty/--clean", help="Wheth
 
 def unknown_problem(name: str) -> str:
     """What to say of a problem that is not measured: the nearest name, or how the handout's is answered."""
+    from cs336_systems.experiments.pages import COMMANDS
     from cs336_systems.experiments.registry import PROBLEMS
     from cs336_systems.handout import HANDOUT
 
+    if name in COMMANDS:
+        return f"{name} measures nothing; it is answered by `cs336-systems {COMMANDS[name]}`"
     if name in HANDOUT:
         if HANDOUT[name].answer == "graded":
             return f"{name} measures nothing; it is graded: `cs336-systems grade ADAPTERS --problem {name}`"
         return f"{name} measures nothing; it is answered in writing: see its page, writeup/{name}.md"
-    near = difflib.get_close_matches(name, PROBLEMS, n=1, cutoff=0.4)
+    near = [known for known in PROBLEMS if name in known] or difflib.get_close_matches(name, PROBLEMS)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"unknown problem {name!r}; {hint}`cs336-systems list` shows the names"
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turn a caller's mistake, or a command that does not end, into one line and exit code 2."""
+def one_line_errors(**options: str) -> Iterator[None]:
+    """Turn a caller's mistake, or a command that does not end, into one line and exit code 2.
+
+    The line names the option in the place of a field: `TrainingConfig.learning_rate must ...` is `--lr must ...`.
+    `options` are the command's own names, without dashes.
+    """
     try:
         yield
     except (ValueError, TypeError, OSError, subprocess.TimeoutExpired) as error:
-        typer.echo(f"error: {in_one_line(error)}", err=True)
+        names = OPTION_OF | options
+        line = FIELD.sub(lambda field: "--" + names.get(field[1], field[1].replace("_", "-")), in_one_line(error), 1)
+        typer.echo(f"error: {line}", err=True)
         raise typer.Exit(EXIT_WRONG_ARGUMENT) from None
 
 

@@ -69,7 +69,7 @@ def train(
         config = TrainingConfig(
             model=byte_model(sizes[size], context_length),
             wrapper=wrapper,
-            num_ranks=_num_ranks(ranks),
+            num_ranks=_num_ranks(ranks, wrapper),
             context_parallel=context_parallel,
             attention=attention,
             precision=replace(Precision(), autocast=autocast),  # type: ignore[arg-type]
@@ -126,13 +126,16 @@ def _left_behind(options: RunOptions) -> str:
     return f"{options.out} has no checkpoint yet (--checkpoint-every {options.checkpoint_every}): --resume begins again"
 
 
-def _num_ranks(ranks: int | None) -> int:
-    """The ranks of this job: those asked for, or torchrun's."""
+def _num_ranks(ranks: int | None, wrapper: str) -> int:
+    """The ranks of this job: those asked for, or torchrun's; ValueError where several have no wrapper."""
     from cs336_systems.distributed.launch import is_torchrun
 
-    if ranks is not None:
-        return ranks
-    return _torchrun_number("WORLD_SIZE") if is_torchrun() else 1
+    num_ranks = ranks
+    if num_ranks is None:
+        num_ranks = _torchrun_number("WORLD_SIZE") if is_torchrun() else 1
+    if num_ranks > 1 and wrapper == "none":
+        raise ValueError(f"--ranks {num_ranks} needs a --wrapper, such as fsdp")
+    return num_ranks
 
 
 def _torchrun_number(name: str, default: str = "") -> int:
@@ -151,9 +154,18 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
     from cs336_systems.training import Corpus, train
     from cs336_systems.training.loop import print_now, train_rank
 
+    corpus = Corpus.load(options.text)  # rather than in every rank, once it has started
+    try:
+        corpus.check(config.model.context_length)
+    except ValueError as error:
+        raise ValueError(f"{error} (a tenth of the text is held out)") from None
+    if options.out is not None and not options.resume:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(f"--out {options.out} cannot be written: {error.strerror}") from None
     if config.wrapper == "none" and not is_torchrun():
         return train(config, options, log=print_now)
-    Corpus.load(options.text).check(config.model.context_length)  # rather than in every rank, once it has started
     # A script in torchrun's manner may say no more than launch needs: then all ranks count as this host's.
     local_ranks = _torchrun_number("LOCAL_WORLD_SIZE", str(config.num_ranks)) if is_torchrun() else config.num_ranks
     own_gpus = options.device == "cuda" and local_ranks <= torch.cuda.device_count()
