@@ -1,6 +1,7 @@
 """The command line: one line and exit code 2 for a caller's mistake; interruption; the report twice."""
 
 import importlib
+import io
 import os
 import re
 import signal
@@ -8,10 +9,14 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
+from cs336_systems.attention import compilation
 from cs336_systems.cli import main
+from cs336_systems.commands import kernels, sweeps
 from cs336_systems.commands.profile import show_trace
 from cs336_systems.commands.shared import wait_briefly
 from cs336_systems.config import RunConfig
@@ -167,6 +172,7 @@ def test_cells_that_failed_before_are_said_to_have_failed(tmp_path, monkeypatch)
     assert first.exit_code == 1 and "nothing could be measured" in first.stderr
     said = r"failed \(small-proxy .*\): RuntimeError: CUDA error: an illegal memory access"
     assert re.search(said, first.stderr), first.stderr
+    assert re.search(r"^benchmarking_script 1/3: eager small-proxy .*\d$", first.stderr, re.MULTILINE), "no terminal"
     again = invoke(*arguments)
     assert again.exit_code == 1 and "nothing could be measured" in again.stderr
     assert re.search("3 failed before in 0 s; --rerun failed measures again what failed$", again.stdout, re.MULTILINE)
@@ -260,6 +266,37 @@ def test_what_the_user_says_of_waiting_threads_stays():
     for environment in (alone, own):
         wait_briefly(environment)
     assert alone == {"HOME": "/", "GOMP_SPINCOUNT": "1000"} and own == {"OMP_WAIT_POLICY": "active"}
+
+
+@pytest.mark.parametrize(
+    ("command_line", "during"),
+    [("generate --out .", "training.folder.read_config"), ("profile small", "device.resolve_device")],
+)
+def test_ctrl_c_has_a_word_for_every_command(command_line, during, monkeypatch):
+    """These two ended with 130 and said nothing."""
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"cs336_systems.{during}", interrupted)
+    result = invoke(*command_line.split())
+    assert result.exit_code == 130 and result.stderr == "interrupted\n"
+
+
+def test_count_and_time_of_the_progress_bar_fit_into_80_columns(monkeypatch):
+    """The case beside them cut them off."""
+    narrow = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr(sweeps, "Console", lambda **_: narrow)
+    with sweeps.progress_bar() as progress:
+        progress.add_task(max(PROBLEMS, key=len), total=118, completed=3, cell="overlap xl-proxy batch=4 context=512")
+    assert re.search(r"  3/118 0:00:00 overl", narrow.file.getvalue())
+
+
+def test_compiling_says_how_far_it_is_where_there_is_no_terminal(monkeypatch, capsys):
+    reports = [SimpleNamespace(request=number) for number in range(25)]
+    monkeypatch.setattr(compilation, "compile_configs", lambda requests, jobs: reports)
+    kernels.compile_with_progress(range(25))
+    assert capsys.readouterr().err.splitlines()[1:] == ["compiled 10 of 25", "compiled 20 of 25"]
 
 
 def test_a_missing_package_is_named_in_one_line(capsys, monkeypatch):

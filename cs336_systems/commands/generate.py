@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cs336_systems.commands.shared import DeviceOption, one_line_errors, wait_briefly
+from cs336_systems.commands.shared import DeviceOption, ends_at_a_signal, one_line_errors, wait_briefly
 
 
 def generate(
@@ -19,7 +19,7 @@ def generate(
     device: DeviceOption = "auto",
 ) -> None:
     """Write text with the newest checkpoint of a training run."""
-    with one_line_errors():
+    with one_line_errors(), ends_at_a_signal("interrupted"):
         wait_briefly(os.environ)
         import torch
 

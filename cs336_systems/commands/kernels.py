@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 KIB = 1024
 HOPPER = "sm90"
+LINE_EVERY = 10  # kernels, where there is no terminal
 TABLE_WIDTH = 160  # at least, so that no name is cut and a line is a row, on narrow terminals and in files
 
 
@@ -65,7 +66,7 @@ def shipped_requests(arch: str) -> list[CompileRequest]:
 
 
 def compile_with_progress(requests: Sequence[CompileRequest], jobs: int | None = None) -> list[CompileReport]:
-    """Reports of `requests` in their order, under a progress bar."""
+    """Reports of `requests` in their order, under a progress bar, or with a line every LINE_EVERY."""
     from cs336_systems.attention.compilation import check_jobs, compile_configs
 
     found = {}
@@ -77,6 +78,8 @@ def compile_with_progress(requests: Sequence[CompileRequest], jobs: int | None =
         for report in compile_configs(requests, jobs=jobs):
             found[report.request] = report
             progress.advance(task)
+            if progress.disable and len(found) % LINE_EVERY == 0:
+                print(f"compiled {len(found)} of {len(requests)}", file=sys.stderr, flush=True)
     return [found[request] for request in requests]
 
 

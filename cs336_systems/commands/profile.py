@@ -18,7 +18,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, DeviceOption, ResultsOption, one_line_errors
+from cs336_systems.commands.shared import (
+    EXIT_NOTHING_MEASURED,
+    DeviceOption,
+    ResultsOption,
+    ends_at_a_signal,
+    one_line_errors,
+)
 from cs336_systems.measure.text import in_one_line, printable
 
 if TYPE_CHECKING:
@@ -56,7 +62,7 @@ def profile(
     results: ResultsOption = Path("results"),
 ) -> None:
     """Run one case under a profiler: where the time goes, as tables, and a trace for https://ui.perfetto.dev."""
-    with one_line_errors(context_length="context"):
+    with one_line_errors(context_length="context"), ends_at_a_signal("interrupted"):
         from cs336_systems.config import RunConfig
         from cs336_systems.device import get_device_info, interpret_kernels, resolve_device
         from cs336_systems.measure.vendor import TOOLS
@@ -139,7 +145,7 @@ def _ends_in_one_line(trace: Path | None = None) -> Iterator[None]:
     from cs336_systems.measure.memory import one_out_of_memory_error
 
     try:
-        with one_line_errors(), one_out_of_memory_error():
+        with one_line_errors(), one_out_of_memory_error(), ends_at_a_signal("interrupted"):
             yield
     except (Unsupported, Disagreement, torch.OutOfMemoryError) as error:
         kept = f"; the trace up to there is {trace}" if trace is not None and trace.exists() else ""
@@ -198,7 +204,7 @@ def show_trace(trace: Trace, top: int) -> None:
 
     wall = sum(trace.step_ms) / steps
     console.print(
-        f"{steps} steps: {wall:.3f} ms of wall clock each, profiled; {what} {total / steps:.3f} ms, "
+        f"{steps} step{'s' * (steps != 1)}: {wall:.3f} ms of wall clock each, profiled; {what} {total / steps:.3f} ms, "
         f"{len(trace.kernels) // steps} of them; busy {trace.busy_ms() / steps:.3f} ms"
     )
     for title, names, by in (

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, ends_at_a_signal
 from cs336_systems.measure.text import in_one_line
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from cs336_systems.experiments.records import Record
     from cs336_systems.experiments.spec import Cell
 
-LONGEST_CELL = 60  # characters of the cell under way
+BAR_WIDTH = 10  # so that count and time stand beside the longest problem's name in 80 columns
 LONGEST_MESSAGE = 300  # characters of a failure on the terminal; the record has all of it
 
 
@@ -48,17 +49,21 @@ def measuring(sweep: Sweep) -> Iterator[None]:
 def progress_bar() -> Progress:
     """A bar on the terminal, nothing elsewhere. A task has a field `cell`, of which it shows the text."""
     console = Console(stderr=True)
+    cell = Column(no_wrap=True, overflow="ellipsis", ratio=1)  # has what the others leave
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("{task.fields[cell]}"),
+        TextColumn("{task.description}"), BarColumn(BAR_WIDTH), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[cell]}", table_column=cell),
     )  # fmt: skip
-    return Progress(*columns, console=console, disable=not console.is_terminal)
+    return Progress(*columns, console=console, disable=not console.is_terminal, expand=True)
 
 
 def measure_shown(
     title: str, cells: list[Cell], measure: Callable[..., Iterator[list[Record]]]
 ) -> defaultdict[str, Counter[str]]:
-    """Iterate over `measure`, which says what it starts, under a progress bar; cells by problem and status."""
+    """Iterate over `measure`, which says what it starts, under a progress bar; cells by problem and status.
+
+    Where there is no terminal each cell is a line as it starts.
+    """
     from cs336_systems.experiments.harness import cell_status
     from cs336_systems.experiments.records import case_to_dict, describe_case, failures
 
@@ -69,7 +74,9 @@ def measure_shown(
 
         def show(cell: Cell) -> None:
             text = f"{cell.implementation} {describe_case(case_to_dict(cell.case))}"
-            progress.update(task, cell=text[:LONGEST_CELL])
+            progress.update(task, cell=text)
+            if progress.disable:
+                typer.echo(f"{title} {int(progress.tasks[0].completed) + 1}/{len(cells)}: {text}", err=True)
 
         for records in measure(started=show):
             measured[records[0].problem][cell_status(record.status for record in records)] += 1
