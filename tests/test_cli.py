@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,6 +161,22 @@ def test_ctrl_c_keeps_what_is_finished_and_a_second_run_finishes(tmp_path):
     first = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert invoke("report", "--results", tmp_path).exit_code == 0
     assert first == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_ctrl_c_among_ranks_leaves_no_warning_of_pythons(tmp_path):
+    """The resource tracker warned of two leaked semaphores, those of the ranks' queue."""
+    arguments = ("run", "naive_ddp_benchmarking", "--scale", "smoke", "--device", "cpu", "--results", str(tmp_path))
+    process = subprocess.Popen(
+        command(*arguments, *COMMIT), cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stderr is not None
+    while "naive_ddp_benchmarking 1/1" not in process.stderr.readline():
+        assert process.poll() is None
+    time.sleep(3)  # or so, until the ranks run
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert "resource_tracker" not in errors
 
 
 @pytest.mark.slow

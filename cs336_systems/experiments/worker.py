@@ -90,6 +90,8 @@ class Worker:
         self.process = self.pipe = None
 
     def _start(self) -> None:
+        # Python's resource tracker warns of the semaphores that a killed process leaves; it removes them all the same.
+        os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
         context = multiprocessing.get_context("spawn")
         self.pipe, child_pipe = context.Pipe()
         self.process = context.Process(target=_serve, args=(child_pipe, self.run, self.log, self.interpret))
