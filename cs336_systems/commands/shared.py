@@ -26,14 +26,14 @@ SPIN_SWITCHES = {"GOMP_SPINCOUNT": "1000"}
 # How errors call what an option sets, where that is not the option's own name.
 OPTION_OF = {
     "learning_rate": "lr", "final_learning_rate": "final-lr", "warmup_steps": "warmup", "clip_norm": "clip",
-    "num_ranks": "ranks", "checkpointing": "checkpoint", "cell_timeout_s": "cell-timeout",
+    "num_ranks": "ranks", "checkpointing": "checkpoint", "cell_timeout_s": "cell-timeout", "seqlen_q": "seqlen",
 }  # fmt: skip
 SAME_NAME = (
-    "accumulation|arch|attention|autocast|batch|checkpoint_every|context_length|context_parallel|implementation|jobs|"
-    "log_every|mode|out|parameters|precision|scale|seed|steps|temperature|text|top_p|weight_decay|wrapper"
+    "accumulation|arch|attention|autocast|batch|checkpoint_every|context_length|context_parallel|heads|implementation|"
+    "jobs|log_every|mode|out|parameters|precision|scale|seed|steps|temperature|text|top_p|weight_decay|wrapper"
 )
 FIELD = re.compile(
-    r"^(?:(?:RunConfig|TrainingConfig|ModelConfig|ModelCase|MemoryCase|Precision)\.)?"
+    r"^(?:(?:RunConfig|TrainingConfig|ModelConfig|ModelCase|MemoryCase|AttentionShape|Precision)\.)?"
     rf"({'|'.join(OPTION_OF)}|{SAME_NAME})(?= (?:of an? [a-z ]+ )?must )"
 )
 

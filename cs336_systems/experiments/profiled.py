@@ -27,7 +27,7 @@ from cs336_systems.experiments.implementations import IMPLEMENTATIONS, build
 from cs336_systems.experiments.models import MODEL_MODES, TrainingStep
 from cs336_systems.inputs import attention_inputs
 
-SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)")
+SHAPE = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)")
 PRECISIONS = {
     "float32": Precision(),
     "bfloat16": Precision(parameters="bfloat16"),
