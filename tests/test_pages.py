@@ -232,6 +232,14 @@ def test_a_page_that_cannot_be_made_names_itself(book, tmp_path):
             Book(tmp_path, book.folder).page("attention_shapes")
 
 
+def test_a_link_to_another_page_is_one_to_its_section_in_the_document(book, tmp_path):
+    (tmp_path / "writeup").mkdir()
+    links = "[a](fsdp_calcs.md) and [b](../cs336_systems/config.py)\n"
+    (tmp_path / "writeup" / "attention_shapes.md").write_text(f"# attention_shapes\n\n{links}")
+    page = Book(tmp_path, book.folder).page("attention_shapes")
+    assert page.endswith("[a](#fsdp_calcs) and [b](cs336_systems/config.py)\n")
+
+
 def test_lookups(book):
     page = Page(book, "attention_shapes")
     where = {"mode": "forward", "shape": "1 × 16 × 16,384 × 64 causal"}

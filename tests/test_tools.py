@@ -143,7 +143,8 @@ def test_a_notebook_runs_and_finds_the_package_and_one_that_raises_fails_the_che
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-DOCUMENTS = ["README.md", "writeup.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+DOCUMENTS = ["README.md", "writeup.md", "CONTRIBUTING.md"]
+DOCUMENTS += sorted(f"{folder}/{path.name}" for folder in ("docs", "writeup") for path in (ROOT / folder).glob("*.md"))
 
 
 def anchors(text: str) -> set[str]:

@@ -32,6 +32,7 @@ PAGES = "writeup"  # the folder of templates
 DOCUMENT = "writeup.md"
 README = "README.md"  # a text of its own, with blocks of records
 BLOCK = re.compile(r"(<!-- begin made: (.+?) -->\n).*?(<!-- end made -->)", re.DOTALL)
+LINK = re.compile(r"\]\((\w+)\.md\)")  # a template's link to another, which the document has as a section
 CODE = re.compile(r"\]\(\.\./(cs336_systems/[^)#]+)\)")  # a template's link to code
 FIGURE = re.compile(r'{{ figure\("(\w+)"\) }}')
 COMMANDS = {"naive_ddp": "train --wrapper naive --ranks 2"}  # of pages without an experiment that no adapter reaches
@@ -83,7 +84,8 @@ class Book:
         heading, _, rest = text.partition("\n")
         if heading != f"# {name}":
             raise ValueError(f"{PAGES}/{name}.md: must begin with '# {name}', has {heading[:80]!r}")
-        return f"## {name}\n{rest.rstrip()}\n".replace("](../", "](")
+        rest = LINK.sub(r"](#\1)", rest.rstrip()).replace("](../", "](")
+        return f"## {name}\n{rest}\n"
 
     def document(self) -> str:
         """`writeup.md`: a list of all pages with section, editions and points, then the pages."""
@@ -218,11 +220,11 @@ class Book:
         return f"report --folder {self.folder.name}"
 
     def _command(self, name: str) -> str:
-        """What computes the answer of a problem, as a command of `cs336-systems`."""
+        """What measures or checks the answer of a problem, as a command of `cs336-systems`; none of a calculation."""
         if name not in experiments():
             return f"`{COMMANDS.get(name, f'grade tests/adapters.py --problem {name}')}`"
         if isinstance(experiments()[name], Calculation):
-            return f"`{self._report()}`"
+            return "*on its page*"
         return f"`run {name}`"
 
     def _digests(self) -> dict[str, str]:
