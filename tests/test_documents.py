@@ -4,12 +4,14 @@ import importlib
 import importlib.util
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from cs336_systems.attention.backends import available_backends
+from cs336_systems.distributed.checkpoint import checkpoints
 from cs336_systems.distributed.fsdp import FSDP
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +31,18 @@ def test_the_snippet_runs_as_pasted(document, tmp_path):
     (tmp_path / "snippet.py").write_text(snippets[0])
     names = runpy.run_path(str(tmp_path / "snippet.py"))
     assert names["q"].grad.isfinite().all() and names["q"].grad.any()
+
+
+def test_the_fsdp_script_trains_goes_on_and_exports(tmp_path):
+    """Two ranks, then a second run from the checkpoint to the export alone."""
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    (tmp_path / "train.py").write_text(PYTHON.findall(page)[0])
+    for _ in range(2):
+        subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True, timeout=120)
+    load = 'TransformerLM(**SIZE).load_state_dict(torch.load("model.pt"))'
+    assert f"`{load}`" in page
+    subprocess.run([sys.executable, "-c", f"from train import *\n{load}"], cwd=tmp_path, check=True, timeout=60)
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000010", "step-00000020"]
 
 
 def test_the_readme_stays_short():
