@@ -56,6 +56,8 @@ class SortSpeed(Experiment):
     tables = {"times": Pivot(title="sorting", down=("length",), where={"quantity": "time"}, ratios=(("sort", "topk"),))}
     figures = {"times": Lines(title="Sorting", x="length", where={"quantity": "time"})}
 '''
+DOCUMENT = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+PASTED = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)[0]
 PAGE = """# sort_speed
 
 *How long does a sort take?*
@@ -100,6 +102,7 @@ for line in lines:
         line["samples"] = [123.0]
 published.write_text("".join(json.dumps(line) + "\\n" for line in lines))
 said["stale"] = [str(one) for one in Book(Path(), Path("results/nvidia-h200")).check()]
+said["pasted"] = run("run", "select_speed", "--scale", "tiny", "--device", "cpu")
 json.dump(said, open("said.json", "w"))
 """
 
@@ -111,6 +114,7 @@ def copy(tmp_path_factory) -> Path:
     for folder in ("cs336_systems", "writeup"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (root / "cs336_systems" / "experiments" / "sort_speed.py").write_text(EXPERIMENT)
+    (root / "cs336_systems" / "experiments" / "select_speed.py").write_text(PASTED)
     for page in (root / "writeup").glob("*.md"):
         page.unlink()  # their records are not here
     (root / "writeup" / "sort_speed.md").write_text(PAGE)
@@ -130,6 +134,10 @@ def said(copy: Path) -> dict[str, Any]:
 def test_it_is_short_and_listed(said):
     assert len(EXPERIMENT.splitlines()) <= 150
     assert "sort_speed\n    How long a sort takes (beyond the handout, `run`)" in said["list"]
+
+
+def test_the_class_of_the_documents_runs_as_pasted(said):
+    assert "select_speed: 6 ok in " in said["pasted"]
 
 
 def test_every_cell_leaves_a_row_and_a_second_run_finds_them(said):
