@@ -77,10 +77,10 @@ def flash_attention(
         enable_gqa: allow kv_heads that divide heads; query head h uses key head h // (heads / kv_heads).
         return_lse: also return the natural log of the summed exponentials of the scaled scores, (..., heads, queries),
             float32 (float64 for float64 inputs); gradients flow through it.
-        deterministic: True makes gradients bit-reproducible. All are by default but dQ of `hopper` up to head_dim 128,
-            also where `auto` takes it: atomic additions in any order, so that last bits differ from run to run. There
-            True adds in a fixed order, for 4 to 8 % of the backward's time, and under a block_mask takes the backward
-            of `triton`. None: as PyTorch has been told by `torch.use_deterministic_algorithms`.
+        deterministic: True makes every gradient the same to the last bit in each run. Without it only one may differ
+            from run to run: dQ of `hopper` up to head_dim 128 (also where `auto` takes `hopper`), since atomic
+            additions come in any order. True then adds in a fixed order, and the backward takes 4 to 8 % longer; under
+            a block_mask it takes the backward of `triton`. None: as `torch.use_deterministic_algorithms` has set it.
         backend: `auto`, `reference`, `compiled`, `tiled`, `triton_first`, `triton` or `hopper`. The first kernel takes
             lengths in whole tiles of 64, head dims of 16, 32, 64 and 128, and no block mask.
         config: tiles of the `triton` kernels, instead of the table's; `auto` then takes these kernels.
@@ -88,15 +88,16 @@ def flash_attention(
     Where queries are too few to fill a GPU, as in one head or one generated token, the forward of `triton` splits the
     keys among programs, and meanwhile holds a float32 output for each part, at most 128.
 
-    Inputs must be finite. What is not reaches every query that attends it; in V also the earlier queries of each tile
-    that visits its row, which give it the weight 0, and their gradients. In `reference`, `compiled`, and `tiled` under
-    a block_mask, that is every query of its head. Other heads, other batch entries and queries whose tiles do not visit
-    it keep their bits; a dead tile of a block_mask is never read by `triton` and `hopper`.
+    Inputs must be finite. A NaN or infinity in a row of K or V makes wrong every query that attends this key, and its
+    gradients. One in V also reaches the queries that do not attend the key but share a tile with it: their weight for
+    it is 0, and 0 times NaN is NaN. In `reference`, `compiled`, and `tiled` under a block_mask, these are all queries
+    of the head. Other queries, heads and batch entries keep their bits. `triton` and `hopper` never read a dead tile of
+    a block_mask.
 
-    Scores must be finite too: a NaN among a query's, or none but -inf, makes its O and L NaN in some back ends, 0 and
-    -inf in others. Gradients of `tiled`, `triton` and `hopper` keep the rounding of L to float32: random scores of
-    thousands leave the contract in float32, and those from 1e8 on may overflow in 16 bits. Where a query sees one key,
-    dQ and dK, which are 0, come out as roundings times the scale, some 1e-5 in float32.
+    Scores must be finite too. If one score of a query is NaN, or all are -inf, some back ends give NaN for its O and L,
+    others 0 and -inf. The backward of `tiled`, `triton` and `hopper` reads L rounded to float32: with random scores of
+    thousands gradients leave the contract in float32, and from 1e8 on they may overflow in 16 bits. If a query sees one
+    key only, its exact dQ and dK are 0; rounding gives some 1e-5 in float32.
 
     Under autocast inputs of 16 or 32 bits are cast to autocast's dtype, as SDPA does. Without keys the output is 0 and
     the log-sum-exp -inf. Not there: dropout, additive bias, a value head dim other than the key's. Only

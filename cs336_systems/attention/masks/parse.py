@@ -1,18 +1,4 @@
-"""Masks by name, for the command line and the records: `parse_mask("random:0.1+causal", seqlen=4096)`.
-
-full                     every pair
-causal                   keys up to the query's own position
-window:512               the 512 most recent keys
-document:1000,24,3072    packed documents of these lengths
-dilated:2048/4           segments of 2048 tokens at rate 4
-grid:7                   neighbours of an n × n grid in both directions, row after row
-hilbert:7                the same, tokens along Hilbert's curve (n a power of two)
-random:0.1               a tenth of the tiles, at random
-tokens:0.1               a tenth of the pairs, at random
-topk:256                 of each query's visible keys the 256 of highest (random) bias
-shared:256               of all keys the 256 of highest (random) bias, the same for every query
-a+b                      what both attend
-"""
+"""Masks by name, for the command line and the records: `parse_mask("random:0.1+causal", seqlen=4096)`."""
 
 from __future__ import annotations
 
@@ -45,7 +31,20 @@ def parse_mask(
     seed: int = 0,
     device: Device = "cpu",
 ) -> BlockMask:
-    """The mask `pattern` (see the module's docstring) over `seqlen` queries and keys.
+    """The mask that `pattern` names, over `seqlen` queries and keys.
+
+    full                     every pair
+    causal                   keys up to the query's own position
+    window:512               the 512 most recent keys
+    document:1000,24,3072    packed documents of these lengths
+    dilated:2048/4           segments of 2048 tokens at rate 4
+    grid:7                   neighbours of an n × n grid in both directions, row after row
+    hilbert:7                the same, tokens along Hilbert's curve (n a power of two)
+    random:0.1               a tenth of the tiles, at random
+    tokens:0.1               a tenth of the pairs, at random
+    topk:256                 of each query's visible keys the 256 of highest (random) bias
+    shared:256               of all keys the 256 of highest (random) bias, the same for every query
+    a+b                      what both attend
 
     `heads` masks are drawn for the random ones; the others broadcast. What is random is drawn on the CPU from `seed`,
     so that a pattern means one mask on every device. ValueError for a pattern that is none.

@@ -52,7 +52,7 @@ from cs336_systems.distributed.optimizer_shares import watch_optimizers
 
 
 class FSDP(nn.Module, Accumulating):
-    """`module` with its weights sharded over `process_group`; see the module's docstring.
+    """`module` with its weights sharded over `process_group`: each rank keeps its rows, and gathers what it uses.
 
     Args:
         module: whole on every rank, rank 0's values count; or built on the meta device, then drawn on rank 0 by each
@@ -60,7 +60,8 @@ class FSDP(nn.Module, Accumulating):
         compute_dtype: of gathered weights, and so of messages and matmuls. None: that of the parameters. A unit gets
             its floating-point arguments in it, those in tuples too; what lists, dictionaries and objects hold stays.
         reduce_dtype: in which gradients are averaged. None: the dtype that they are computed in.
-        granularity: "block" or "layer"; see `plan.py`.
+        granularity: what is gathered in one message: "block", all weights of a member of an outermost nn.ModuleList,
+            or "layer", those of one Linear or Embedding, as the handout has it.
         device: where the shards go. None: where the parameters are; for a meta module the GPU if there is one.
         process_group: None: all ranks.
 
