@@ -278,7 +278,7 @@ def test_the_command_says_what_it_trains_and_lets_the_model_write(tmp_path):
     assert result.exit_code == 0, result.output
     first, step, summary, *_, last = result.output.splitlines()
     assert re.fullmatch(
-        r"nano: 918,656 parameters, 2 steps of 32 tokens \(2 × 16\), none, 1 rank, cpu with \d+ threads a rank", first
+        r"nano: 918,656 parameters, 2 steps of 32 tokens \(2 × 16\), none, 1 rank, cpu with \d+ threads? a rank", first
     )
     assert re.fullmatch(r"step +2/2  loss \d.\d{4}  lr 2.00e-04  [\d,]+ tokens/s  0:00:00 left", step)
     assert summary.startswith("nano, none, 1 rank: loss") and "\nit writes: " in result.output

@@ -124,10 +124,11 @@ def train(config: TrainingConfig, options: RunOptions | None = None, *, log: Log
 
 def _what_is_trained(config: TrainingConfig, device: torch.device, first_step: int) -> str:
     ranks = "1 rank" if config.num_ranks == 1 else f"{config.num_ranks} ranks"
-    threads = f" with {torch.get_num_threads()} threads a rank" if device.type == "cpu" else ""
+    count = torch.get_num_threads()
+    threads = f" with {count} thread{'s' * (count > 1)} a rank" if device.type == "cpu" else ""
     steps = f"{config.steps} steps" if not first_step else f"steps {first_step + 1} to {config.steps}"
     if first_step >= config.steps:
-        steps = f"all {config.steps} steps done"
+        steps = f"nothing left of {config.steps} steps"
     return (
         f"{config.model.name}: {num_parameters(config.model):,} parameters, {steps} of {config.step_tokens:,} tokens "
         f"({config.batch} × {config.model.context_length}), {config.wrapper}, {ranks}, {device.type}{threads}"
