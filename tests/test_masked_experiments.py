@@ -11,6 +11,7 @@ from cs336_systems.attention import attention_reference
 from cs336_systems.attention.masks import MAX_LIST_DENSITY
 from cs336_systems.config import MaskCase, RunConfig
 from cs336_systems.experiments import implementations, masks
+from cs336_systems.experiments.dense_masks import DenseMasks
 from cs336_systems.experiments.frames import load_frame, pick
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.mask_implementations import BUILDERS, _predicate, build_masked, is_plain, mask_of
@@ -129,7 +130,7 @@ def test_flex_attention_attends_what_the_mask_says(mask):
                                   f"{DOCUMENT}+window:20"])  # fmt: skip
 def test_a_cell_reports_all_that_it_promises(mask):
     cell = masks.mask_cell(small_case(mask), "triton", TINY)
-    rows = {measurement.row: measurement for measurement in masks.MaskExperiment().measure(cell, TINY)}
+    rows = {measurement.row: measurement for measurement in DenseMasks().measure(cell, TINY)}
     assert set(rows) == set(cell.rows)
     truth = mask_of(cell.case, "cpu", 0)
     assert rows[masks.DENSITY].samples == [truth.density]
@@ -145,7 +146,7 @@ def test_an_implementation_that_ignores_the_mask_is_not_timed(monkeypatch):
     cell = masks.mask_cell(small_case("random:0.5"), "eager", TINY)
     rows = []
     with pytest.raises(Disagreement, match="output is off by"):
-        rows.extend(measurement.row for measurement in masks.MaskExperiment().measure(cell, TINY))
+        rows.extend(measurement.row for measurement in DenseMasks().measure(cell, TINY))
     assert masks.FORWARD not in rows
 
 

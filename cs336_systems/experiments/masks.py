@@ -7,6 +7,7 @@ a slow dense path of ours flatters nothing.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -106,12 +107,12 @@ class MaskedByTurns(AttentionByTurns):
         )  # fmt: skip
 
 
-class MaskExperiment(Experiment):
+class MaskExperiment(Experiment, ABC):
     """Base of the experiments with masks: measurement, columns, dense attention beside."""
 
+    @abstractmethod
     def planned(self, run: RunConfig) -> Iterable[tuple[MaskCase, Sequence[str]]]:
         """Each case, and the implementations that are measured on it."""
-        raise NotImplementedError
 
     def cells(self, run: RunConfig) -> list[Cell]:
         return [mask_cell(case, name, run) for case, names in self.planned(run) for name in names]
