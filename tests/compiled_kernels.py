@@ -149,8 +149,13 @@ def main() -> None:
         for single_rows in (0, 2**31) if request.is_split else (0,):  # both ways to merge
             split.SINGLE_ROWS = single_rows
             show(arch, kind, partial(launch, request))
-    for kernel, config in (("forward", SCHEDULES[64][0].name("tiles")), ("backward", "")):
-        request = reports.HopperRequest(kernel=kernel, head_dim=64, dtype="bfloat16", is_causal=True, config=config)
+    hopper = partial(reports.HopperRequest, head_dim=64, dtype="bfloat16")
+    for request in (
+        hopper(kernel="forward", is_causal=True, config=SCHEDULES[64][0].name("tiles")),
+        hopper(kernel="backward", is_causal=True),
+        hopper(kernel="backward", is_causal=False, walk="listed"),
+        hopper(kernel="backward", is_causal=True, walk="packed"),
+    ):
         show("sm90", "hopper", partial(reports._launch, request))
 
 

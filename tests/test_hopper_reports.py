@@ -28,11 +28,13 @@ JUDGE = "3.6.0"  # the Triton of the machines that the kernels were measured on
 # a step's tiles the rest. Heads of 256 columns have kernels of one gradient a thread, which spill nothing. Nor may the
 # forward, but there outside of its loops.
 MAX_FORWARD_SPILL_BYTES = {256: 12}
-MAX_SPILL_BYTES = {(64, "dense"): 8, (128, "dense"): 80, (64, "listed"): 92, (128, "listed"): 136,
-                   (64, "packed"): 32, (128, "packed"): 160, (256, "dense"): 0}  # fmt: skip
+MAX_SPILL_BYTES = {
+    (64, "dense"): 8, (96, "dense"): 0, (128, "dense"): 80, (256, "dense"): 0,
+    (64, "listed"): 92, (96, "listed"): 8, (128, "listed"): 136,
+    (64, "packed"): 32, (96, "packed"): 12, (128, "packed"): 160,
+}  # fmt: skip
 # Loads and stores of an iteration of some 1,000 instructions.
-MAX_LOOP_SPILLS = {(64, "dense"): 0, (128, "dense"): 5, (64, "listed"): 2, (128, "listed"): 10, (64, "packed"): 0,
-                   (128, "packed"): 19, (256, "dense"): 0}  # fmt: skip
+MAX_LOOP_SPILLS = {(128, "dense"): 5, (64, "listed"): 2, (128, "listed"): 10, (128, "packed"): 19}  # else none
 NAMED = {
     (head_tile, schedule.name(order)): schedule
     for head_tile, schedules in SCHEDULES.items()
@@ -87,7 +89,8 @@ def test_no_kernel_lets_the_tensor_cores_wait(reports):
         elif request.kernel == "forward":
             assert min(loop.overlap for loop in report.loops) == 1.0, report
         else:
-            assert max(loop.overlap for loop in report.loops) > 0.6, report
+            least = 0.4 if request.head_dim == 96 else 0.6  # of 96 columns a step's first matmul is two short ones
+            assert max(loop.overlap for loop in report.loops) > least, report
 
 
 def test_shipped_kernels_spill_no_more_than_is_known(reports):
@@ -100,7 +103,7 @@ def test_shipped_kernels_spill_no_more_than_is_known(reports):
             assert report.spill_bytes <= allowed and spills == 0, report
         else:
             kernel = report.request.head_dim, report.request.walk
-            assert report.spill_bytes <= MAX_SPILL_BYTES[kernel] and spills <= MAX_LOOP_SPILLS[kernel], report
+            assert report.spill_bytes <= MAX_SPILL_BYTES[kernel] and spills <= MAX_LOOP_SPILLS.get(kernel, 0), report
 
 
 def read_registers(request: HopperRequest) -> tuple[int, int, set[int]]:

@@ -54,6 +54,9 @@ KERNELS = {
     "hopper_forward_kernel": ALONE,
     "hopper_backward_preprocess_kernel": (False, ["start", "end"]),
     "hopper_backward_kernel": (True, ["end", "await", "start", "read", "await"]),  # in producer and senders
+    "hopper_listed_backward_kernel": (True, ["await", "start", "read", "await", "end"]),
+    "hopper_packed_backward_kernel": (True, ["end", "await", "start", "read", "await"]),
+    "hopper_transpose_bits_kernel": ALONE,
     "hopper_backward_convert_kernel": (True, ["await", "read", "end"]),
 }
 

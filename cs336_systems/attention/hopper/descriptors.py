@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES, head_tile
-from cs336_systems.attention.triton.operands import describable, described_strides
+from cs336_systems.attention.triton.operands import describable, described_strides, rows_are_aligned
 
 ROWS_OF_DOCUMENTS = 2**30
 ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -24,7 +24,7 @@ def readable(x: Tensor) -> Tensor:
 
     Expanded dimensions (stride 0, such as the gradient of a sum) and transposed ones are what is copied.
     """
-    if describable(x):
+    if describable(x) and rows_are_aligned(x):  # results are contiguous, whatever rows x lies in
         return x
     width = padded_width(x)
     if width == x.shape[-1]:

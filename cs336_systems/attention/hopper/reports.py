@@ -164,14 +164,14 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
             kernel="backward", head_dim=tile, is_causal=is_causal, whole_key_tiles=whole, seqlen=seqlen,
             deterministic=deterministic,
         )
-        for tile in (64, 128)
+        for tile in (64, 96, 128)
         for whole in (True, False)
         for is_causal in (True, False)
         for deterministic in (False, True)
         for seqlen in ((SEQLEN, LATE_FROM) if (tile, is_causal, deterministic) == (128, True, False) else (SEQLEN,))
     ] + [
         HopperRequest(kernel="backward", head_dim=tile, is_causal=walk == "packed", walk=walk)
-        for tile in (64, 128)
+        for tile in (64, 96, 128)
         for walk in ("listed", "packed")
     ] + [
         HopperRequest(kernel=kernel, head_dim=256, is_causal=is_causal)
