@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.attention import attention_reference
+from cs336_systems.attention import attention_reference, flash_attention
 from cs336_systems.config import ModelConfig
 from cs336_systems.distributed.context_parallel import (
     merge_attention,
@@ -88,6 +88,7 @@ CASES = [
     (False, "reference", torch.float64, 2),
     (True, "tiled", torch.float64, 1),
     (True, "tiled", torch.float32, 4),
+    (True, "triton", torch.float32, 2),
 ]
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5}
 TINY = ModelConfig(name="test", d_model=16, d_ff=24, num_layers=2, num_heads=2, vocab_size=11, context_length=24)
@@ -168,28 +169,34 @@ def test_three_ranks_are_one_process_forward_and_backward():
 def test_D9_one_rank_is_one_process_attention(alone_in_a_group):
     assert_one_process_attention([ring_on_rank(0, 1)])
     test_gradients_are_not_differentiated_in_silence(0, 1)
+    leaves = [draw(1, 1, 8, 16, seed=seed).requires_grad_() for seed in range(3)]
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = [call(*leaves, is_causal=True) for call in (ring_attention, flash_attention)]
+    ours, plain = (torch.autograd.grad(output, leaves, torch.ones_like(output)) for output in outputs)
+    torch.testing.assert_close([outputs[0], *ours], [outputs[1], *plain], rtol=0.02, atol=0.02)
     with pytest.raises(ValueError, match="model must have CausalMultiHeadSelfAttention layers, Linear has none"):
         split_context(torch.nn.Linear(2, 2))
 
 
-def ring_on_gpu_rank(rank: int, num_ranks: int) -> list[Tensor]:
+def ring_on_gpu_rank(rank: int, num_ranks: int, backend: str) -> list[Tensor]:
     device = torch.device("cuda", torch.cuda.current_device())
     whole = [draw(1, 4, 512 * num_ranks, 64, seed=seed).to(device, torch.bfloat16) for seed in range(4)]
     q, k, v, grad_output = (zigzag_split(x, rank, num_ranks, dim=-2) for x in whole)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    output = ring_attention(*leaves, is_causal=True, backend="triton")
+    output = ring_attention(*leaves, is_causal=True, backend=backend)
     output.backward(grad_output)
     return [x.float().cpu() for x in (output.detach(), *(leaf.grad for leaf in leaves))]
 
 
 @pytest.mark.gpu
 @pytest.mark.several_gpus
-def test_the_ring_on_nccl_is_one_gpus_attention():
-    """bfloat16 through the Triton kernels: within twice the error of plain attention in the same dtype."""
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_the_ring_on_nccl_is_one_gpus_attention(backend: str):
+    """bfloat16 through the kernels: within twice the error of plain attention in the same dtype."""
     num_ranks = torch.cuda.device_count()
     if num_ranks < 2:
         pytest.skip("needs two GPUs")
-    results = run_ranks(ring_on_gpu_rank, num_ranks, backend="nccl", device="cuda")
+    results = run_ranks(ring_on_gpu_rank, num_ranks, backend, backend="nccl", device="cuda")
     whole = [draw(1, 4, 512 * num_ranks, 64, seed=seed).to("cuda", torch.bfloat16) for seed in range(4)]
 
     def attended(dtype: torch.dtype) -> list[Tensor]:

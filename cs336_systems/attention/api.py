@@ -213,6 +213,33 @@ def operator_of(backend: str, layout: AttentionLayout = "dense") -> AttentionOpe
     return {"dense": dense, "block_mask": listed, "packed": packed}[layout]
 
 
+@torch.no_grad()
+def attention_backward(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys head_dim"],
+    output: Float[Tensor, "batch heads queries head_dim"],
+    lse: Float[Tensor, "batch heads queries"],
+    grad_output: Float[Tensor, "batch heads queries head_dim"],
+    *, is_causal: bool = False, scale: float | None = None, backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v through these keys, where `output` and `lse` may be over these and others.
+
+    P = exp(S - L) with the L of all keys is these keys' part of the softmax. So the parts' gradients of q add up, and
+    no part's output is needed. `reference` and `compiled`, which save no L, take the backward of `tiled`.
+    """
+    backend, _ = explain_backend(q, k, backend=backend, is_causal=is_causal)
+    keys: tuple[Tensor, ...] = (k, v)
+    if backend not in ("triton", "hopper"):  # which take grouped heads
+        backend = "tiled" if backend in ("reference", "compiled") else backend
+        keys = tuple(x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in keys)
+    extras: tuple[Any, ...] = {"tiled": (None,), "hopper": (is_deterministic(None),)}.get(backend, ())
+    arguments = (*extras, is_causal, resolve_scale(scale, q.shape[-1]), "")
+    grad_q, *grads = operator_of(backend).gradients((q, *keys, output, lse), grad_output, None, *arguments)
+    grad_k, grad_v = (grad if grad.shape == k.shape else grad.unflatten(1, (k.shape[1], -1)).sum(2) for grad in grads)
+    return grad_q, grad_k, grad_v
+
+
 def is_deterministic(asked: bool | None) -> bool:
     """Whether gradients must be bit-reproducible: as asked, or as PyTorch has been told."""
     return torch.are_deterministic_algorithms_enabled() if asked is None else asked

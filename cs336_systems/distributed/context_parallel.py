@@ -7,9 +7,10 @@
     logits = model(zigzag_split(tokens, rank, num_ranks, dim=1))
 
 Attention over all keys is put together from attention over each rank's keys by `merge_attention`. In step s a rank
-attends to the keys of rank - s while those of the next step are on their way; the backward goes around once more and
-recomputes each part. The gradients of keys and values follow a step behind: on their way while the next part is
-computed, which then adds its own, and home after the last step. No rank ever holds more than two ranks' keys.
+attends to the keys of rank - s while those of the next step are on their way. The backward goes around once more; of
+the forward it needs the whole output and its log-sum-exp only. The gradients of keys and values follow a step behind:
+on their way while the next part is computed, which then adds its own, and home after the last step. No rank ever holds
+more than two ranks' keys.
 
 Under a causal mask the split is a zig-zag (Llama 3, arXiv:2407.21783, section 3.3.2): of 2N chunks, rank r has r and
 2N - 1 - r. Each step is then one call of the same area on every rank: all queries to the first half of the keys that
@@ -27,8 +28,8 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cs336_systems.attention import flash_attention
-from cs336_systems.attention.validation import refuse_double_backward
+from cs336_systems.attention.api import attention_backward, flash_attention
+from cs336_systems.attention.validation import refuse_double_backward, to_autocast_dtype
 from cs336_systems.distributed.collectives import Group, as_group, rank_in
 from cs336_systems.model import CausalMultiHeadSelfAttention, RotaryEmbedding
 
@@ -98,16 +99,20 @@ def ring_attention(
     if is_causal and (q.shape[-2] != k.shape[-2] or q.shape[-2] % 2):
         numbers = f"{q.shape[-2]} and {k.shape[-2]}"
         raise ValueError(f"q and k must have the same even number of positions under a causal mask, got {numbers}")
-    attend = partial(flash_attention, scale=scale, enable_gqa=enable_gqa, return_lse=True, backend=backend)
-    return cast(Tensor, _RingAttention.apply(q, k, v, is_causal, group, attend))
+    inputs = (to_autocast_dtype(x) for x in (q, k, v))
+    return cast(Tensor, _RingAttention.apply(*inputs, is_causal, scale, enable_gqa, group, backend))
 
 
 class _RingAttention(torch.autograd.Function):
-    """Saves the inputs, the output and its log-sum-exp; what the ring brings is recomputed in backward."""
+    """Saves the inputs, the output and its log-sum-exp; keys and values come by once more in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, group: Any, attend: Any) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool, group: Group,
+        backend: str,
+    ) -> Tensor:  # fmt: skip
         ring = _Ring(group)
+        attend = partial(flash_attention, scale=scale, enable_gqa=enable_gqa, return_lse=True, backend=backend)
         output = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=output.dtype, device=q.device)
         kv = torch.stack([k, v])
@@ -121,38 +126,31 @@ class _RingAttention(torch.autograd.Function):
                 kv = arriving()
         result = output.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
-        ctx.is_causal, ctx.group, ctx.attend = is_causal, group, attend
+        ctx.is_causal, ctx.scale, ctx.group, ctx.backend = is_causal, scale, group, backend
         return result
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         grads = _ring_backward(ctx, grad_outputs[0])
-        return *refuse_double_backward(grads, *ctx.saved_tensors[:3], grad_outputs[0]), None, None, None
+        return *refuse_double_backward(grads, *ctx.saved_tensors[:3], grad_outputs[0]), *(None,) * 5
 
 
 @torch.no_grad()
 def _ring_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, output, lse = ctx.saved_tensors
     ring = _Ring(ctx.group)
-    wide = lse.dtype
-    delta = (grad_output.to(wide) * output.to(wide)).sum(-1)
-    grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
+    grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     kv, returning = torch.stack([k, v]), None
     for step in range(ring.size):
         arriving = ring.pass_on(kv) if step + 1 < ring.size else None
         rows, keys, triangle = _visible(step, ring, q.shape[-2], k.shape[-2], ctx.is_causal)
-        leaves = [x.detach().requires_grad_() for x in (q[..., rows, :], kv[0][..., keys, :], kv[1][..., keys, :])]
-        with torch.enable_grad():
-            part, part_lse = ctx.attend(*leaves, is_causal=triangle)
-        # The part's share w = exp(lse_part - lse) of the output: dO_part = w dO, dlse_part = w (dO · O_part - D).
-        share = torch.exp(part_lse.detach() - lse[..., rows])
-        upstream = grad_output[..., rows, :].to(wide)
-        grad_part = (upstream * share[..., None]).to(part.dtype)
-        grad_part_lse = share * ((upstream * part.detach().to(wide)).sum(-1) - delta[..., rows])
-        own = torch.autograd.grad((part, part_lse), leaves, (grad_part, grad_part_lse.to(part_lse.dtype)))
+        own = attention_backward(
+            q[..., rows, :], kv[0][..., keys, :], kv[1][..., keys, :], output[..., rows, :], lse[..., rows],
+            grad_output[..., rows, :], is_causal=triangle, scale=ctx.scale, backend=ctx.backend,
+        )  # fmt: skip
         grad_q[..., rows, :] += own[0]
         # Those of the ranks before, for the keys at hand, were under way meanwhile.
-        grad_kv = torch.zeros(kv.shape, dtype=wide, device=q.device) if returning is None else returning()
+        grad_kv = torch.zeros(kv.shape, dtype=lse.dtype, device=q.device) if returning is None else returning()
         grad_kv[0][..., keys, :] += own[1]
         grad_kv[1][..., keys, :] += own[2]
         if arriving is not None:
