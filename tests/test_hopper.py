@@ -61,8 +61,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 LOW = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-WIDTHS = pytest.mark.parametrize("head_dim", (64, 128, 256))
-COLUMNS = pytest.mark.parametrize("head_dim", (64, 96, 128, 256))  # those that a kernel multiplies
+WIDTHS = pytest.mark.parametrize("head_dim", (64, 96, 128, 256))  # columns that kernels multiply
 
 
 def on_hopper(test: Any) -> Any:
@@ -413,7 +412,7 @@ def test_contract_of_a_long_sequence(head_dim, is_causal, each_schedule):
 def test_the_order_of_tiles_changes_no_bit(head_dim, number, is_causal):
     """Two and a half rounds of programs; every order by name, where a call would choose one."""
     q, k, v, _ = inputs(2, 12, 4, 2500, 2600, head_dim, torch.bfloat16, "cuda")
-    schedule = SCHEDULES[head_dim][number]
+    schedule = SCHEDULES[head_tile(head_dim)][number]
     assert 24 * -(-2500 // schedule.query_tile) > 2.5 * 132 * schedule.resident
     with torch.no_grad():
         tiles, *others = (
@@ -560,7 +559,7 @@ PACKED = {
 @on_hopper
 @MASKS
 @LOW
-@COLUMNS
+@WIDTHS
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("case", PACKED.values(), ids=PACKED.keys())
@@ -827,7 +826,7 @@ def test_every_gpu_of_the_process():
 
 
 @on_hopper
-@COLUMNS
+@WIDTHS
 def test_a_cuda_graph_replays_it(head_dim, each_schedule):
     q, k, v, grad_output = inputs(1, 4, 2, 530, 530, head_dim, torch.bfloat16, "cuda")
     static = [x.clone() for x in (q, k, v, grad_output)]

@@ -11,6 +11,7 @@ pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this trit
 from cs336_systems.attention.compilation import compile_all, compiled_launches, triton_version
 from cs336_systems.attention.hopper.reports import (
     ARCH,
+    COLUMNS,
     HopperReport,
     HopperRequest,
     Loop,
@@ -20,6 +21,7 @@ from cs336_systems.attention.hopper.reports import (
     shipped_hopper_kernels,
 )
 from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES
+from cs336_systems.attention.tiles.config import head_tile
 from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
 from cs336_systems.commands.kernels import print_hopper_reports
 
@@ -36,9 +38,9 @@ MAX_SPILL_BYTES = {
 # Loads and stores of an iteration of some 1,000 instructions.
 MAX_LOOP_SPILLS = {(128, "dense"): 5, (64, "listed"): 2, (128, "listed"): 10, (128, "packed"): 19}  # else none
 NAMED = {
-    (head_tile, schedule.name(order)): schedule
-    for head_tile, schedules in SCHEDULES.items()
-    for schedule in schedules
+    (columns, schedule.name(order)): schedule
+    for columns in COLUMNS
+    for schedule in SCHEDULES[head_tile(columns)]
     for order in ORDERS
 }
 A_FEW = [
@@ -89,7 +91,7 @@ def test_no_kernel_lets_the_tensor_cores_wait(reports):
         elif request.kernel == "forward":
             assert min(loop.overlap for loop in report.loops) == 1.0, report
         else:
-            least = 0.4 if request.head_dim == 96 else 0.6  # of 96 columns a step's first matmul is two short ones
+            least = 0.35 if request.head_dim == 96 else 0.6  # of 96 columns a step's first matmul is two short ones
             assert max(loop.overlap for loop in report.loops) > least, report
 
 

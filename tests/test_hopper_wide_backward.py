@@ -208,5 +208,5 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
     assert numbers[:5] == (queries, keys, 6, 2, 12) and numbers[6] == num_rows
     assert numbers[7] == pytest.approx(0.5 * 1.4426950408889634)
     large = schedule.SCHEDULES[256][0]
-    assert options["PLAN"][:5] == (256, 2, 64, large.slots, large.registers)
+    assert options["PLAN"][:6] == (256, 256, 2, 64, large.slots, large.registers)
     assert options["PLAN"].masked_tiles == (2 if is_causal else 1)

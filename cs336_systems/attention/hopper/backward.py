@@ -31,8 +31,8 @@ A step's dQ tile is formed once by the two consumers, half and half, from the ke
 of 64 queries at head dim 128, halves by rows of a tile of 128 queries at head dim 64. (At 64 the longer tile is 15 to
 20 % faster; at 128 it has no room.) It leaves in the order in which threads hold it, and `convert` puts it right.
 
-Tiles have 64 or 128 columns. At head dims from 65 to 96 the matmuls leave out the last 32 of 128, and go in parts of 64
-and 32 columns, as shapes are powers of two; the loads bring zeros there, and consumer 1 adds zeros to 32 columns of dQ.
+Tiles have 64 or 128 columns. At head dims from 65 to 96 the matmuls leave out the last 32 of 128 (`columns.py`), and
+consumer 1 adds zeros to 32 columns of dQ.
 
 How dQ is formed and sent is the launcher's choice, `dq_way`, by what was measured:
 
@@ -108,9 +108,17 @@ from cs336_systems.attention.hopper.builtins import (
     wait_for_turn,
     zero_unattended,
 )
+from cs336_systems.attention.hopper.columns import (
+    add_product,
+    await_sums,
+    in_parts,
+    over_columns,
+    store_sums,
+    zero_sums,
+)
 from cs336_systems.attention.hopper.descriptors import document_descriptor, readable, tile_descriptor
 from cs336_systems.attention.hopper.light import convert, preprocess, transposed_words
-from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, LATE_FROM
+from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, LATE_FROM, columns
 from cs336_systems.attention.hopper.walk import Documents, key_place, query_place
 from cs336_systems.attention.hopper.wide_backward import gradients_of_keys, hopper_wide_backward
 from cs336_systems.attention.tiles import head_tile
@@ -287,65 +295,6 @@ def _to_columns(x, LAYOUT: gl.constexpr, THREAD_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _over_columns(A, B, COLUMNS: gl.constexpr):
-    """A Bᵀ over the first COLUMNS columns of both, in flight."""
-    ROWS: gl.constexpr = B.shape[0]
-    zeros = gl.zeros([CONSUMER_KEYS, ROWS], gl.float32, mma_layout(ROWS))
-    if COLUMNS == 96:
-        A_rest, B_rest = A.slice(64, 32, dim=1), B.slice(64, 32, dim=1)
-        A, B = A.slice(0, 64, dim=1), B.slice(0, 64, dim=1)
-        AB = warpgroup_mma(A, B.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        return warpgroup_mma(A_rest, B_rest.permute((1, 0)), AB, is_async=True)
-    else:
-        return warpgroup_mma(A, B.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _zero_sums(COLUMNS: gl.constexpr):
-    """dK or dV of a consumer: a tuple of its parts by columns, one or, where there are 96, two."""
-    if COLUMNS == 96:
-        left = gl.zeros([CONSUMER_KEYS, 64], gl.float32, mma_layout(64))
-        return left, gl.zeros([CONSUMER_KEYS, 32], gl.float32, mma_layout(32))
-    else:
-        return (gl.zeros([CONSUMER_KEYS, COLUMNS], gl.float32, mma_layout(COLUMNS)),)
-
-
-@gluon.jit
-def _as_operand(A, sums):
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums.type.layout, k_width=2)
-    return gl.convert_layout(A, LAYOUT)
-
-
-@gluon.jit
-def _add_product(sums, A, B, COLUMNS: gl.constexpr):
-    """`sums`, dK or dV, with A B added, in flight; A is in registers."""
-    if COLUMNS == 96:
-        left = warpgroup_mma(_as_operand(A, sums[0]), B.slice(0, 64, dim=1), sums[0], is_async=True)
-        return left, warpgroup_mma(_as_operand(A, sums[1]), B.slice(64, 32, dim=1), sums[1], is_async=True)
-    else:
-        return (warpgroup_mma(_as_operand(A, sums[0]), B, sums[0], is_async=True),)
-
-
-@gluon.jit
-def _await_sums(sums, PENDING: gl.constexpr):
-    """`sums`, once at most PENDING matmuls are in flight."""
-    if len(sums) == 2:
-        return warpgroup_mma_wait(PENDING, [sums[0], sums[1]])
-    else:
-        return (warpgroup_mma_wait(PENDING, [sums[0]]),)
-
-
-@gluon.jit
-def _store_sums(tile, sums, scale):
-    """`scale` times `sums` to a tile of shared memory."""
-    if len(sums) == 2:
-        tile.slice(0, 64, dim=1).store((sums[0] * scale).to(tile.dtype))
-        tile.slice(64, 32, dim=1).store((sums[1] * scale).to(tile.dtype))
-    else:
-        tile.store((sums[0] * scale).to(tile.dtype))
-
-
-@gluon.jit
 def _start_dQ(shared, dS_slot, CONSUMER: gl.constexpr, COLUMNS: gl.constexpr):
     """A consumer's part of dQ = dS K, in flight."""
     both_dS_T = shared.dS_tiles.index(dS_slot)
@@ -419,7 +368,7 @@ def _start_scores(shared, step, zero, CONSUMER: gl.constexpr, COLUMNS: gl.conste
     K = shared.KV_tiles.index(zero).slice(CONSUMER * CONSUMER_KEYS, CONSUMER_KEYS, dim=0)
     slot = step % SLOTS
     mbarrier.wait(shared.full.index(slot), (step // SLOTS) & 1)
-    return _over_columns(K, shared.Q_slots.index(slot), COLUMNS)
+    return over_columns(in_parts(K, COLUMNS), shared.Q_slots.index(slot), COLUMNS)
 
 
 @gluon.jit
@@ -443,7 +392,7 @@ def _step(
     slot = step % SLOTS
     Q, dO = shared.Q_slots.index(slot), shared.dO_slots.index(slot)
 
-    dP_T = _over_columns(V, dO, COLUMNS)
+    dP_T = over_columns(in_parts(V, COLUMNS), dO, COLUMNS)
     THREAD_ROWS: gl.constexpr = _has_thread_rows(D_TILE, PLAN.is_causal)
     QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     stored = _to_thread_rows(gl.zeros([Q_TILE_SIZE], gl.float32, QUERIES), THREAD_ROWS)  # only its layout is used
@@ -463,7 +412,7 @@ def _step(
     if PLAN.dq_way == LATE:
         wait_at(DS_IS_READY + (1 - CONSUMER) * 2 + ((step + 1) & 1), CONSUMERS)
     shared.dS_tiles.index(dS_slot).slice(FIRST_ROW, CONSUMER_KEYS, dim=0).store(dS_T)
-    dV = _add_product(dV, P_T.to(dtype), dO, COLUMNS)
+    dV = add_product(dV, P_T.to(dtype), dO, COLUMNS)
     fence_async_shared()
     if PLAN.dq_way == LATE:
         arrive_at(DS_IS_READY + CONSUMER * 2 + (step & 1), CONSUMERS)
@@ -473,8 +422,8 @@ def _step(
             tma.store_wait(0)
         meet_consumers(DS_IS_WRITTEN)
         dQ = _start_dQ(shared, dS_slot, CONSUMER, COLUMNS)
-    dK = _add_product(dK, dS_T, Q, COLUMNS)
-    dV = _await_sums(dV, PARTS)
+    dK = add_product(dK, dS_T, Q, COLUMNS)
+    dV = await_sums(dV, PARTS)
     dQ = warpgroup_mma_wait(PARTS, [dQ])
     if PLAN.dq_way == ALONE:
         _store_dQ(shared, dQ, CONSUMER)
@@ -483,7 +432,7 @@ def _step(
     else:
         _hand_over_dQ(shared, dQ, CONSUMER)
     S_T = _start_scores(shared, min(step + 1, last_step), 0, CONSUMER, COLUMNS)
-    dK = _await_sums(dK, PARTS)
+    dK = await_sums(dK, PARTS)
     mbarrier.arrive(shared.empty.index(slot), count=1)
     S_T = warpgroup_mma_wait(0, [S_T])
     return dK, dV, S_T
@@ -499,7 +448,7 @@ def _consume(
     MASKED_STEPS: gl.constexpr = least_steps(PLAN) if PLAN.is_causal else 0
     tile = own_tile(problem, mask, PLAN)
     first_key = tile.key_tile * KEY_TILE
-    dK, dV = _zero_sums(PLAN.columns), _zero_sums(PLAN.columns)
+    dK, dV = zero_sums(PLAN.columns), zero_sums(PLAN.columns)
     if PLAN.columns - CONSUMER * HALF == 32:
         rest = shared.dQ_tiles.index(CONSUMER).slice(64, 64, dim=0)
         rest.store(_in_thread_order(gl.zeros([HALF, 32], gl.float32, mma_layout(32))))
@@ -555,8 +504,8 @@ def _consume(
     own_tiles = shared.KV_tiles._reinterpret(dtype, [4, CONSUMER_KEYS, D_TILE], shared.KV_tiles.layout)
     dK_tile, dV_tile = own_tiles.index(CONSUMER), own_tiles.index(2 + CONSUMER)
     scale = problem.scale_log2 / LOG2_E
-    _store_sums(dK_tile, dK, scale)
-    _store_sums(dV_tile, dV, 1.0)
+    store_sums(dK_tile, dK, scale)
+    store_sums(dV_tile, dV, 1.0)
     fence_async_shared()
     own_key = first_key + CONSUMER * CONSUMER_KEYS
     if PLAN.packed:
@@ -802,11 +751,6 @@ def dq_way(
     if deterministic or num_queries >= LATE_FROM:
         return LATE.value
     return BY_SENDERS.value if packed else ALONE.value
-
-
-def columns(width: int) -> int:
-    """Columns of the matmuls for heads of `width`."""
-    return 96 if 64 < width <= 96 else head_tile(width)
 
 
 def _options(plan: BackwardPlan, q: Tensor) -> dict[str, Hashable]:

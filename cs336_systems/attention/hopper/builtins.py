@@ -120,13 +120,14 @@ def raise_maxima(own, m):
     )  # fmt: skip
 
 
-def _rescale_asm(n: int) -> gl.constexpr:
+@gluon.constexpr_function
+def _rescale_asm(n):
     """A thread's `n` accumulators times the factors of its two rows, of which the first and the third are one each.
 
     Operands are numbered outputs first, then all inputs, those tied to an output too: the factors start at 2n.
     """
     multiply = "\n".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
-    return gl.constexpr(f"""{{
+    return f"""{{
 .reg .pred any;
 setp.neu.f32 any, ${2 * n}, 0f3F800000;
 setp.neu.or.f32 any, ${2 * n + 2}, 0f3F800000, any;
@@ -134,32 +135,37 @@ vote.sync.any.pred any, any, 0xffffffff;
 @!any bra.uni UNCHANGED;
 {multiply}
 UNCHANGED:
-}}""")
+}}"""
 
 
-def _constraints_in_place(n: int, kind: str) -> gl.constexpr:
+@gluon.constexpr_function
+def _constraints_in_place(n, kind):
     """`n` float32 that are replaced by results, and as many inputs more of a kind: `f` float32, `r` int32."""
-    return gl.constexpr(",".join(["=f"] * n + [str(i) for i in range(n)] + [kind] * n))
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + [kind] * n)
 
 
-_RESCALE_64 = _rescale_asm(64)
-_RESCALE_64_CONSTRAINTS = _constraints_in_place(64, "f")
+@gluon.constexpr_function
+def _numbers_of_a_thread(columns):
+    """Of an accumulator of a warp group; of a wide one what an instruction may take at once."""
+    return min(columns // 2, 64)
 
 
 @gluon.jit
 def rescale_rows(accumulator, factor):
-    """accumulator (64, 128 or 256) times factor (64, 4), its rows' for each thread, unless all rows of the warp have 1.
+    """accumulator (64, 32 to 256) times factor (64, 4), its rows' for each thread, unless all rows of the warp have 1.
 
     A vote and a branch that the whole warp takes: 3 instructions in place of 64 multiplications.
     """
     factor = gl.reshape(along_rows(factor, by_threads(accumulator)), accumulator.shape)
     factor = gl.convert_layout(factor, accumulator.type.layout)
+    N: gl.constexpr = _numbers_of_a_thread(accumulator.shape[1])
     return gl.inline_asm_elementwise(
-        _RESCALE_64, _RESCALE_64_CONSTRAINTS, [accumulator, factor], dtype=gl.float32, is_pure=True, pack=64
+        _rescale_asm(N), _constraints_in_place(N, "f"), [accumulator, factor], dtype=gl.float32, is_pure=True, pack=N
     )  # fmt: skip
 
 
-def _hide_asm(n: int) -> gl.constexpr:
+@gluon.constexpr_function
+def _hide_asm(n):
     """A thread's `n` scores, or -inf where a column comes after its row's last one.
 
     The columns are 0, 1, 8, 9, 16, ... past the thread's first, each pair in both rows. What is right of the thread's
@@ -169,12 +175,7 @@ def _hide_asm(n: int) -> gl.constexpr:
     for i in range(n):
         column, right = i // 4 * 8 + i % 2, 2 * n + i % 4 // 2 * 2
         lines.append(f"setp.ge.s32 seen, ${right}, {column}; selp.f32 ${i}, ${i}, 0fFF800000, seen;")
-    return gl.constexpr("{\n.reg .pred seen;\n" + "\n".join(lines) + "\n}")
-
-
-_HIDE_32, _HIDE_64 = _hide_asm(32), _hide_asm(64)
-_HIDE_32_CONSTRAINTS = _constraints_in_place(32, "r")
-_HIDE_64_CONSTRAINTS = _constraints_in_place(64, "r")
+    return "{\n.reg .pred seen;\n" + "\n".join(lines) + "\n}"
 
 
 @gluon.jit
@@ -186,17 +187,14 @@ def hide_columns(S, last_column):
     """
     columns = gl.arange(0, S.shape[1], gl.SliceLayout(0, S.type.layout))[None, :]
     right = last_column[:, None] - columns  # so many columns to the right of this one are seen
-    if S.shape[1] == 128:
-        return gl.inline_asm_elementwise(
-            _HIDE_64, _HIDE_64_CONSTRAINTS, [S, right], dtype=gl.float32, is_pure=True, pack=64
-        )  # fmt: skip
-    else:
-        return gl.inline_asm_elementwise(
-            _HIDE_32, _HIDE_32_CONSTRAINTS, [S, right], dtype=gl.float32, is_pure=True, pack=32
-        )  # fmt: skip
+    N: gl.constexpr = _numbers_of_a_thread(S.shape[1])
+    return gl.inline_asm_elementwise(
+        _hide_asm(N), _constraints_in_place(N, "r"), [S, right], dtype=gl.float32, is_pure=True, pack=N
+    )  # fmt: skip
 
 
-def _keep_asm(n: int, otherwise: str) -> gl.constexpr:
+@gluon.constexpr_function
+def _keep_asm(n, otherwise):
     """A thread's `n` numbers, or `otherwise` where their bit is 0.
 
     A word has the bits of 32 columns of a row, of which a thread has 0, 1, 8, 9, ... past its first one. It comes with
@@ -207,12 +205,7 @@ def _keep_asm(n: int, otherwise: str) -> gl.constexpr:
         bit, word = i // 4 % 4 * 8 + i % 2, 2 * n + i // 16 * 16 + i % 4 // 2 * 2
         lines.append(f"and.b32 bit, ${word}, {1 << bit}; setp.ne.b32 seen, bit, 0;")
         lines.append(f"selp.f32 ${i}, ${i}, {otherwise}, seen;")
-    return gl.constexpr("{\n.reg .pred seen;\n.reg .b32 bit;\n" + "\n".join(lines) + "\n}")
-
-
-_KEEP_64 = _keep_asm(64, "0fFF800000")
-_ZERO_32, _ZERO_64 = (_keep_asm(n, "0f00000000") for n in (32, 64))
-_ZERO_32_CONSTRAINTS = _constraints_in_place(32, "r")
+    return "{\n.reg .pred seen;\n.reg .b32 bit;\n" + "\n".join(lines) + "\n}"
 
 
 @gluon.jit
@@ -239,25 +232,24 @@ def _by_numbers(words, S):
 
 
 @gluon.jit
+def _where_attended(x, words, OTHERWISE: gl.constexpr):
+    N: gl.constexpr = _numbers_of_a_thread(x.shape[1])
+    return gl.inline_asm_elementwise(
+        _keep_asm(N, OTHERWISE), _constraints_in_place(N, "r"), [x, _by_numbers(words, x)], dtype=gl.float32,
+        is_pure=True, pack=N,
+    )  # fmt: skip
+
+
+@gluon.jit
 def keep_attended(S, words):
     """Scores (64, 128) with -inf where their bit in `words` (64, 4), of `load_words`, is 0."""
-    return gl.inline_asm_elementwise(
-        _KEEP_64, _HIDE_64_CONSTRAINTS, [S, _by_numbers(words, S)], dtype=gl.float32, is_pure=True, pack=64
-    )  # fmt: skip
+    return _where_attended(S, words, "0fFF800000")
 
 
 @gluon.jit
 def zero_unattended(P, words):
     """Probabilities (64, 64 or 128) with 0 where their bit in `words` (64, 2 or 4) is 0."""
-    operands = [P, _by_numbers(words, P)]
-    if P.shape[1] == 128:
-        return gl.inline_asm_elementwise(
-            _ZERO_64, _HIDE_64_CONSTRAINTS, operands, dtype=gl.float32, is_pure=True, pack=64
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            _ZERO_32, _ZERO_32_CONSTRAINTS, operands, dtype=gl.float32, is_pure=True, pack=32
-        )
+    return _where_attended(P, words, "0f00000000")
 
 
 @builtin

@@ -2,7 +2,7 @@
 
 Kernels here read and write (batch, heads, rows, head_dim) tensors through descriptors of rank 4. The engine then counts
 rows within a head: rows past the end arrive as zeros and are not written, and nothing runs over into the next head.
-Columns past head_dim are treated alike, so a head of 40 or 96 takes the kernels for 64 or 128.
+Columns past head_dim are treated alike, so a head of 40 or 90 takes the kernels for 64 or 96.
 """
 
 from __future__ import annotations

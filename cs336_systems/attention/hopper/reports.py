@@ -37,6 +37,7 @@ from cs336_systems.attention.compilation import (
 )
 from cs336_systems.attention.hopper.schedule import LATE_FROM, ORDERS, SCHEDULES
 from cs336_systems.attention.masks import BlockMask
+from cs336_systems.attention.tiles.config import head_tile
 from cs336_systems.config import DTypeName
 
 ARCH = "sm90"
@@ -57,6 +58,7 @@ INSTRUCTIONS = (
 END_OF_GROUP = re.compile(r"\bgsb0\b")
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 BACKWARD_BRANCH = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
+COLUMNS = (64, 96, 128, 256)  # that are multiplied
 REGISTER = re.compile(r"\bR(\d+)\b")
 
 
@@ -145,8 +147,8 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
     """
     return [
         HopperRequest(kernel="forward", head_dim=tile, is_causal=is_causal, config=schedule.name(order))
-        for tile, schedules in SCHEDULES.items()
-        for schedule in schedules
+        for tile in COLUMNS
+        for schedule in SCHEDULES[head_tile(tile)]
         for order in ORDERS
         for is_causal in (True, False)
     ] + [
@@ -154,24 +156,26 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
             kernel="forward", head_dim=tile, is_causal=False, config=schedule.name("tiles"), walk="listed",
             query_block=rows,
         )
-        for tile, rows, schedule in ((64, 128, SCHEDULES[64][1]), *zip((128, 128), (128, 64), SCHEDULES[128]))
+        for tile, rows, schedule in (
+            (64, 128, SCHEDULES[64][1]), (96, 128, SCHEDULES[128][0]), *zip((128, 128), (128, 64), SCHEDULES[128])
+        )
     ] + [
         HopperRequest(kernel="forward", head_dim=tile, is_causal=True, config=schedule.name("tiles"), walk="packed")
-        for tile, schedules in SCHEDULES.items()
-        for schedule in schedules
+        for tile in COLUMNS
+        for schedule in SCHEDULES[head_tile(tile)]
     ] + [
         HopperRequest(
             kernel="backward", head_dim=tile, is_causal=is_causal, whole_key_tiles=whole, seqlen=seqlen,
             deterministic=deterministic,
         )
-        for tile in (64, 96, 128)
+        for tile in COLUMNS[:-1]
         for whole in (True, False)
         for is_causal in (True, False)
         for deterministic in (False, True)
         for seqlen in ((SEQLEN, LATE_FROM) if (tile, is_causal, deterministic) == (128, True, False) else (SEQLEN,))
     ] + [
         HopperRequest(kernel="backward", head_dim=tile, is_causal=walk == "packed", walk=walk)
-        for tile in (64, 96, 128)
+        for tile in COLUMNS[:-1]
         for walk in ("listed", "packed")
     ] + [
         HopperRequest(kernel=kernel, head_dim=256, is_causal=is_causal)

@@ -33,6 +33,11 @@ TILE_COST_STEPS = {"tiles": 1.7, "pairs": 0.8, "dynamic": 0.8}
 START_COST_STEPS = TILE_COST_STEPS["tiles"] - TILE_COST_STEPS["dynamic"] + 2
 
 
+def columns(width: int) -> int:
+    """Columns of the matmuls for heads of `width`: at 96 they leave out the last of a head tile (`columns.py`)."""
+    return 96 if 64 < width <= 96 else head_tile(width)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ForwardSchedule:
     """How the forward divides a head of `head_tile` columns."""
@@ -110,6 +115,7 @@ class KernelPlan(NamedTuple):
     """What the kernel is compiled for, beside the element type."""
 
     head_tile: int
+    columns: int  # of them that are multiplied
     consumers: int
     key_tile: int
     slots: int
@@ -131,6 +137,7 @@ class Launch:
     """One call's schedule, order of tiles and number of programs."""
 
     schedule: ForwardSchedule
+    columns: int  # of a head, that are multiplied
     is_causal: bool
     order: str
     num_queries: int
@@ -194,10 +201,11 @@ class Launch:
     def kernel_plan(self) -> KernelPlan:
         schedule = self.schedule
         return KernelPlan(
-            head_tile=schedule.head_tile, consumers=schedule.consumers, key_tile=schedule.key_tile,
-            slots=schedule.slots, registers=schedule.registers, overlapped=schedule.overlapped,
-            masked_tiles=schedule.masked_tiles(self.is_causal), is_causal=self.is_causal, paired=self.paired,
-            dynamic=self.order == "dynamic", alignment=self.alignment, query_block=self.block_size[0],
+            head_tile=schedule.head_tile, columns=self.columns, consumers=schedule.consumers,
+            key_tile=schedule.key_tile, slots=schedule.slots, registers=schedule.registers,
+            overlapped=schedule.overlapped, masked_tiles=schedule.masked_tiles(self.is_causal),
+            is_causal=self.is_causal, paired=self.paired, dynamic=self.order == "dynamic",
+            alignment=self.alignment, query_block=self.block_size[0],
             key_block=self.block_size[1], packed=self.documents is not None,
         )  # fmt: skip
 
@@ -243,8 +251,9 @@ def plan_forward(
     together = max(1, L2_SHARE_BYTES // key_head_bytes) * group if in_turns else 1
     launches = [
         Launch(
-            schedule=schedule, is_causal=is_causal, order=order, num_queries=num_queries, num_keys=num_keys,
-            batch_heads=batch_heads, heads_together=min(together, batch_heads), block_size=block_size or (0, 0),
+            schedule=schedule, columns=columns(head_dim), is_causal=is_causal, order=order, num_queries=num_queries,
+            num_keys=num_keys, batch_heads=batch_heads, heads_together=min(together, batch_heads),
+            block_size=block_size or (0, 0),
         )
         for schedule, order in ([possible[named[0]]] if named else possible.values())
     ]  # fmt: skip

@@ -1,0 +1,92 @@
+"""Matmuls over the columns of heads: 64, 128 or 256 at once, 96 in parts of 64 and 32, as shapes are powers of two.
+
+At head dims from 65 to 96 tiles have 128 columns, of which TMA fills the last with zeros; the matmuls leave out 32.
+Sums over keys or queries, O, dK and dV, are tuples of their parts by columns: one, or of 96 columns two.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from cs336_systems.attention.hopper.builtins import mma_layout
+
+ROWS = gl.constexpr(64)  # of a warp group's product
+
+
+@gluon.jit
+def in_parts(tile, COLUMNS: gl.constexpr):
+    """A tile of shared memory as a tuple of its parts."""
+    if COLUMNS == 96:
+        return tile.slice(0, 64, dim=1), tile.slice(64, 32, dim=1)
+    else:
+        return (tile,)
+
+
+@gluon.jit
+def over_columns(A, B, COLUMNS: gl.constexpr):
+    """A Bᵀ in flight, of a tuple of parts and a tile."""
+    KEYS: gl.constexpr = B.shape[0]
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, mma_layout(KEYS))  # of which only the layout is used
+    B = in_parts(B, COLUMNS)
+    AB = warpgroup_mma(A[0], B[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if COLUMNS == 96:
+        return warpgroup_mma(A[1], B[1].permute((1, 0)), AB, is_async=True)
+    else:
+        return AB
+
+
+@gluon.jit
+def zero_sums(COLUMNS: gl.constexpr):
+    if COLUMNS == 96:
+        left = gl.zeros([ROWS, 64], gl.float32, mma_layout(64))
+        return left, gl.zeros([ROWS, 32], gl.float32, mma_layout(32))
+    else:
+        return (gl.zeros([ROWS, COLUMNS], gl.float32, mma_layout(COLUMNS)),)
+
+
+@gluon.jit
+def _as_operand(A, sums):
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums.type.layout, k_width=2)
+    return gl.convert_layout(A, LAYOUT)
+
+
+@gluon.jit
+def add_product(sums, A, B, COLUMNS: gl.constexpr):
+    """`sums` with A B added, in flight; A is in registers, B a tile."""
+    B = in_parts(B, COLUMNS)
+    left = warpgroup_mma(_as_operand(A, sums[0]), B[0], sums[0], is_async=True)
+    if COLUMNS == 96:
+        return left, warpgroup_mma(_as_operand(A, sums[1]), B[1], sums[1], is_async=True)
+    else:
+        return (left,)
+
+
+@gluon.jit
+def await_sums(sums, PENDING: gl.constexpr):
+    """`sums`, once at most PENDING matmuls are in flight."""
+    if len(sums) == 2:
+        return warpgroup_mma_wait(PENDING, [sums[0], sums[1]])
+    else:
+        return (warpgroup_mma_wait(PENDING, [sums[0]]),)
+
+
+@gluon.jit
+def times_rows(sums, factor):
+    """`sums` times a number for each row."""
+    left = sums[0] * gl.convert_layout(factor, gl.SliceLayout(1, sums[0].type.layout))[:, None]
+    if len(sums) == 2:
+        return left, sums[1] * gl.convert_layout(factor, gl.SliceLayout(1, sums[1].type.layout))[:, None]
+    else:
+        return (left,)
+
+
+@gluon.jit
+def store_sums(tile, sums, scale):
+    """`scale` times `sums` to a tile of shared memory."""
+    if len(sums) == 2:
+        tile.slice(0, 64, dim=1).store((sums[0] * scale).to(tile.dtype))
+        tile.slice(64, 32, dim=1).store((sums[1] * scale).to(tile.dtype))
+    else:
+        tile.store((sums[0] * scale).to(tile.dtype))
