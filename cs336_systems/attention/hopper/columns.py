@@ -25,6 +25,15 @@ def in_parts(tile, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def load_parts(parts, LAYOUT: gl.constexpr):
+    """The parts in registers."""
+    if len(parts) == 2:
+        return parts[0].load(LAYOUT), parts[1].load(LAYOUT)
+    else:
+        return (parts[0].load(LAYOUT),)
+
+
+@gluon.jit
 def over_columns(A, B, COLUMNS: gl.constexpr):
     """A Bᵀ in flight, of a tuple of parts and a tile."""
     KEYS: gl.constexpr = B.shape[0]
@@ -70,16 +79,6 @@ def await_sums(sums, PENDING: gl.constexpr):
         return warpgroup_mma_wait(PENDING, [sums[0], sums[1]])
     else:
         return (warpgroup_mma_wait(PENDING, [sums[0]]),)
-
-
-@gluon.jit
-def times_rows(sums, factor):
-    """`sums` times a number for each row."""
-    left = sums[0] * gl.convert_layout(factor, gl.SliceLayout(1, sums[0].type.layout))[:, None]
-    if len(sums) == 2:
-        return left, sums[1] * gl.convert_layout(factor, gl.SliceLayout(1, sums[1].type.layout))[:, None]
-    else:
-        return (left,)
 
 
 @gluon.jit

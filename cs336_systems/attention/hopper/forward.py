@@ -26,7 +26,7 @@ The schedules of large grids, by columns of a head tile:
        threads that share a row speak to each other: each sums its own share until the tile ends.
          tensor cores   S(1)   P(0) V(0)         S(2)   P(1) V(1)
          consumer              softmax of S(1)          softmax of S(2)
-       At head dims from 65 to 96 the products leave out the last 32 columns (`columns.py`).
+       At head dims from 65 to 96 the scores leave out the last 32 columns, which are zeros (`columns.py`).
   256  the same, 128 x 64, but for Q, for which O leaves no registers: it stays in shared memory, which has no room for
        O beside it. So O leaves from Q's, and the next tile's Q comes after it.
 Their tiles are long ones, and few calls of short sequences have as many as the GPU has multiprocessors. So there are
@@ -67,6 +67,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
+    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -81,15 +82,7 @@ from cs336_systems.attention.hopper.builtins import (
     rescale_rows,
     warp_fence,
 )
-from cs336_systems.attention.hopper.columns import (
-    add_product,
-    await_sums,
-    in_parts,
-    over_columns,
-    store_sums,
-    times_rows,
-    zero_sums,
-)
+from cs336_systems.attention.hopper.columns import in_parts, load_parts, over_columns
 from cs336_systems.attention.hopper.descriptors import (
     document_descriptor,
     readable,
@@ -327,7 +320,8 @@ def _issue(Q, P, O, shared, slot, phase, COLUMNS: gl.constexpr):
     """Start both products of a step as soon as its slot is full: the scores, and O with the last step's P."""
     mbarrier.wait(shared.full.index(slot), phase)
     S = over_columns(Q, shared.K_ring.index(slot), COLUMNS)
-    return S, add_product(O, P, shared.V_ring.index(slot), COLUMNS)
+    O = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
+    return S, O
 
 
 @gluon.jit
@@ -363,41 +357,24 @@ def _step(
     if MASKED:
         words = _words_of(consumer, shared, slot, zero, PLAN)
     if PLAN.overlapped:
-        S = warpgroup_mma_wait(len(O), [S])
+        S = warpgroup_mma_wait(1, [S])
         if MASKED:
             S = _hide_keys(S, last_key, first_key, words, PLAN)
         scores, factor, m, l = _lazy_softmax(S, m, l, problem.scale_log2)
         l = warp_fence(l)
-        O = await_sums(O, 0)
+        O = warpgroup_mma_wait(0, [O])
         mbarrier.arrive(shared.empty.index(slot), count=1)
-        O = _rescaled(O, factor)
+        O = rescale_rows(O, factor)
     else:
-        S, only = warpgroup_mma_wait(0, [S, O[0]])
+        S, O = warpgroup_mma_wait(0, [S, O])
         mbarrier.arrive(shared.empty.index(slot), count=1)
         if MASKED:
             S = _hide_keys(S, last_key, first_key, words, PLAN)
             scores, factor, m, l = _exact_softmax(S, m, l, problem.scale_log2)
         else:
             scores, factor, m, l = _softmax(S, m, rest, l, problem.scale_log2)
-        O = times_rows((only,), factor)
+        O = O * gl.convert_layout(factor, gl.SliceLayout(1, O.type.layout))[:, None]
     return gl.convert_layout(scores.to(P.dtype), P.type.layout), O, m, l
-
-
-@gluon.jit
-def _loaded(Q, LAYOUT: gl.constexpr):
-    if len(Q) == 2:
-        return Q[0].load(LAYOUT), Q[1].load(LAYOUT)
-    else:
-        return (Q[0].load(LAYOUT),)
-
-
-@gluon.jit
-def _rescaled(O, factor):
-    left = rescale_rows(O[0], factor)
-    if len(O) == 2:
-        return left, rescale_rows(O[1], factor)
-    else:
-        return (left,)
 
 
 @gluon.jit
@@ -410,8 +387,7 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: 
     SLOTS: gl.constexpr = PLAN.slots
     IS_LISTED: gl.constexpr = PLAN.key_block > 0
     S_LAYOUT: gl.constexpr = mma_layout(K_TILE_SIZE)
-    COLUMNS: gl.constexpr = PLAN.columns
-    O_LAYOUT: gl.constexpr = mma_layout(64 if COLUMNS == 96 else COLUMNS)
+    O_LAYOUT: gl.constexpr = mma_layout(D_TILE)
     Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     num_tiles, num_items = work_of_call(problem, mask, PLAN)
@@ -440,15 +416,15 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: 
                 m = gl.full([ROWS], LOWEST, gl.float32, ROW_LAYOUT)
                 l = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
             rest = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
-            O = zero_sums(COLUMNS)
+            O = gl.zeros([ROWS, D_TILE], gl.float32, O_LAYOUT)
 
             # step 0: the first scores
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.full.index(slot), phase)
             mbarrier.wait(shared.q_full.index(consumer), tiles_done & 1)
-            Q = in_parts(Q_tile, COLUMNS)
+            Q = in_parts(Q_tile, PLAN.columns)
             if PLAN.overlapped and not IS_WIDE:
-                Q = _loaded(Q, Q_LAYOUT)
+                Q = load_parts(Q, Q_LAYOUT)
             first_key = (tile.steps - 1) * K_TILE_SIZE
             if MASKED_TILES == 1:
                 P, m, l = _first_step(
@@ -489,7 +465,7 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: 
             # step n: the last product, under which the row sums are inverted
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.full.index(slot), phase)
-            O = add_product(O, P, shared.V_ring.index(slot), COLUMNS)
+            O_pending = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
             if PLAN.overlapped:
                 m = gl.convert_layout(gl.max(m, axis=1), ROW_LAYOUT)
                 l = gl.convert_layout(gl.sum(l, axis=1), ROW_LAYOUT)
@@ -497,14 +473,14 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: 
             inverse = 1.0 / l
             if IS_LISTED or PLAN.packed:  # a row without a key
                 inverse = gl.where(l > 0, inverse, 0.0)
-            O = await_sums(O, 0)
+            O = warpgroup_mma_wait(0, [O_pending])
             mbarrier.arrive(shared.empty.index(slot), count=1)
             step += 1
-            O = times_rows(O, inverse)
+            O = O * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
 
             # store; rows past the last query are cut off
             tma.store_wait(0)  # the last tile's O has left shared memory
-            store_sums(O_tile, O, 1.0)
+            O_tile.store(gl.reshape(O.to(O_desc.dtype), [ROWS, D_TILE]))
             fence_async_shared()
             batch, head = tile.batch_head // problem.N_HEADS, tile.batch_head % problem.N_HEADS
             place = query_place(head, first_row, batch, sequence, PLAN)
