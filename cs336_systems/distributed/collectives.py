@@ -12,7 +12,7 @@ neither do tensors without elements. `group` is a process group, or None for the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -52,21 +52,22 @@ def wait_for(works: list[Work]) -> None:
 
 def as_group(group: Group) -> dist.ProcessGroup:
     """`group`, or the default one; RuntimeError where there is none, ValueError on a rank that `group` is without."""
-    if not dist.is_initialized():
+    found = dist.group.WORLD if group is None else group
+    if found is None:
         raise RuntimeError("there is no process group: start the ranks with run_ranks, or by launch under torchrun")
-    if dist.get_rank(group) < 0:  # what PyTorch answers on other ranks
+    if isinstance(found, int):  # what PyTorch answers on other ranks
         raise ValueError(f"this process must be a member of the process group, and rank {dist.get_rank()} is none")
-    return group or dist.group.WORLD  # type: ignore[return-value]
+    return found
 
 
 def num_ranks(group: Group = None) -> int:
     """Ranks of `group`; raises as `as_group` does."""
-    return dist.get_world_size(as_group(group))
+    return as_group(group).size()
 
 
 def rank_in(group: Group = None) -> int:
     """This process's place in `group`; raises as `as_group` does."""
-    return dist.get_rank(as_group(group))
+    return as_group(group).rank()
 
 
 def all_reduce_mean(tensor: Shaped[Tensor, "*shape"], group: Group = None, async_op: bool = False) -> Work:
@@ -74,21 +75,27 @@ def all_reduce_mean(tensor: Shaped[Tensor, "*shape"], group: Group = None, async
 
     Any strides; floating point or complex. Sums of float16 may overflow.
     """
-    size = num_ranks(group)
+    group = as_group(group)
+    size = group.size()
     if size == 1 or not tensor.numel():
         return Work()
     target = tensor.detach()  # its storage, without a graph
     target = torch.view_as_real(target) if target.is_complex() else target
     sent = target.contiguous()  # the same order of elements on every rank, whatever the strides
-    op = _mean_op(group)
+    divides = _divides(sent, group)
     if torch.compiler.is_compiling():  # compilers know torch's functions, not a group's methods
-        work = dist.all_reduce(sent, op=op, group=group, async_op=True)
+        work = dist.all_reduce(sent, op=_mean_op(divides), group=group, async_op=True)
     else:  # past their bookkeeping: hooks call this between two launches, on a host that has to stay ahead of the GPU
-        options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(op)
-        options.asyncOp = True  # without it NCCL works on the current stream
-        work = as_group(group).allreduce([sent], options)
-    return Work(work, partial(_finish_mean, target, sent, op, size), async_op)
+        work = group.allreduce([sent], _options(divides))
+    return Work(work, partial(_finish_mean, target, sent, 1 if divides else size), async_op)
+
+
+@cache
+def _options(divides: bool) -> AllreduceOptions:
+    options = AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(_mean_op(divides))
+    options.asyncOp = True  # without it NCCL works on the current stream
+    return options
 
 
 @torch.no_grad()
@@ -135,11 +142,10 @@ def all_gather_flat(
     output: Shaped[Tensor, " ranks*n"], input: Shaped[Tensor, " n"], group: Group = None, async_op: bool = False
 ) -> Work:
     """Fill `output` with the ranks' `input`s, one after the other; equal sizes everywhere, any dtype."""
-    output, input = output.detach(), input.detach()
-    size = num_ranks(group)
-    if size == 1:
+    group, output, input = as_group(group), output.detach(), input.detach()
+    if group.size() == 1:
         output.copy_(input)
-    if size == 1 or not input.numel():
+    if group.size() == 1 or not input.numel():
         return Work()
     through_host = _through_host(input, group)
     parts = torch.empty(output.shape, dtype=output.dtype) if through_host else output
@@ -153,8 +159,8 @@ def reduce_scatter_mean_flat(
     output: Shaped[Tensor, " n"], input: Shaped[Tensor, " ranks*n"], group: Group = None, async_op: bool = False
 ) -> Work:
     """Fill `output` with this rank's part of the mean of `input`, made in the input's dtype and then rounded."""
-    size = num_ranks(group)
-    output, input = output.detach(), input.detach()
+    group, output, input = as_group(group), output.detach(), input.detach()
+    size = group.size()
     if size == 1:
         output.copy_(input)
     if size == 1 or not output.numel():
@@ -162,27 +168,31 @@ def reduce_scatter_mean_flat(
     sent = input.cpu() if _through_host(input, group) else input
     same = output.dtype == sent.dtype and output.device == sent.device
     part = output if same else torch.empty(output.shape, dtype=sent.dtype, device=sent.device)
-    op = _mean_op(group)
+    divides = _divides(sent, group)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work = scatter(part, sent, op=op, group=group, async_op=True)
-    return Work(work, partial(_finish_mean, output, part, op, size), async_op)
+    work = scatter(part, sent, op=_mean_op(divides), group=group, async_op=True)
+    return Work(work, partial(_finish_mean, output, part, 1 if divides else size), async_op)
 
 
-def _finish_mean(output: Tensor, reduced: Tensor, op: Any, size: int) -> None:
-    if op == dist.ReduceOp.SUM:
-        reduced.div_(size)
+def _finish_mean(output: Tensor, reduced: Tensor, divisor: int) -> None:
+    if divisor > 1:
+        reduced.div_(divisor)
     if reduced is not output:
         output.copy_(reduced)
 
 
-def _mean_op(group: Group) -> Any:
-    """How the transport reduces to a mean: NCCL divides in the same kernel, after others' sums we divide."""
-    return dist.ReduceOp.AVG if dist.get_backend(group) == "nccl" else dist.ReduceOp.SUM
+def _divides(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the transport itself reduces to a mean: NCCL divides in the same kernel, after others' sums we do."""
+    return tensor.is_cuda and group._get_backend_name() == "nccl"
 
 
-def _through_host(tensor: Tensor, group: Group) -> bool:
+def _mean_op(divides: bool) -> Any:
+    return dist.ReduceOp.AVG if divides else dist.ReduceOp.SUM
+
+
+def _through_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """gloo takes CUDA tensors for all-reduce and broadcast only; the others are staged in host memory."""
-    return tensor.is_cuda and dist.get_backend(group) == "gloo"
+    return tensor.is_cuda and group._get_backend_name() == "gloo"
 
 
 # Construction: every rank starts from rank 0's model
