@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.distributed import launch as launching
 from cs336_systems.distributed.launch import (
     TORCHRUN_VARIABLES,
     RankError,
@@ -28,13 +27,14 @@ from cs336_systems.distributed.launch import (
 )
 from tests.processes import is_running
 
+launching = sys.modules["cs336_systems.distributed.launch"]  # the package exports the function of that name
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True)
 def _spawned(monkeypatch: pytest.MonkeyPatch) -> None:
     """As users' ranks are; conftest.py has those of other tests copied."""
-    monkeypatch.setattr("cs336_systems.distributed.launch.START_METHOD", "spawn")
+    monkeypatch.setattr(launching, "START_METHOD", "spawn")
 
 
 def await_gone(pids: list[int], seconds: float = 30) -> list[int]:
