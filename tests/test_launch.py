@@ -209,6 +209,8 @@ def test_arguments_are_checked_before_anything_starts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cases = [
         (0, {}, "num_ranks must be a positive int, got 0"),
+        (True, {}, "num_ranks must be a positive int, got True"),
+        (2, {"timeout_s": "1"}, "timeout_s must be a positive number, got '1'"),
         (2, {"backend": "mpi"}, "backend must be gloo, or nccl with device 'cuda', got 'mpi' and 'cpu'"),
         (2, {"device": "tpu"}, "backend must be gloo, or nccl with device 'cuda', got 'gloo' and 'tpu'"),
         (2, {"backend": "nccl"}, "backend must be gloo, or nccl with device 'cuda', got 'nccl' and 'cpu'"),
@@ -218,6 +220,10 @@ def test_arguments_are_checked_before_anything_starts(monkeypatch):
     for num_ranks, options, message in cases:
         with pytest.raises(ValueError, match=message):
             run_ranks(own_place, num_ranks, **options)
+    with pytest.raises(ValueError, match="function must be callable, got 'train'"):
+        run_ranks("train", 2)
+    with pytest.raises(ValueError, match="function must be at the top level of a module, .*, got .*<lambda>"):
+        run_ranks(lambda rank, num_ranks: rank, 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="'nccl' needs a GPU a rank: num_ranks is 3 on this host, which has 2"):
@@ -237,6 +243,8 @@ def test_the_number_of_ranks_is_told_once(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="num_ranks must be torchrun's WORLD_SIZE=1, got 2"):
         launch(own_place, 2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'backnd'"):  # which counted for nothing
+        launch(own_place, 1, backnd="nccl")
 
 
 def start_agents(script: Path, nodes: int, ranks_a_node: int, arguments: list[str]) -> list[subprocess.Popen[str]]:

@@ -451,6 +451,8 @@ def test_D12_surprises_do_not_widen_the_window(rank: int, num_ranks: int) -> Non
 
 
 BAD: list[tuple[Callable[[], object], str]] = [
+    (lambda: FSDP(3), "module must be an nn.Module, got int"),  # type: ignore[arg-type]
+    (lambda: FSDP(nn.Linear(3, 3), process_group=3), "group must be a process group or None, got 3"),  # type: ignore[arg-type]
     (lambda: FSDP(nn.Linear(3, 3), torch.int8), "compute_dtype must be a floating-point dtype, got torch.int8"),
     (lambda: FSDP(nn.Linear(3, 3), reduce_dtype="float16"), "reduce_dtype must be a floating-point dtype"),  # type: ignore[arg-type]
     (lambda: FSDP(nn.Linear(3, 3), granularity="row"), "granularity must be one of block, layer, got 'row'"),  # type: ignore[arg-type]

@@ -78,7 +78,9 @@ def run_ranks(
     of the first such job. ValueError for what cannot be started, RankError for a rank that fails; none is left then.
     """
     start_method = start_method or START_METHOD
-    _check(num_ranks, backend, device)
+    _check(function, num_ranks, backend, device, timeout_s)
+    if "<" in (name := getattr(function, "__qualname__", "")):  # a lambda, or within another function
+        raise ValueError(f"function must be at the top level of a module, where new processes find it, got {name}")
     if start_method != "spawn" and (start_method, device) != ("forkserver", "cpu"):
         raise ValueError(f"start_method must be spawn, or forkserver for device 'cpu', got {start_method!r}")
     if start_method == "forkserver":
@@ -198,10 +200,14 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _check(num_ranks: int, backend: str, device: str) -> None:
+def _check(function: Any, num_ranks: int, backend: str, device: str, timeout_s: float) -> None:
     """ValueError naming the argument that no job can be started with; `num_ranks` of this host."""
-    if not isinstance(num_ranks, int) or num_ranks < 1:
+    if not callable(function):
+        raise ValueError(f"function must be callable, got {function!r}")
+    if type(num_ranks) is not int or num_ranks < 1:
         raise ValueError(f"num_ranks must be a positive int, got {num_ranks!r}")
+    if not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        raise ValueError(f"timeout_s must be a positive number, got {timeout_s!r}")
     if (backend, device) not in (("gloo", "cpu"), ("gloo", "cuda"), ("nccl", "cuda")):
         raise ValueError(f"backend must be gloo, or nccl with device 'cuda', got {backend!r} and {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
@@ -225,7 +231,15 @@ def is_torchrun() -> bool:
     return all(name in os.environ for name in TORCHRUN_VARIABLES)
 
 
-def launch(function: Callable[..., Any], num_ranks: int | None, *args: Any, **options: Any) -> list[Any]:
+def launch(
+    function: Callable[..., Any],
+    num_ranks: int | None,
+    *args: Any,
+    backend: str = "gloo",
+    device: str = "cpu",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    start_method: str | None = None,
+) -> list[Any]:
     """`run_ranks`, or inside a torchrun job this rank's call of `function`, whose list then holds one result.
 
     Under torchrun `num_ranks` may be None; another number than WORLD_SIZE raises ValueError.
@@ -233,16 +247,16 @@ def launch(function: Callable[..., Any], num_ranks: int | None, *args: Any, **op
     if not is_torchrun():
         if num_ranks is None:
             raise ValueError("num_ranks must be given where torchrun does not say it")
-        return run_ranks(function, num_ranks, *args, **options)
+        options: dict[str, Any] = {"backend": backend, "device": device, "timeout_s": timeout_s}
+        return run_ranks(function, num_ranks, *args, **options, start_method=start_method)
     if num_ranks is not None and str(num_ranks) != os.environ["WORLD_SIZE"]:
         raise ValueError(f"num_ranks must be torchrun's WORLD_SIZE={os.environ['WORLD_SIZE']}, got {num_ranks}")
     collect_garbage_at_exit()
     if "OMP_NUM_THREADS" not in os.environ:  # which torchrun sets, and Slurm does not
         _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])))
     local_rank = int(os.environ["LOCAL_RANK"])
-    backend, device = options.get("backend", "gloo"), options.get("device", "cpu")
-    _check(local_rank + 1, backend, device)
-    _join_group(backend, device, local_rank, options.get("timeout_s", DEFAULT_TIMEOUT_S))
+    _check(function, local_rank + 1, backend, device, timeout_s)
+    _join_group(backend, device, local_rank, timeout_s)
     result = function(dist.get_rank(), dist.get_world_size(), *args)  # where it raises, torchrun ends the other ranks
     dist.barrier()
     dist.destroy_process_group()

@@ -89,7 +89,7 @@ class FSDP(nn.Module, Accumulating):
                 raise ValueError(f"{name} must be a floating-point dtype, got {dtype!r}")
         plans = plan_units(module, granularity)
         self.group = group = as_group(process_group)
-        self.device = torch.device(device or next(module.parameters()).device)
+        self.device = torch.device(device or next(module.parameters(), torch.empty(0)).device)
         if self.device.type == "meta":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cuda" and self.device.index is None:
