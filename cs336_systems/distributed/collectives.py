@@ -87,7 +87,7 @@ def all_reduce_mean(tensor: Shaped[Tensor, "*shape"], group: Group = None, async
     target = tensor.detach()  # its storage, without a graph
     target = torch.view_as_real(target) if target.is_complex() else target
     sent = target.contiguous()  # the same order of elements on every rank, whatever the strides
-    divides = _divides(sent, group)
+    divides = on_nccl(sent, group)
     if torch.compiler.is_compiling():  # compilers know torch's functions, not a group's methods
         work = dist.all_reduce(sent, op=_mean_op(divides), group=group, async_op=True)
     else:  # past their bookkeeping: hooks call this between two launches, on a host that has to stay ahead of the GPU
@@ -173,7 +173,7 @@ def reduce_scatter_mean_flat(
     sent = input.cpu() if _through_host(input, group) else input
     same = output.dtype == sent.dtype and output.device == sent.device
     part = output if same else torch.empty(output.shape, dtype=sent.dtype, device=sent.device)
-    divides = _divides(sent, group)
+    divides = on_nccl(sent, group)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work = scatter(part, sent, op=_mean_op(divides), group=group, async_op=True)
     return Work(work, partial(_finish_mean, output, part, 1 if divides else size), async_op)
@@ -186,8 +186,8 @@ def _finish_mean(output: Tensor, reduced: Tensor, divisor: int) -> None:
         output.copy_(reduced)
 
 
-def _divides(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether the transport itself reduces to a mean: NCCL divides in the same kernel, after others' sums we do."""
+def on_nccl(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether NCCL sends `tensor`; it also divides in the kernel that reduces to a mean, where after others we do."""
     return tensor.is_cuda and group._get_backend_name() == "nccl"
 
 

@@ -176,7 +176,7 @@ class _Ring:
 
     def __init__(self, group: Group) -> None:
         self.group = as_group(group)
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size = self.group.rank(), self.group.size()
         members = dist.get_process_group_ranks(self.group)
         self.right, self.left = members[(self.rank + 1) % self.size], members[self.rank - 1]
 
@@ -224,7 +224,7 @@ def split_context(model: nn.Module, group: Group = None, backend: str = "auto") 
     A loss is then a mean over the rank's tokens, and the mean of all ranks' gradients that of the whole batch: wrap the
     model afterwards as any other. ValueError where the context has no 2 · ranks chunks or nothing attends.
     """
-    rank, num_ranks = rank_in(group), dist.get_world_size(group)
+    rank, num_ranks = as_group(group).rank(), as_group(group).size()
     layers = [inner for inner in model.modules() if isinstance(inner, CausalMultiHeadSelfAttention)]
     if not layers:
         raise ValueError(f"model must have CausalMultiHeadSelfAttention layers, {type(model).__name__} has none")

@@ -36,6 +36,7 @@ from cs336_systems.distributed.collectives import (
     check_same_shapes,
     wait_for,
 )
+from cs336_systems.distributed.optimizer_shares import check_elementwise
 
 
 class Accumulating(ABC):
@@ -86,7 +87,13 @@ def check_unwrapped(module: nn.Module) -> None:
 
 @cache
 def watch_steps() -> None:
-    """From now on a RuntimeError before an optimizer's step with gradients that were not averaged."""
+    """From now on an error before an optimizer's step that would go wrong in silence; for good, as a hook that went
+    with its model would go in the middle of a step, where that is collected.
+
+    RuntimeError with gradients that were not averaged. ValueError before the first one of an optimizer that was built
+    before FSDP cut its parameters, or does not update rows one by one.
+    """
+    checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling():
@@ -95,6 +102,13 @@ def watch_steps() -> None:
             waiting = {parameter for parameter in wrapper.parameters() if parameter.grad is not None}
             if any(not waiting.isdisjoint(group["params"]) for group in optimizer.param_groups):
                 raise RuntimeError("call finish_gradient_synchronization() after the backward, before step()")
+        if optimizer not in checked:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if any(hasattr(parameter, "is_cut") for parameter in parameters):
+                raise ValueError("the optimizer has parameters from before FSDP cut them: build it after wrapping")
+            if any(hasattr(parameter, "is_rows") for parameter in parameters):
+                check_elementwise(type(optimizer), optimizer.defaults, rows=True)
+            checked.add(optimizer)
 
     register_optimizer_step_pre_hook(check)
 

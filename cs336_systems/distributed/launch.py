@@ -24,13 +24,12 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,38 +92,38 @@ def run_ranks(
     job = (num_ranks, backend, device, timeout_s)
     queue = multiprocessing.get_context(start_method).SimpleQueue()
     results: dict[int, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        arguments = (store.port, folder, queue, job, function, args)
-        ranks = start_processes(_rank_main, arguments, num_ranks, join=False, start_method=start_method)
-        try:
-            while not ranks.join(timeout=POLL_S, grace_period=GRACE_S):
-                while not queue.empty():
-                    rank, results[rank] = queue.get()
-                    if len(results) == num_ranks:
-                        store.set("all done", "")  # not before all tensors are here: a rank's memory holds its own
-            return [results[rank] for rank in range(num_ranks)]
-        except ProcessException:
-            exit_codes = [process.exitcode for process in ranks.processes]
-            raise _first_failure(Path(folder), exit_codes, set(results)) from None
-        finally:
-            for process in ranks.processes:
-                process.kill()
-                process.join()
-            queue.close()
-            del store  # and its port: an error's traceback would hold this frame
+    arguments = (store.port, queue, job, function, args)
+    ranks = start_processes(_rank_main, arguments, num_ranks, join=False, start_method=start_method)
+    try:
+        while not ranks.join(timeout=POLL_S, grace_period=GRACE_S):
+            while not queue.empty():
+                rank, results[rank] = queue.get()
+                if len(results) == num_ranks:
+                    store.set("all done", "")  # not before all tensors are here: a rank's memory holds its own
+        return [results[rank] for rank in range(num_ranks)]
+    except ProcessException:
+        exit_codes = [process.exitcode for process in ranks.processes]
+        raise _first_failure(store, exit_codes, set(results)) from None
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
+        queue.close()
+        del store  # and its port: an error's traceback would hold this frame
 
 
 def _rank_main(
-    rank: int, port: int, folder: str, queue: Any, job: tuple[int, str, str, float], function: Any, args: Any
+    rank: int, port: int, queue: Any, job: tuple[int, str, str, float], function: Any, args: Any
 ) -> None:
     """A rank's main: meet, join, call, report, wait for the others, leave without the interpreter's tear-down."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     end_with_parent()
     num_ranks, backend, device, timeout_s = job
+    connect = partial(dist.TCPStore, "127.0.0.1", port, is_master=False, timeout=START_TIMEOUT)
     try:
         if device == "cpu":
             _share_cores(num_ranks)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=START_TIMEOUT)
+        store = connect()
         if store.add("up", 1) == num_ranks:  # a short time-out of collectives need not cover the start of a process
             store.set("all up", "")
         store.wait(["all up"])
@@ -134,7 +133,7 @@ def _rank_main(
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException as error:
-        Path(folder, f"{rank}.failure").write_text(json.dumps(_describe(rank, error)))
+        connect().set(f"failure of {rank}", json.dumps(_describe(rank, error)))  # in `store` a thread may be waiting
         _leave(1)
         raise
     _leave(0)
@@ -167,11 +166,13 @@ def _describe(rank: int, error: BaseException) -> dict[str, Any]:
     return {"kind": 2 if is_consequence else 0, "when": time.time(), "rank": rank, "text": text, "told": told}
 
 
-def _first_failure(folder: Path, exit_codes: list[int | None], succeeded: set[int]) -> RankError:
+def _first_failure(store: dist.Store, exit_codes: list[int | None], succeeded: set[int]) -> RankError:
     """What is to be told of a job of which some ranks failed, died or were ended."""
-    failures = {(found := json.loads(path.read_text()))["rank"]: found for path in folder.glob("*.failure")}
+    failures: dict[int, dict[str, Any]] = {}
     for rank, code in enumerate(exit_codes):
-        if rank not in failures and code not in (0, -signal.SIGTERM):  # by which those are ended that still ran
+        if store.check([f"failure of {rank}"]):
+            failures[rank] = json.loads(store.get(f"failure of {rank}"))
+        elif code not in (0, -signal.SIGTERM):  # by which those are ended that still ran
             text = f"died ({exit_reason(code)})"
             failures[rank] = {"kind": 1, "when": 0.0, "rank": rank, "text": text, "told": {}}
     first = min(failures.values(), key=lambda failure: (failure["kind"], failure["when"]))

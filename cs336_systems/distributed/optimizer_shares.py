@@ -5,14 +5,11 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import cache
 from itertools import islice
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cs336_systems.distributed.collectives import Group, num_ranks, rank_in
 
@@ -128,23 +125,3 @@ def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], settings: dict
             f"{optimizer_cls.__name__} does not update a weight element by element, so it and its state cannot be cut: "
             "use ShardedOptimizer, which keeps weights whole"
         )
-
-
-@cache
-def watch_optimizers() -> None:
-    """From now on a ValueError before the first step of an optimizer that does not update FSDP's rows, row by row.
-
-    Once and for good: a hook that goes with its model would go in the middle of a step, where that is collected.
-    """
-    checked: WeakSet[torch.optim.Optimizer] = WeakSet()
-
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer not in checked:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if any(hasattr(parameter, "is_cut") for parameter in parameters):
-                raise ValueError("the optimizer has parameters from before FSDP cut them: build it after wrapping")
-            if any(hasattr(parameter, "is_rows") for parameter in parameters):
-                check_elementwise(type(optimizer), optimizer.defaults, rows=True)
-            checked.add(optimizer)
-
-    register_optimizer_step_pre_hook(check)

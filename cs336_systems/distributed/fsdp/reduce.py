@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from cs336_systems.distributed.collectives import Work, all_gather_flat, all_reduce_mean, reduce_scatter_mean_flat
+from cs336_systems.distributed.collectives import (
+    Work,
+    all_gather_flat,
+    all_reduce_mean,
+    on_nccl,
+    reduce_scatter_mean_flat,
+)
 from cs336_systems.distributed.fsdp.plan import ShardedWeight
 
 
@@ -138,7 +144,7 @@ def gather_rows(outputs: list[Tensor], inputs: list[Tensor], group: dist.Process
     On NCCL the list travels as one grouped call on the current stream. The group is asked directly: torch's functions
     for it check and log each tensor of a list, on a host that has to stay ahead of the GPU.
     """
-    if not _is_grouped(group):
+    if not on_nccl(inputs[0], group) or group.size() == 1:
         pairs = zip(outputs, inputs)
         return [all_gather_flat(output.view(-1), input_.view(-1), group, True) for output, input_ in pairs]
     options = AllgatherOptions()
@@ -150,7 +156,7 @@ def gather_rows(outputs: list[Tensor], inputs: list[Tensor], group: dist.Process
 
 def reduce_rows_mean(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> None:
     """Reduce-scatter each of `inputs`, as a mean, in its dtype: 1/N of its rows to each rank; on the current stream."""
-    if not _is_grouped(group):
+    if not on_nccl(inputs[0], group) or group.size() == 1:
         for output, input_ in zip(outputs, inputs):
             reduce_scatter_mean_flat(output.view(-1), input_.view(-1), group)
         return
@@ -159,7 +165,3 @@ def reduce_rows_mean(outputs: list[Tensor], inputs: list[Tensor], group: dist.Pr
     options.asyncOp = False
     if (work := group.reduce_scatter_tensor_coalesced(outputs, inputs, options)) is not None:
         work.wait()
-
-
-def _is_grouped(group: dist.ProcessGroup) -> bool:
-    return group.size() > 1 and dist.get_backend(group) == "nccl"

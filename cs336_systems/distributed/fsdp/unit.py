@@ -83,7 +83,7 @@ class Window:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, reduce_dtype: torch.dtype | None) -> None:
         self.group, self.device = group, device
-        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.num_ranks = group.rank(), group.size()
         self.lane = Lane(device)
         self.reducer = GradientReducer(group, device, reduce_dtype)
         self.units: list[Unit] = []

@@ -48,7 +48,6 @@ from cs336_systems.distributed.ddp import (
 from cs336_systems.distributed.fsdp.plan import Granularity, ShardedWeight, UnitPlan, materialize, plan_units
 from cs336_systems.distributed.fsdp.reduce import average_replicated
 from cs336_systems.distributed.fsdp.unit import ExecutionOrder, State, Unit, Window, gather_copy
-from cs336_systems.distributed.optimizer_shares import watch_optimizers
 
 
 class FSDP(nn.Module, Accumulating):
@@ -115,7 +114,6 @@ class FSDP(nn.Module, Accumulating):
                 entry.register_forward_hook(partial(self._after_forward, unit), with_kwargs=True, always_call=True)
         self._trained = [(unit, weight) for unit in self.units for weight in unit.trainable]
         call_at_each_gradient(self, [weight.whole for _, weight in self._trained], FSDP._gradient_arrived)
-        watch_optimizers()
         watch_steps()
 
     # Construction
