@@ -87,11 +87,11 @@ def check_unwrapped(module: nn.Module) -> None:
 
 @cache
 def watch_steps() -> None:
-    """From now on an error before an optimizer's step that would go wrong in silence; for good, as a hook that went
-    with its model would go in the middle of a step, where that is collected.
+    """From now on raise an error before an optimizer's step that would go wrong in silence.
 
-    RuntimeError with gradients that were not averaged. ValueError before the first one of an optimizer that was built
-    before FSDP cut its parameters, or does not update rows one by one.
+    RuntimeError with gradients that were not averaged. ValueError before the first step of an optimizer that was built
+    before FSDP cut its parameters, or that does not update rows one by one. Once and for good: a hook that goes with
+    its model would go in the middle of a step, where that is collected.
     """
     checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
