@@ -211,7 +211,6 @@ class ShardedBucket(Bucket):
             raise RuntimeError(f"a parameter of shape {shape} was moved or cast after Zero1Optimizer was built")
         super().take_gradient(place)
 
-    @torch.no_grad()
     def reduce(self) -> Work:
         """Start averaging; what no backward touched counts as zero."""
         for parameter, view in zip(self.parameters, self.views):
