@@ -133,7 +133,7 @@ def _rank_main(
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException as error:
-        connect().set(f"failure of {rank}", json.dumps(_describe(rank, error)))  # in `store` a thread may be waiting
+        connect().set(f"failure of {rank}", json.dumps(_describe(error)))  # in `store` a thread may be waiting
         _leave(1)
         raise
     _leave(0)
@@ -152,7 +152,7 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _describe(rank: int, error: BaseException) -> dict[str, Any]:
+def _describe(error: BaseException) -> dict[str, Any]:
     """A failure as the parent reads it."""
     shown = "".join(traceback.format_exception_only(error)).strip()  # also where str(error) raises
     reason = shown.partition(": ")[2]
@@ -163,7 +163,7 @@ def _describe(rank: int, error: BaseException) -> dict[str, Any]:
     is_argument_error = isinstance(error, ValueError | TypeError | OSError)
     told = {"error_type": type(error).__name__, "reason": reason, "is_argument_error": is_argument_error}
     # Kinds, the most telling first: 0 is an error of its own, 1 a death, 2 a consequence of another rank's end.
-    return {"kind": 2 if is_consequence else 0, "when": time.time(), "rank": rank, "text": text, "told": told}
+    return {"kind": 2 if is_consequence else 0, "when": time.time(), "text": text, "told": told}
 
 
 def _first_failure(store: dist.Store, exit_codes: list[int | None], succeeded: set[int]) -> RankError:
@@ -173,14 +173,13 @@ def _first_failure(store: dist.Store, exit_codes: list[int | None], succeeded: s
         if store.check([f"failure of {rank}"]):
             failures[rank] = json.loads(store.get(f"failure of {rank}"))
         elif code not in (0, -signal.SIGTERM):  # by which those are ended that still ran
-            text = f"died ({exit_reason(code)})"
-            failures[rank] = {"kind": 1, "when": 0.0, "rank": rank, "text": text, "told": {}}
-    first = min(failures.values(), key=lambda failure: (failure["kind"], failure["when"]))
-    text = f"rank {first['rank']} of {len(exit_codes)} {first['text']}"
+            failures[rank] = {"kind": 1, "when": 0.0, "text": f"died ({exit_reason(code)})", "told": {}}
+    first, failure = min(failures.items(), key=lambda one: (one[1]["kind"], one[1]["when"]))
+    text = f"rank {first} of {len(exit_codes)} {failure['text']}"
     silent = [str(rank) for rank in range(len(exit_codes)) if rank not in failures and rank not in succeeded]
-    if silent and first["kind"] == 2:
+    if silent and failure["kind"] == 2:
         text += f"\nIt waited for others; nothing was heard of rank {', '.join(silent)}, which may hang."
-    return RankError(text, first["rank"], **first["told"])
+    return RankError(text, first, **failure["told"])
 
 
 def exit_reason(code: int | None) -> str:
