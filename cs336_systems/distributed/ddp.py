@@ -96,9 +96,8 @@ def watch_steps() -> None:
     checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        for wrapper in [*Accumulating.unfinished]:
+        unfinished = [] if torch.compiler.is_compiling() else [*Accumulating.unfinished]
+        for wrapper in unfinished:
             waiting = {parameter for parameter in wrapper.parameters() if parameter.grad is not None}
             if any(not waiting.isdisjoint(group["params"]) for group in optimizer.param_groups):
                 raise RuntimeError("call finish_gradient_synchronization() after the backward, before step()")
