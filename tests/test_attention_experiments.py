@@ -155,6 +155,6 @@ def test_the_first_rungs_are_measured_and_the_others_say_why_not():
 def test_rungs_differ_in_how_tiles_are_read(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     shape = sized_shape(HANDOUT, 1, 16, 16384, 64, True)
-    by_pointers, by_tma = (LADDER.built(name, shape, "cuda").kernel.split() for name in tuple(RUNGS)[1:3])
+    by_pointers, by_tma = (LADDER.built(name, shape, HANDOUT).kernel.split() for name in tuple(RUNGS)[1:3])
     assert not any(name.endswith("_tma") for name in by_pointers) and all(name.endswith("_tma") for name in by_tma)
     assert len(by_pointers) == len(by_tma) == 3

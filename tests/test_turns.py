@@ -151,10 +151,10 @@ class Slow(torch.autograd.Function):
 def test_who_is_slow_is_so_in_every_mode(monkeypatch):
     """The backward alone is that of a graph made before: the forward's wait is no part of it."""
 
-    def fake(name, shape, device):
+    def fake(name, shape, run):
         if name not in ("triton", "sdpa_cudnn"):
             raise Unsupported("not here")
-        fast = build("sdpa_flash", shape, device).attend
+        fast = build("sdpa_flash", shape, run.device).attend
         return fast if name == "triton" else lambda q, k, v: Slow.apply(fast(q, k, v))
 
     monkeypatch.setattr(SHAPES, "built", lambda *call: Built(attend=fake(*call)))

@@ -6,7 +6,7 @@ bfloat16. What calls take that are too short for that, `short_calls` measures.
 
 from dataclasses import replace
 
-from cs336_systems.config import AttentionShape
+from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments.attention import BOTH_TIMES, SMALL, rate_bars, rate_tables
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.spec import Unsupported, problem
@@ -42,10 +42,10 @@ class AttentionShapes(AttentionByTurns):
         ),
     }
 
-    def built(self, name: str, shape: AttentionShape, device: str) -> Built:
-        if device == "cpu" and name == "flex":
+    def built(self, name: str, case: AttentionShape, run: RunConfig) -> Built:
+        if run.device == "cpu" and name == "flex":
             raise Unsupported("FlexAttention has no backward on a CPU")
-        return super().built(name, shape, device)
+        return super().built(name, case, run)
 
     tables = rate_tables((("hopper", "fa4"), ("hopper", "sdpa_cudnn"), ("triton", "sdpa_cudnn"), ("triton", "flex")))
     figures = {  # of most shapes: it stands on the README's first screen

@@ -19,7 +19,7 @@ from cs336_systems.device import interpreter_is_on
 from cs336_systems.experiments.attention import BOTH, FORWARD
 from cs336_systems.experiments.implementations import Built, build, query_and_key
 from cs336_systems.experiments.spec import Sample, Unsupported, turns_cell
-from cs336_systems.experiments.turns import long_turn, measure_by_turns
+from cs336_systems.experiments.turns import AttentionByTurns
 
 AUTO = "auto"
 ROUNDS = 5
@@ -43,26 +43,33 @@ def benchmark_backends(
 ) -> list[BackendTiming]:
     """A row for every back end of this package, and the last for `auto`; `num_samples` times of each, by turns."""
     names = (*BACKENDS, AUTO)
-    explained: dict[str, tuple[str, str]] = {}
+    ours = _OurBackends(num_samples)
+    cell = turns_cell(shape, names, (FORWARD, BOTH))
+    run = RunConfig(scale="smoke", device=device, seed=seed)  # type: ignore[arg-type]
+    found = {one.row: one for one in ours.measure(cell, run)}
+    samples = [found[row] for row in cell.rows]
+    return [
+        _timing(name, ours.explained.get(name, ("", "")), device, forward, both)
+        for name, forward, both in zip(names, samples[::2], samples[1::2])
+    ]
 
-    def built(name: str, shape: AttentionShape, device: str) -> Built:
+
+class _OurBackends(AttentionByTurns):
+    """Our back ends by turns, and what each name was explained to be."""
+
+    def __init__(self, num_rounds: int) -> None:
+        self.rounds = {"cpu": num_rounds, "cuda": num_rounds}
+        self.explained: dict[str, tuple[str, str]] = {}
+
+    def built(self, name: str, case: AttentionShape, run: RunConfig) -> Built:
         try:
-            explained[name] = explain_backend(*query_and_key(shape, device), backend=name, is_causal=shape.is_causal)
+            inputs = query_and_key(case, run.device)
+            self.explained[name] = explain_backend(*inputs, backend=name, is_causal=case.is_causal)
         except ValueError as error:
             raise Unsupported(str(error)) from None
         if name == "triton_first":
-            build(name, shape, device)  # it takes few shapes
-        return Built(attend=partial(flash_attention, is_causal=shape.is_causal, enable_gqa=True, backend=name))
-
-    cell = turns_cell(shape, names, (FORWARD, BOTH))
-    run = RunConfig(scale="smoke", device=device, seed=seed)  # type: ignore[arg-type]
-    turn_of = partial(long_turn, device=device)
-    found = {one.row: one for one in measure_by_turns(cell, run, turn_of, num_rounds=num_samples, built=built)}
-    samples = [found[row] for row in cell.rows]
-    return [
-        _timing(name, explained.get(name, ("", "")), device, forward, both)
-        for name, forward, both in zip(names, samples[::2], samples[1::2])
-    ]
+            build(name, case, run.device)  # it takes few shapes
+        return Built(attend=partial(flash_attention, is_causal=case.is_causal, enable_gqa=True, backend=name))
 
 
 def _timing(name: str, explained: tuple[str, str], device: str, forward: Sample, both: Sample) -> BackendTiming:

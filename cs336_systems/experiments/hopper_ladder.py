@@ -13,7 +13,7 @@ import torch
 from cs336_systems.attention import AttentionConfig, flash_attention
 from cs336_systems.attention.backends import HOPPER_CAPABILITY
 from cs336_systems.attention.tiles.config import KERNELS
-from cs336_systems.config import AttentionShape
+from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments.attention import SMALL, rate_bars, rate_tables
 from cs336_systems.experiments.implementations import Built, build, chosen_tiles, ran
 from cs336_systems.experiments.spec import Unsupported, problem
@@ -44,21 +44,21 @@ class HopperLadder(AttentionByTurns):
         ),
     }
 
-    def built(self, name: str, shape: AttentionShape, device: str) -> Built:
+    def built(self, name: str, case: AttentionShape, run: RunConfig) -> Built:
         """The rung `name` and the kernels it runs; `Unsupported` with the reason."""
         if name == "hopper_deterministic":
-            attend = partial(flash_attention, is_causal=shape.is_causal, backend="hopper", deterministic=True)
-            return Built(attend=attend, kernel=f"{build('hopper', shape, device).kernel} in order")
+            attend = partial(flash_attention, is_causal=case.is_causal, backend="hopper", deterministic=True)
+            return Built(attend=attend, kernel=f"{build('hopper', case, run.device).kernel} in order")
         if name in ("triton_pointers", "triton_tma"):
             tma = name == "triton_tma"  # the table's tiles for inputs that TMA can read, or as if it could not
-            capability = torch.cuda.get_device_capability() if device == "cuda" else None
+            capability = torch.cuda.get_device_capability() if run.device == "cuda" else None
             if tma and capability != HOPPER_CAPABILITY:
                 raise Unsupported("the table reads tiles by TMA on GPUs of compute capability 9.0")
-            tiles = {kernel: chosen_tiles(kernel, shape, capability, tma) for kernel in KERNELS}
+            tiles = {kernel: chosen_tiles(kernel, case, capability, tma) for kernel in KERNELS}
             config = AttentionConfig(**tiles)
-            attend = partial(flash_attention, is_causal=shape.is_causal, backend="triton", config=config)
-            return Built(attend=attend, kernel=ran(config.names.replace(",", " "), device))
-        return super().built(name, shape, device)
+            attend = partial(flash_attention, is_causal=case.is_causal, backend="triton", config=config)
+            return Built(attend=attend, kernel=ran(config.names.replace(",", " "), run.device))
+        return super().built(name, case, run)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         return super().columns(row) | {"rung": RUNGS.get(row["implementation"], "")}

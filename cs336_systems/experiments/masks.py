@@ -15,15 +15,17 @@ from functools import partial
 from typing import Any
 
 import pandas as pd
+from torch import Tensor
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, eager_attention_bytes
 from cs336_systems.config import DTypeName, MaskCase, RunConfig
 from cs336_systems.experiments.attention import BACKWARD, BOTH, FORWARD, MODE_WORDS, PEAK, measure_attention
 from cs336_systems.experiments.frames import dicts, digits, pick, speed
+from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_of, mask_parts, shape_of
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample
 from cs336_systems.experiments.tables import Listing, Pivot, TableSpec
-from cs336_systems.experiments.turns import AttentionByTurns, measure_by_turns
+from cs336_systems.experiments.turns import AttentionByTurns
 from cs336_systems.measure.timing import MIN_SAMPLES, time_calls
 
 DENSITY = Row(mode="forward", quantity="density", unit="1")
@@ -89,22 +91,19 @@ def mask_case(
 class MaskedByTurns(AttentionByTurns):
     """Base of the experiments by turns whose cases name a mask, as their `mask_case`."""
 
-    def masked_name(self, name: str, case: Any) -> str:
-        """What `build_masked` calls the implementation `name`."""
-        return name
+    def built(self, name: str, case: Any, run: RunConfig) -> Built:
+        return build_masked(name, case.mask_case, mask_of(case.mask_case, run.device, run.seed), run)
+
+    def token_mask(self, case: Any, run: RunConfig) -> Tensor | None:
+        mask = case.mask_case
+        return None if is_plain(mask.mask) else mask_of(mask, run.device, run.seed).to_dense()
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """The mask's density where a row asks for it, then all implementations by turns."""
-        case: MaskCase = cell.case.mask_case
-        mask = mask_of(case, run.device, run.seed)
+        density = mask_of(cell.case.mask_case, run.device, run.seed).density
         times = tuple(row for row in cell.rows if row.quantity != DENSITY.quantity)
-        yield from (Sample(row=row, samples=[mask.density]) for row in cell.rows if row not in times)
-        yield from measure_by_turns(
-            replace(cell, rows=times), run, partial(self.turn_of, device=run.device),
-            num_rounds=self.rounds[run.device],
-            built=lambda name, *_: build_masked(self.masked_name(name, cell.case), case, mask, run),
-            token_mask=lambda: None if is_plain(case.mask) else mask.to_dense(),
-        )  # fmt: skip
+        yield from (Sample(row=row, samples=[density]) for row in cell.rows if row not in times)
+        yield from super().measure(replace(cell, rows=times), run)
 
 
 class MaskExperiment(Experiment, ABC):

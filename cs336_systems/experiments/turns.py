@@ -2,14 +2,13 @@
 
 A round is a turn of each implementation in each mode. Two rounds in a row go through them in opposite orders, and the
 next two begin with the next one, so that everybody comes as often in each place. Ratios are of one round, and the
-middle one of the rounds counts. An experiment says what a turn is:
+middle one of the rounds counts. `AttentionByTurns` is the base of the experiments that measure so; they say what is
+built, and what a turn is.
 
-    measure_by_turns(cell, run, lambda function, call: take_turn, num_rounds=25)
-
-`AttentionByTurns` is their base, whose own turns are for large kernels. Such a kernel runs at the clock that the power
-limit leaves it, and that clock moves with the GPU's temperature and with the host's other GPUs: implementations
-measured seconds apart have ratios that differ by a percent or two from run to run. The turns are so short that a round
-sees one machine, and so long that each runs at the clock of its own power. Between calls the cache is not overwritten.
+Its own turns are for large kernels. Such a kernel runs at the clock that the power limit leaves it, and that clock
+moves with the GPU's temperature and with the host's other GPUs: implementations measured seconds apart have ratios that
+differ by a percent or two from run to run. The turns are so short that a round sees one machine, and so long that each
+runs at the clock of its own power. Between calls the cache is not overwritten.
 """
 
 import importlib.util
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from cs336_systems.attention.compilation import compiler_errors
 from cs336_systems.attention.contract import Oracle, compute_oracle
-from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.config import RunConfig
 from cs336_systems.experiments.attention import RESULTS, AttentionExperiment, Passes, checked_error
 from cs336_systems.experiments.frames import dicts, digits, pick
 from cs336_systems.experiments.implementations import AttentionFunction, Built, build, without_overhead
@@ -47,7 +46,6 @@ GRAPH_MS = 2.0  # of a graph's calls, beside which its launch takes nothing
 Call = Callable[[AttentionFunction], object]  # of what `without_overhead` yields
 P = TypeVar("P")
 Turn = Callable[[], dict[str, float]]  # takes one, at whose end the device is idle; milliseconds a call by quantity
-TurnOf = Callable[[AttentionFunction, Call], Turn]  # of what `build` returns, and of a call of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,42 +56,6 @@ class Player:
     kernel: str
     error: float
     turns: dict[str, Turn]  # by mode
-
-
-def measure_by_turns(
-    cell: Cell, run: RunConfig, turn_of: TurnOf, *, num_rounds: int,
-    built: Callable[[str, Any, str], Built] = build, token_mask: Callable[[], Tensor | None] = lambda: None,
-) -> Iterator[Sample]:  # fmt: skip
-    """Each implementation of `cell` checked against the oracle, then all that are right by turns.
-
-    `turn_of` makes the turn of one in a mode of the rows; `built`, what is measured of the case; `token_mask`, the
-    pairs that it attends where the shape does not say it. Who does not exist, is wrong, or raises before the first
-    round has rows that say so, and the others play. An error that leaves a device useless is raised, as everybody's.
-    """
-    inputs = attention_inputs(cell.case, device=run.device, seed=run.seed)
-    oracle = compute_oracle(*inputs, is_causal=cell.case.is_causal, mask=token_mask())
-    players = []
-    for name in cell.implementations:
-        rows = [row for row in cell.rows if row.implementation == name]
-        modes = {row.mode for row in rows}
-        broken = None
-        try:
-            with one_out_of_memory_error():
-                players.append(_player(name, built(name, cell.case, run.device), inputs, oracle, modes, turn_of))
-        except _errors_of_one() as error:
-            broken = outcome_of(error)
-            traceback.print_exc()
-        if broken is not None:
-            yield from (Sample(row=row, status=broken.status, message=broken.message) for row in rows)
-            release(run.device)  # raises what a kernel's fault makes of every later call
-    del oracle
-    samples = play(players, num_rounds)
-    by_name = {player.name: player for player in players}
-    for row in cell.rows:
-        if row.implementation in by_name:
-            player = by_name[row.implementation]
-            taken = samples[player.name, row.mode, row.quantity]
-            yield Sample(row=row, samples=taken, kernel=player.kernel, error=player.error)
 
 
 def play(players: Sequence[Player], num_rounds: int) -> dict[tuple[str, str, str], list[float]]:
@@ -122,21 +84,6 @@ def _errors_of_one() -> tuple[type[Exception], ...]:
     """What one implementation raises: our refusals, and what memory, compilers and drivers have to say."""
     compilers = compiler_errors() if importlib.util.find_spec("triton") else ()
     return (Unsupported, Disagreement, RuntimeError, ValueError, TypeError, *compilers)
-
-
-def _player(
-    name: str, built: Built, inputs: AttentionInputs, oracle: Oracle, modes: set[str], turn_of: TurnOf
-) -> Player:
-    """Disagreement where the results of `name` break the numerical contract."""
-    passes, function = Passes(built, inputs), built.attend
-    results = map(built.unpack, (*passes.forward(function), *passes.both(function)))
-    error = checked_error(oracle, dict(zip(RESULTS, results)), name)
-    calls: dict[str, Call] = {"forward": passes.forward, "forward_backward": passes.both}
-    if "backward" in modes:
-        output = function(*passes.leaves)  # the graph is made once, outside of the turns
-        calls["backward"] = lambda _: passes.backward(output)
-    turns = {mode: turn_of(function, call) for mode, call in calls.items() if mode in modes}
-    return Player(name=name, kernel=built.kernel, error=error, turns=turns)
 
 
 def long_turn(function: AttentionFunction, call: Call, device: str) -> Turn:
@@ -189,16 +136,61 @@ class AttentionByTurns(AttentionExperiment):
     cells = Experiment.cells
     rounds: Mapping[str, int] = ROUNDS
 
+    def built(self, name: str, case: Any, run: RunConfig) -> Built:
+        """What is measured as the implementation `name`."""
+        return build(name, case, run.device)
+
+    def token_mask(self, case: Any, run: RunConfig) -> Tensor | None:
+        """The pairs that are attended, where the case's shape does not say it."""
+        return None
+
     def turn_of(self, function: AttentionFunction, call: Call, device: str) -> Turn:
+        """The turn of what was built, in the mode of `call`."""
         return long_turn(function, call, device)
 
-    def built(self, name: str, shape: AttentionShape, device: str) -> Built:
-        return build(name, shape, device)
-
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """All implementations of a shape by turns, and the reasons of those that are left out."""
-        turn_of = partial(self.turn_of, device=run.device)
-        return measure_by_turns(cell, run, turn_of, num_rounds=self.rounds[run.device], built=self.built)
+        """Each implementation of the cell checked against the oracle, then all that are right by turns.
+
+        Who does not exist, is wrong, or raises before the first round has rows that say so, and the others play. An
+        error that leaves a device useless is raised, as everybody's.
+        """
+        inputs = attention_inputs(cell.case, device=run.device, seed=run.seed)
+        oracle = compute_oracle(*inputs, is_causal=cell.case.is_causal, mask=self.token_mask(cell.case, run))
+        players = []
+        for name in cell.implementations:
+            rows = [row for row in cell.rows if row.implementation == name]
+            broken = None
+            try:
+                with one_out_of_memory_error():
+                    players.append(self._player(name, {row.mode for row in rows}, cell.case, run, inputs, oracle))
+            except _errors_of_one() as error:
+                broken = outcome_of(error)
+                traceback.print_exc()
+            if broken is not None:
+                yield from (Sample(row=row, status=broken.status, message=broken.message) for row in rows)
+                release(run.device)  # raises what a kernel's fault makes of every later call
+        del oracle
+        samples = play(players, self.rounds[run.device])
+        by_name = {player.name: player for player in players}
+        for row in cell.rows:
+            if player := by_name.get(row.implementation):
+                taken = samples[player.name, row.mode, row.quantity]
+                yield Sample(row=row, samples=taken, kernel=player.kernel, error=player.error)
+
+    def _player(
+        self, name: str, modes: set[str], case: Any, run: RunConfig, inputs: AttentionInputs, oracle: Oracle
+    ) -> Player:
+        """Disagreement where the results of `name` break the numerical contract."""
+        built = self.built(name, case, run)
+        passes, function = Passes(built, inputs), built.attend
+        results = map(built.unpack, (*passes.forward(function), *passes.both(function)))
+        error = checked_error(oracle, dict(zip(RESULTS, results)), name)
+        calls: dict[str, Call] = {"forward": passes.forward, "forward_backward": passes.both}
+        if "backward" in modes:
+            output = function(*passes.leaves)  # the graph is made once, outside of the turns
+            calls["backward"] = lambda _: passes.backward(output)
+        turns = {mode: self.turn_of(function, call, run.device) for mode, call in calls.items() if mode in modes}
+        return Player(name=name, kernel=built.kernel, error=error, turns=turns)
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`interval(ours, theirs, shape=..., mode=...)`: where the median of the rounds' ratios lies with 95 %."""
