@@ -7,13 +7,17 @@ FLOPs, and FLOPs of softmax, norms and other pointwise work are not counted. Usa
     model_peak_bytes(case, "train_step") / 2**30                  # GiB that a training step is expected to need
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from cs336_systems.config import (
     ATTENTION_NAMES,
     BYTES_PER_ELEMENT,
+    MODES,
     SCORE_STORING_ATTENTION,
     AttentionShape,
+    MaskCase,
     ModelCase,
     ModelConfig,
     Precision,
@@ -30,6 +34,8 @@ LOSS_BACKWARD_COPIES = 3
 OPTIMIZER_TEMPORARY_BYTES = 256 * 2**20
 FLOAT32_BYTES = 4
 BOOL_BYTES = 1
+# Implementations whose memory grows with the square of the length, by the case that they run on.
+QUADRATIC = {AttentionShape: ("eager", "compiled"), MaskCase: ("eager", "tiled", "sdpa_mask")}
 
 
 # Attention
@@ -288,3 +294,16 @@ def _norm_bytes(precision: Precision) -> int:
 
 def _loss_logit_bytes(model: ModelConfig, batch: int, precision: Precision) -> int:
     return batch * model.context_length * model.vocab_size * max(FLOAT32_BYTES, _compute_bytes(precision))
+
+
+# Cases of any kind
+
+
+def predicted_peak_bytes(case: Any, implementation: str, modes: Iterable[str]) -> int:
+    """Closed form of what `implementation` needs on `case` in the largest of `modes`; 0 where there is none."""
+    if isinstance(case, ModelCase):
+        return 0 if implementation == "simulated" else model_peak_bytes(case, max(modes, key=MODES.index))
+    if implementation in QUADRATIC.get(type(case), ()):
+        shape = case.shape if isinstance(case, MaskCase) else case
+        return eager_attention_bytes(shape, max(modes, key=MODES.index))
+    return int(getattr(case, "predicted_bytes", 0))

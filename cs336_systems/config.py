@@ -145,6 +145,14 @@ class MaskCase:
         require_positive(self, "batch", "heads", "seqlen_q", "head_dim", "query_block", "key_block")
         require_choice(self, "dtype", DTYPES)
 
+    @property
+    def shape(self) -> AttentionShape:
+        """The same under the dense kernels' own masks."""
+        return AttentionShape(
+            batch=self.batch, heads=self.heads, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_q, head_dim=self.head_dim,
+            is_causal=self.mask == "causal", dtype=self.dtype,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:

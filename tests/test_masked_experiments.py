@@ -99,7 +99,7 @@ def test_the_verdict_on_lists_is_of_the_published_record(block_sparse):
 def test_implementations_of_documents_agree(name, mask):
     """Packed, padded and by lists: the same output and gradients, back in the common layout."""
     case = small_case(mask)
-    inputs = attention_inputs(masks.shape_of(case), device="cpu")
+    inputs = attention_inputs(case.shape, device="cpu")
     dense = mask_of(case, "cpu", 0).to_dense()
     leaves = [x.double().requires_grad_() for x in inputs[:3]]
     expected = attention_reference(*leaves, mask=dense)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from cs336_systems.config import ModelCase, ModelConfig, RunConfig
 from cs336_systems.experiments import benchmarking_script, models
 from cs336_systems.experiments.benchmarking_script import measure_warmup
-from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cell
+from cs336_systems.experiments.models import MODEL_MODES, measure_model
 from cs336_systems.experiments.spec import Cell, Disagreement, Row
 from tests.broken_models import Bigram
 
@@ -68,7 +68,7 @@ def run_with(model: type[nn.Module]) -> RunConfig:
 
 
 def cell_of(*modes: str) -> Cell:
-    return model_cell(CASE, "eager", tuple(Row(mode, "time", "ms", CASE) for mode in modes))
+    return Cell(case=CASE, implementation="eager", rows=tuple(Row(mode, "time", "ms", CASE) for mode in modes))
 
 
 @pytest.mark.parametrize("mode", MODEL_MODES)

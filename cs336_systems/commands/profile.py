@@ -28,7 +28,6 @@ from cs336_systems.commands.shared import (
 from cs336_systems.measure.text import in_one_line, printable
 
 if TYPE_CHECKING:
-    from cs336_systems.config import AttentionShape, ModelCase
     from cs336_systems.experiments.profiled import Prepared
     from cs336_systems.measure.trace import Trace
 
@@ -63,6 +62,7 @@ def profile(
 ) -> None:
     """Run one case under a profiler: where the time goes, as tables, and a trace for https://ui.perfetto.dev."""
     with one_line_errors(context_length="context"), ends_at_a_signal("interrupted"):
+        from cs336_systems.accounting import predicted_peak_bytes
         from cs336_systems.config import RunConfig
         from cs336_systems.device import get_device_info, interpret_kernels, resolve_device
         from cs336_systems.measure.vendor import TOOLS
@@ -99,7 +99,7 @@ def profile(
         if model is not None:
             search_current_folder()
         run = RunConfig(scale="handout" if kind == "cuda" else "smoke", device=kind, model=model)
-        if why := predicted_overflow(_predicted_bytes(parsed, implementation, mode), get_device_info(kind)):
+        if why := predicted_overflow(predicted_peak_bytes(parsed, implementation, [mode]), get_device_info(kind)):
             typer.echo(f"error: {why}", err=True)
             raise typer.Exit(EXIT_NOTHING_MEASURED)
         typer.echo(f"profiling {case} on {kind}: {warmup} warm-up and {steps} profiled step{'s' * (steps != 1)}")
@@ -125,15 +125,6 @@ def profile(
     if interprets:
         typer.echo("Triton's kernels ran on its interpreter: their times are NumPy's and say nothing of a GPU")
     typer.echo(f"trace: {path} (open it in https://ui.perfetto.dev)")
-
-
-def _predicted_bytes(case: ModelCase | AttentionShape, implementation: str, mode: str) -> int:
-    from cs336_systems.accounting import eager_attention_bytes, flash_attention_bytes, model_peak_bytes
-    from cs336_systems.config import ModelCase
-
-    if isinstance(case, ModelCase):
-        return model_peak_bytes(case, mode)
-    return (eager_attention_bytes if implementation == "eager" else flash_attention_bytes)(case, mode)
 
 
 @contextmanager

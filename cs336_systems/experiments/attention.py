@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cs336_systems.accounting import attention_flops, eager_attention_bytes, tflops_per_s
+from cs336_systems.accounting import attention_flops, tflops_per_s
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import PEERS, AttentionFunction, Built, build, without_overhead
-from cs336_systems.experiments.mask_implementations import is_plain, mask_of, shape_of
+from cs336_systems.experiments.mask_implementations import is_plain, mask_of
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
 from cs336_systems.experiments.tables import Pivot, TableSpec
 from cs336_systems.inputs import AttentionInputs, attention_inputs
@@ -111,9 +111,7 @@ def attention_cell(shape: AttentionShape, implementation: str, run: RunConfig, r
     """A cell that reports `rows`, on a CPU without those that CUDA's allocator fills."""
     if run.device == "cpu":
         rows = tuple(row for row in rows if row not in (PEAK, BEFORE_BACKWARD))
-    quadratic = implementation in ("eager", "compiled")
-    predicted = eager_attention_bytes(shape, "forward_backward") if quadratic else 0
-    return Cell(case=shape, implementation=implementation, rows=rows, predicted_bytes=predicted)
+    return Cell(case=shape, implementation=implementation, rows=rows)
 
 
 def settle(call: Callable[[], object]) -> None:
@@ -168,7 +166,7 @@ def measure_attention(
     does. `take` gives the samples of a part in the place of calls one by one. An interpreted call says nothing of speed
     and takes seconds: the one that was checked is its only sample.
     """
-    shape = cell.case if masked is None else shape_of(masked)
+    shape = cell.case if masked is None else masked.shape
     built = built or build(cell.implementation, shape, run.device)
     given = (shape, run.device, run.seed, sum_loss)
     inputs, device, kernel = inputs_of(*given), run.device, built.kernel

@@ -11,9 +11,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from cs336_systems.accounting import eager_attention_bytes
 from cs336_systems.config import AttentionShape, Axes, MaskCase
-from cs336_systems.experiments.mask_implementations import shape_of
 from cs336_systems.experiments.spec import Cell
 
 CHOSEN = "-chosen"  # ends the names of folders whose cases are no problem's own
@@ -39,10 +37,7 @@ def choose_cells(problem: str, cells: Sequence[Cell], axes: Axes) -> list[Cell]:
         if not any(row.quantity not in OF_THE_MASK for row in rows):
             continue
         for case in _cases(cell.case, axes):
-            shape = case if isinstance(case, AttentionShape) else shape_of(case)
-            predicted = cell.predicted_bytes and eager_attention_bytes(shape, "forward_backward")
-            one = replace(cell, case=case, rows=rows, predicted_bytes=predicted)
-            chosen.setdefault((case, cell.implementation), one)
+            chosen.setdefault((case, cell.implementation), replace(cell, case=case, rows=rows))
     # Implementations of a case share its inputs and its oracle, so that they are measured one after the other.
     places = {case: place for place, case in enumerate(dict.fromkeys(case for case, _ in chosen))}
     return sorted(chosen.values(), key=lambda cell: places[cell.case])

@@ -6,7 +6,7 @@ from typing import Any
 
 from cs336_systems.config import DTypeName, Precision, RunConfig
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cases, model_cell
+from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cases
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pick, Pivot, Wide
 from cs336_systems.measure.precision import AUTOCAST_TENSORS, autocast_dtypes, norm_in
@@ -55,7 +55,8 @@ class BenchmarkingMixedPrecision(Experiment):
             if run.scale != "handout" and not case.model.name.endswith("-proxy"):
                 continue  # a CPU without bfloat16 units takes many seconds for a step of a real model in it
             case = replace(case, warmup=2 if run.scale == "handout" else 0)
-            cells += [model_cell(replace(case, precision=precision), "eager", times) for precision in PRECISIONS]
+            of_precisions = [replace(case, precision=precision) for precision in PRECISIONS]
+            cells += [Cell(case=one, implementation="eager", rows=times) for one in of_precisions]
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:

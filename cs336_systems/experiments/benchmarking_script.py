@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cases, model_cell, require_finite
+from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cases, require_finite
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Difference, Pick, Ratio, Wide
 from cs336_systems.measure.timing import time_once
@@ -53,7 +53,7 @@ class BenchmarkingScript(Experiment):
             for mode in MODEL_MODES:
                 cases = [replace(case, warmup=warmup) for warmup in WARMUPS]
                 rows = tuple(Row(mode, "time", "ms", one) for one in cases)
-                cells.append(model_cell(cases[0], "eager", rows, fresh_process=True))
+                cells.append(Cell(case=cases[0], implementation="eager", rows=rows, fresh_process=True))
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:

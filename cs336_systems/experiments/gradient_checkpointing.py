@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from cs336_systems.accounting import model_peak_bytes
 from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig, proxy_model
 from cs336_systems.experiments import model_memory as memory
 from cs336_systems.experiments.figures import Bars
@@ -89,10 +88,8 @@ class GradientCheckpointing(Experiment):
         """Peak and time of a step by strategy; and what is stored between forward and backward."""
         cells = []
         for case, implementation in _strategies(run):
-            simulated = implementation == "simulated"
-            rows = (PEAK, ADDED) if simulated else (PEAK, ADDED, TIME)
-            predicted = 0 if simulated else model_peak_bytes(case, "train_step")
-            cells.append(Cell(case=case, implementation=implementation, rows=rows, predicted_bytes=predicted))
+            rows = (PEAK, ADDED) if implementation == "simulated" else (PEAK, ADDED, TIME)
+            cells.append(Cell(case=case, implementation=implementation, rows=rows))
         model = replace(MODEL_SIZES["xl"], context_length=2048) if run.scale != "tiny" else proxy_model("xl", 64)
         measured = ("eager", "compiled") if run.device == "cuda" else ()
         for blocks, name in ((1, "none"), (4, "none"), (4, "2"), (4, "1")):

@@ -20,6 +20,7 @@ from platform import python_version
 from typing import Any, Literal, TextIO
 
 from cs336_systems import __version__
+from cs336_systems.accounting import predicted_peak_bytes
 from cs336_systems.config import RunConfig
 from cs336_systems.device import DeviceInfo, get_device_info
 from cs336_systems.experiments.axes import CHOSEN, choose_cells
@@ -254,14 +255,22 @@ def planned_cells(problem: str, run: RunConfig, implementations: Iterable[str] =
     """All cells of `problem`. Of `implementations` those named `package.module:Name`, a reader's own, are planned too:
     they have a cell on each case, or take turns with the others of its cell."""
     found = PROBLEMS[problem]
-    cells = [replace(cell, problem=problem) for cell in choose_cells(problem, found.cells(run), run.axes)]
+    cells = choose_cells(problem, found.cells(run), run.axes)
     own = [name for name in implementations if ":" in name]
     if found.by_turns:
-        return [replace(cell, rows=(*cell.rows, *_own_rows(cell, own))) for cell in cells]
-    first: dict[Any, Cell] = {}  # of each case
-    for cell in cells:
-        first.setdefault(cell.case, cell)
-    return [*cells, *(replace(cell, implementation=name) for name in own for cell in first.values())]
+        cells = [replace(cell, rows=(*cell.rows, *_own_rows(cell, own))) for cell in cells]
+    else:
+        first: dict[Any, Cell] = {}  # of each case
+        for cell in cells:
+            first.setdefault(cell.case, cell)
+        cells += [replace(cell, implementation=name) for name in own for cell in first.values()]
+    return [_complete(problem, cell) for cell in cells]
+
+
+def _complete(problem: str, cell: Cell) -> Cell:
+    modes = [row.mode for row in cell.rows]
+    predicted = cell.predicted_bytes or predicted_peak_bytes(cell.case, cell.implementation, modes)
+    return replace(cell, problem=problem, predicted_bytes=predicted)
 
 
 def _own_rows(cell: Cell, own: Iterable[str]) -> Iterator[Row]:

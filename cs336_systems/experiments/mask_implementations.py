@@ -18,7 +18,7 @@ from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import choose_keys, mask_chosen, shared_keys_attention
 from cs336_systems.attention.masks import parse_mask
 from cs336_systems.attention.masks.parse import random_bias
-from cs336_systems.config import AttentionShape, MaskCase, RunConfig
+from cs336_systems.config import MaskCase, RunConfig
 from cs336_systems.experiments.implementations import (
     FLEX_BLOCK,
     Built,
@@ -70,20 +70,12 @@ def document_lengths(case: MaskCase) -> list[int]:
     return [int(length) for length in argument.split(",")]
 
 
-def shape_of(case: MaskCase) -> AttentionShape:
-    """`case` under the dense kernels' own masks."""
-    return AttentionShape(
-        batch=case.batch, heads=case.heads, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_q, head_dim=case.head_dim,
-        is_causal=case.mask == "causal", dtype=case.dtype,
-    )  # fmt: skip
-
-
 # Ours
 
 
 def _ours(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     """Our best path for the mask: dense, varlen, gathered keys, dilated by reshape; lists for every other."""
-    build(backend, shape_of(case), run.device)  # refuses what does not run here
+    build(backend, case.shape, run.device)  # refuses what does not run here
     kind, argument, causal = mask_parts(case.mask)
     kernel = ran(kind, run.device)
     if is_plain(case.mask):
@@ -119,7 +111,7 @@ def _ours(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Buil
 
 def _lists(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     """Our kernels that walk the mask's lists; those of documents and of each query's keys change from call to call."""
-    build(backend, shape_of(case), run.device)  # refuses what does not run here
+    build(backend, case.shape, run.device)  # refuses what does not run here
     if backend == "hopper" and (case.query_block < MIN_HOPPER_BLOCK[0] or case.key_block < MIN_HOPPER_BLOCK[1]):
         raise Unsupported(f"hopper walks lists of tiles of at least {MIN_HOPPER_BLOCK}")
     kind, argument, causal = mask_parts(case.mask)
@@ -142,7 +134,7 @@ def _lists(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Bui
 def _dense(name: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     if not is_plain(case.mask):
         raise Unsupported(f"{name} takes no mask but the causal one")
-    return build(name, shape_of(case), run.device)
+    return build(name, case.shape, run.device)
 
 
 def _torch_varlen(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
@@ -199,7 +191,7 @@ def _flex(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     if run.device == "cpu":
         raise Unsupported("compiled FlexAttention is measured on a GPU: on CPU it compiles anew for each mask")
     if case.mask == "full":
-        return build("flex", shape_of(case), run.device)
+        return build("flex", case.shape, run.device)
     if min(case.query_block, case.key_block) < FLEX_BLOCK:
         raise Unsupported(f"FlexAttention's backward has no kernel for mask tiles below {FLEX_BLOCK} (PyTorch 2.11)")
     return Built(attend=partial(compiled_flex(dynamic=False), block_mask=mask.to_flex(_predicate(case, mask))))
@@ -207,7 +199,7 @@ def _flex(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
 
 def _flex_flash(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     """The same by FlashAttention-4's kernels."""
-    build("fa4", shape_of(case), run.device)  # which it needs
+    build("fa4", case.shape, run.device)  # which it needs
     flex: Any = _flex(case, mask, run).attend
     return Built(attend=partial(flex, kernel_options={"BACKEND": "FLASH"}))
 
@@ -219,8 +211,8 @@ def _flash_attention_4(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built
     kind, argument, causal = mask_parts(case.mask)
     if kind == "window":
         window = {"causal": True, "window_size": (int(argument) - 1, 0)}
-        return Built(attend=flash_attention_4(shape_of(case), run.device, **window))
-    build("fa4", shape_of(case), run.device)  # refuses what does not run here
+        return Built(attend=flash_attention_4(case.shape, run.device, **window))
+    build("fa4", case.shape, run.device)  # refuses what does not run here
     from flash_attn.cute import flash_attn_varlen_func
 
     lengths = document_lengths(case)

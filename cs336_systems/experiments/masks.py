@@ -17,12 +17,12 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, eager_attention_bytes
+from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR
 from cs336_systems.config import DTypeName, MaskCase, RunConfig
 from cs336_systems.experiments.attention import BACKWARD, BOTH, FORWARD, MODE_WORDS, PEAK, measure_attention
 from cs336_systems.experiments.frames import dicts, digits, pick, speed
 from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_of, mask_parts, shape_of
+from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_of, mask_parts
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample
 from cs336_systems.experiments.tables import Listing, Pivot, TableSpec
 from cs336_systems.experiments.turns import AttentionByTurns
@@ -49,7 +49,6 @@ FAMILIES = {  # of a mask's pattern, without its numbers; whether dense attentio
     "dilated+causal": ("causal dilated", True),
 }
 BUILT_ANEW = {"document": "triton_lists", "shared": "triton", "topk": "triton"}  # whose build is timed, by mask
-DENSE_MASK = ("eager", "tiled", "sdpa_mask")  # implementations that hold a (queries, keys) tensor
 
 
 def mask_cell(case: MaskCase, implementation: str, run: RunConfig) -> Cell:
@@ -60,9 +59,7 @@ def mask_cell(case: MaskCase, implementation: str, run: RunConfig) -> Cell:
     rows = [DENSITY, BLOCK_DENSITY, FORWARD, BACKWARD, BOTH]
     rows += [MASK_TIME] if BUILT_ANEW.get(mask_parts(case.mask)[0]) == implementation else []
     rows += [PEAK] if run.device == "cuda" else []
-    quadratic = implementation in DENSE_MASK
-    predicted = eager_attention_bytes(shape_of(case), "forward_backward") if quadratic else 0
-    return Cell(case=case, implementation=implementation, rows=tuple(rows), predicted_bytes=predicted)
+    return Cell(case=case, implementation=implementation, rows=tuple(rows))
 
 
 def names_of(run: RunConfig, peers: tuple[str, ...], ours: tuple[str, ...] = ("triton",)) -> tuple[str, ...]:

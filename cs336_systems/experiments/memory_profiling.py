@@ -118,8 +118,7 @@ class MemoryProfiling(Experiment):
                     units |= {f"timeline.{category}": "MiB" for category in CATEGORIES}
                 rows = tuple(Row(mode, quantity, unit) for quantity, unit in units.items())
                 rows += memory.ranked_rows(mode, "allocation") if drawn else ()
-                predicted = model_peak_bytes(case, mode) if implementation != "simulated" else 0
-                cells.append(Cell(case=case, implementation=implementation, rows=rows, predicted_bytes=predicted))
+                cells.append(Cell(case=case, implementation=implementation, rows=rows))
         model, contexts = (MODEL_SIZES["xl"], (512, 2048)) if run.scale != "tiny" else (proxy_model("xl", 64), (128,))
         measured = ("eager", "compiled") if run.device == "cuda" else ()
         for context in contexts:

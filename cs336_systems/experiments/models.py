@@ -8,10 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.accounting import model_peak_bytes
 from cs336_systems.config import HANDOUT_SIZES, MODEL_SIZES, ModelCase, RunConfig, proxy_model
 from cs336_systems.device import has_cxx_compiler
-from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported
+from cs336_systems.experiments.spec import Cell, Disagreement, Sample, Unsupported
 from cs336_systems.inputs import token_batch
 from cs336_systems.measure.memory import release
 from cs336_systems.measure.timing import MIN_SAMPLES, time_calls, time_once
@@ -36,18 +35,6 @@ def model_cases(run: RunConfig) -> list[ModelCase]:
         models = [replace(model, context_length=128) for model in (MODEL_SIZES["small"], proxy_model("medium"))]
     batch = 4 if run.scale == "handout" else 1
     return [ModelCase(model=model, batch=batch, attention="reference") for model in models]
-
-
-def model_cell(case: ModelCase, implementation: str, rows: tuple[Row, ...], fresh_process: bool = False) -> Cell:
-    """A cell on `case`; its predicted bytes are those of the largest mode that it promises."""
-    modes = [mode for mode in MODEL_MODES if any(row.mode == mode for row in rows)]
-    return Cell(
-        case=case,
-        implementation=implementation,
-        rows=rows,
-        predicted_bytes=model_peak_bytes(case, modes[-1]),
-        fresh_process=fresh_process,
-    )
 
 
 class TrainingStep:

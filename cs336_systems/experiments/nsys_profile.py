@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cs336_systems.config import MODEL_SIZES, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cell, require_finite
+from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, require_finite
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Listing, Pick, Ratio, Wide
 from cs336_systems.measure.capture import capture
@@ -112,7 +112,7 @@ class NsysProfile(Experiment):
             autocast = Precision(autocast="bfloat16")
             cases += [replace(case, precision=autocast) for case in cases if case.model.context_length == 512]
         rows = tuple(row for mode in MODEL_MODES for row in profile_rows(mode))
-        return [model_cell(case, "eager", rows) for case in cases]
+        return [Cell(case=case, implementation="eager", rows=rows) for case in cases]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """Wall clock and profile of each mode; Disagreement if logits or loss are not finite."""

@@ -201,7 +201,7 @@ def step_cell(case: Any, implementation: str, memory: Sequence[str], traced: Seq
     """The cell of a step's time, those quantities of `memory`, and the traced modes."""
     rows = [Row("train_step", "time", "ms"), *(Row("train_step", name, "MiB") for name in memory)]
     rows += [Row(mode, name, "ms") for mode in traced for name in TRACED]
-    return Cell(case=case, implementation=implementation, rows=tuple(rows), predicted_bytes=case.predicted_bytes)
+    return Cell(case=case, implementation=implementation, rows=tuple(rows))
 
 
 @dataclass(frozen=True, kw_only=True)

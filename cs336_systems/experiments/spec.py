@@ -85,7 +85,7 @@ class Cell:
     rows: tuple[Row, ...]
     problem: str = ""  # filled in by `planned_cells`
     fresh_process: bool = False  # measure in a process that has done nothing before (warm-up effects)
-    predicted_bytes: int = 0  # closed form of the peak, by which a CPU run skips what cannot fit
+    predicted_bytes: int = 0  # of the peak, by which a CPU run skips what cannot fit; filled in where accounting knows
 
     @property
     def group(self) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from cs336_systems.config import ModelCase, RunConfig, proxy_model
 from cs336_systems.experiments.attention import BACKWARD, FORWARD, attention_cell
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import with_speeds
-from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cases, model_cell
+from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cases
 from cs336_systems.experiments.pytorch_attention import PyTorchAttention
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pivot
@@ -42,8 +42,8 @@ class TorchCompile(Experiment):
             narrow = replace(narrow, name="medium-2-layer-proxy", num_layers=2, context_length=128)
             cases = [replace(cases[0], model=narrow, warmup=1)]
         for case in cases:
-            cells.append(model_cell(case, "eager", times))
-            cells.append(model_cell(case, "compiled", compile_rows + times))
+            cells.append(Cell(case=case, implementation="eager", rows=times))
+            cells.append(Cell(case=case, implementation="compiled", rows=compile_rows + times))
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
