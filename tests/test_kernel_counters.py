@@ -3,19 +3,14 @@
 import csv
 import io
 
+import pandas as pd
 import pytest
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import kernel_counters
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Unsupported
-from cs336_systems.measure.counters import (
-    COUNTERS,
-    CountersUnavailableError,
-    KernelCounters,
-    parse_counters,
-    read_counters,
-)
+from cs336_systems.measure.counters import COUNTERS, CountersUnavailableError, parse_counters, read_counters
 
 MEASURE = PROBLEMS["kernel_counters"].measure
 HANDOUT = RunConfig(scale="handout", device="cuda")
@@ -58,24 +53,25 @@ def ncu(tmp_path, monkeypatch):
 
 
 def test_numbers_come_in_our_units():
-    first, second = parse_counters(ncu_page({"a<1, 2>": a_kernel("1,250,000"), "b": a_kernel("2000", busy="75.5")}))
-    assert (first.name, second.name) == ("a<1, 2>", "b")
-    assert first.values["kernel_time"] == pytest.approx(1.25) and second.values["kernel_time"] == pytest.approx(0.002)
-    assert second.values["tensor_pipe"] == pytest.approx(0.755) and first.values["sm_clock"] == pytest.approx(1.5)
-    assert first.values["stall_gmma"] == 0.5 and set(first.values) == set(COUNTERS)
+    kernels = parse_counters(ncu_page({"a<1, 2>": a_kernel("1,250,000"), "b": a_kernel("2000", busy="75.5")}))
+    assert kernels["name"].tolist() == ["a<1, 2>", "b"] and [*kernels] == ["name", *COUNTERS]
+    assert kernels["kernel_time"].tolist() == pytest.approx([1.25, 0.002])
+    assert kernels["tensor_pipe"].tolist() == pytest.approx([0.5, 0.755])
+    assert kernels["sm_clock"].tolist() == pytest.approx([1.5, 1.5])
+    assert kernels["stall_gmma"].tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("absent", ["", "n/a", "nan"])
-def test_a_counter_that_the_gpu_lacks_is_left_out(absent):
+def test_a_counter_that_the_gpu_lacks_has_no_number(absent):
     gmma = COUNTERS["stall_gmma"][0]
-    (kernel,) = parse_counters(ncu_page({"a": a_kernel("5") | {gmma: absent}}))
-    assert set(COUNTERS) - set(kernel.values) == {"stall_gmma"}
+    kernels = parse_counters(ncu_page({"a": a_kernel("5") | {gmma: absent}}))
+    assert [name for name in kernels if kernels[name].isna().any()] == ["stall_gmma"]
 
 
 def test_other_units_are_refused_and_no_table_is_no_kernel():
     with pytest.raises(ValueError, match="ncu's gpu__time_duration.sum must be in ns, got 'us'"):
         parse_counters(ncu_page({"a": a_kernel("5")}, UNITS | {"gpu__time_duration.sum": "us"}))
-    assert parse_counters("==PROF== Disconnected\nnothing was profiled\n") == []
+    assert parse_counters("==PROF== Disconnected\nnothing was profiled\n").empty
 
 
 @pytest.mark.parametrize(
@@ -95,17 +91,17 @@ def cells(run: RunConfig = HANDOUT):
 
 
 def test_the_longest_kernels_of_both_passes_are_recorded(monkeypatch):
-    def kernel(name: str, milliseconds: float) -> KernelCounters:
-        values = dict.fromkeys(COUNTERS, 0.25) | {"kernel_time": milliseconds}
-        values.pop("stall_drain")
-        return KernelCounters(name=name, values=values)
+    def kernel(name: str, milliseconds: float) -> dict[str, object]:
+        values = dict.fromkeys(COUNTERS, 0.25) | {"kernel_time": milliseconds, "stall_drain": float("nan")}
+        return {"name": name} | values
 
     asked = []
 
-    def read(arguments: list[str]) -> list[KernelCounters]:
+    def read(arguments: list[str]) -> pd.DataFrame:
         asked.append(arguments)
         forward = [kernel("copy", 0.1), kernel("attend", 2.0)]
-        return forward if "forward" in arguments else [*forward, kernel("delta", 0.2), kernel("dkv", 1.0)]
+        both = [*forward, kernel("delta", 0.2), kernel("dkv", 1.0)]
+        return pd.DataFrame(forward if "forward" in arguments else both)
 
     monkeypatch.setattr(kernel_counters, "read_counters", read)
     monkeypatch.setattr(kernel_counters, "build", lambda *_: None)
@@ -127,10 +123,7 @@ def test_no_gpu_and_no_access_are_reasons(monkeypatch):
     with pytest.raises(Unsupported, match="a CPU has no counters"):
         list(MEASURE(cells(run)[0], run))
 
-    def refuse(arguments: list[str]) -> list[KernelCounters]:
-        raise CountersUnavailableError("ncu is not on PATH")
-
-    monkeypatch.setattr(kernel_counters, "read_counters", refuse)
+    monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(kernel_counters, "build", lambda *_: None)
     with pytest.raises(Unsupported, match="ncu is not on PATH"):
         list(MEASURE(cells()[0], HANDOUT))

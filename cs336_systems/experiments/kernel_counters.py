@@ -17,7 +17,7 @@ from cs336_systems.experiments.frames import dicts, digits, pick
 from cs336_systems.experiments.implementations import build
 from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pick, Wide
-from cs336_systems.measure.counters import COUNTERS, STALL, CountersUnavailableError, KernelCounters, read_counters
+from cs336_systems.measure.counters import COUNTERS, STALL, CountersUnavailableError, read_counters
 
 MODES = ("forward", "backward")
 READY = (f"{STALL}selected", f"{STALL}not_selected")  # no waits: issued, or ready while another warp was
@@ -49,12 +49,16 @@ class KernelCounts(AttentionExperiment):
             both = read_counters(profile_arguments(name, shape, "forward_backward"))
         except CountersUnavailableError as error:
             raise Unsupported(str(error)) from error
-        kernels = dict(zip(MODES, longest_of_passes(forward, both)))
+        longest = {}
+        for mode, kernels in zip(MODES, (forward, both[~both["name"].isin(forward["name"])])):
+            if kernels.empty:
+                raise RuntimeError(f"ncu saw no kernel of the {mode} pass")
+            longest[mode] = dicts(kernels.sort_values("kernel_time"))[-1]
         for row in self.rows:
-            kernel = kernels[row.mode]
-            found = [kernel.values[row.quantity]] if row.quantity in kernel.values else []
+            kernel = longest[row.mode]
+            found = [] if pd.isna(kernel[row.quantity]) else [float(kernel[row.quantity])]
             why = "" if found else "this GPU has no such counter"
-            yield Sample(row=row, kernel=kernel.name, samples=found, message=why)
+            yield Sample(row=row, kernel=kernel["name"], samples=found, message=why)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         return super().columns(row) | {"percent": 100 * row["median"]}
@@ -101,18 +105,3 @@ def profile_arguments(implementation: str, shape: AttentionShape, mode: str) -> 
     mask = "--causal" if shape.is_causal else "--full"
     options = ["--implementation", implementation, "--precision", shape.dtype, mask, "--device", "cuda", "--steps", "1"]
     return ["profile", sizes, "--mode", mode, *options]
-
-
-def longest_of_passes(
-    forward: list[KernelCounters], both: list[KernelCounters]
-) -> tuple[KernelCounters, KernelCounters]:
-    """The longest kernel of the forward pass, and of `both` passes the longest that the forward does not run.
-
-    RuntimeError where a pass has none.
-    """
-    names = {kernel.name for kernel in forward}
-    backward = [kernel for kernel in both if kernel.name not in names]
-    if not forward or not backward:
-        raise RuntimeError(f"ncu saw {len(forward)} kernels of the forward pass and {len(backward)} of the backward")
-    longest, other = (max(kernels, key=lambda one: one.values["kernel_time"]) for kernels in (forward, backward))
-    return longest, other

@@ -1,8 +1,7 @@
 """What the GPU's own counters say of a kernel, read by NVIDIA's Nsight Compute (`ncu`): what limits it.
 
-    output = read_counters(["profile", "1x16x16384x64", "--mode", "forward", ...])   # kernels of that call, in order
-    kernel = max(output, key=lambda kernel: kernel.values["kernel_time"])
-    kernel.values["tensor_pipe"]                                                      # share of its cycles
+    kernels = read_counters(["profile", "1x16x16384x64", "--mode", "forward", ...])   # of that call, in order
+    kernels.sort_values("kernel_time")["tensor_pipe"]                                 # shares of their cycles
 
 ncu runs a kernel several times, a few counters each, alone and with cold caches: times are not those of a benchmark,
 and the clock is one that a GPU without other load holds. Shares of cycles and waits hold for the kernel all the same.
@@ -11,13 +10,13 @@ Metrics are named as in Nsight Compute's documentation; those of stalls as in it
 
 from __future__ import annotations
 
-import csv
 import io
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import pandas as pd
 
 # What a warp waits for between two of its instructions, in cycles for each instruction that is issued.
 STALLS = (
@@ -38,7 +37,6 @@ COUNTERS: dict[str, tuple[str, str, str, float]] = {
         for reason in STALLS
     },
 }
-NO_COUNTERS = ("", "n/a", "nan")  # what ncu writes for a metric that the GPU lacks
 TIMEOUT_S = 300.0
 
 
@@ -46,33 +44,21 @@ class CountersUnavailableError(Exception):
     """ncu is not there, or may not read this GPU's counters; the message says which."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelCounters:
-    """One launch: the kernel's name, and the quantities of COUNTERS that the GPU has."""
-
-    name: str
-    values: dict[str, float]  # unit "1": shares; of stalls, cycles that a warp waits for each of its instructions
-
-
-def counters_command(arguments: Sequence[str]) -> list[str]:
-    """`cs336-systems ARGUMENTS --tool api` under ncu: its CSV on standard output, clocks left as they are."""
-    return [
-        shutil.which("ncu") or "ncu", "--csv", "--page=raw", "--print-units=base", "--clock-control=none",
-        "--profile-from-start=off", "--target-processes=all",
-        f"--metrics={','.join(metric for metric, *_ in COUNTERS.values())}",
-        sys.executable, "-m", "cs336_systems", *arguments, "--tool", "api",
-    ]  # fmt: skip
-
-
-def read_counters(arguments: Sequence[str]) -> list[KernelCounters]:
-    """The kernels that `cs336-systems ARGUMENTS` runs between the profiler's start and stop, in order.
+def read_counters(arguments: Sequence[str]) -> pd.DataFrame:
+    """The kernels that `cs336-systems ARGUMENTS` runs between the profiler's start and stop, as `parse_counters`.
 
     CountersUnavailableError where there is no ncu or it has no access; RuntimeError with ncu's last line where the
     command fails otherwise.
     """
     if shutil.which("ncu") is None:
         raise CountersUnavailableError("ncu is not on PATH")
-    done = subprocess.run(counters_command(arguments), capture_output=True, text=True, timeout=TIMEOUT_S)
+    metrics = ",".join(metric for metric, *_ in COUNTERS.values())
+    command = [
+        "ncu", "--csv", "--page=raw", "--print-units=base", "--clock-control=none", "--profile-from-start=off",
+        "--target-processes=all", f"--metrics={metrics}", sys.executable, "-m", "cs336_systems", *arguments,
+        "--tool", "api",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     messages = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("==ERROR==")]
     for message in messages:
         if "ERR_NVGPUCTRPERM" in message or "initialize the profiler" in message or "not supported" in message:
@@ -83,22 +69,23 @@ def read_counters(arguments: Sequence[str]) -> list[KernelCounters]:
     return parse_counters(done.stdout)
 
 
-def parse_counters(text: str) -> list[KernelCounters]:
-    """The kernels of ncu's raw CSV page, between whatever else the program printed; ValueError on other units."""
+def parse_counters(text: str) -> pd.DataFrame:
+    """A row for each kernel on ncu's raw CSV page, in order: its `name`, and the quantities of COUNTERS in our units.
+
+    The page stands between whatever else the program printed. A counter that the GPU lacks is NaN; ValueError where ncu
+    has one in another unit than COUNTERS.
+    """
     lines = [line for line in text.splitlines() if line.startswith('"')]
-    header = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if header is None:
-        return []
-    units, *rows = csv.DictReader(io.StringIO("\n".join(lines[header:])))
-    kernels = []
-    for row in rows:
-        values = {}
-        for quantity, (metric, unit, _, factor) in COUNTERS.items():
-            value = row.get(metric, "").lower()
-            if value in NO_COUNTERS:
-                continue
-            if unit and units[metric].lower() != unit:
-                raise ValueError(f"ncu's {metric} must be in {unit}, got {units[metric]!r}")
-            values[quantity] = float(value.replace(",", "")) * factor
-        kernels.append(KernelCounters(name=row["Kernel Name"], values=values))
-    return kernels
+    while lines and not lines[0].startswith('"ID"'):
+        del lines[0]
+    page = io.StringIO("\n".join(lines or ['"Kernel Name"']))
+    units = pd.read_csv(page, nrows=1)  # the row below the header
+    page.seek(0)
+    kernels = pd.read_csv(page, skiprows=[1], thousands=",")
+    found = pd.DataFrame({"name": kernels["Kernel Name"]})
+    for quantity, (metric, unit, _, factor) in COUNTERS.items():
+        values = kernels.get(metric, pd.Series(dtype=float))
+        if unit and values.notna().any() and units[metric][0].lower() != unit:
+            raise ValueError(f"ncu's {metric} must be in {unit}, got {units[metric][0]!r}")
+        found[quantity] = values * factor
+    return found
