@@ -1,7 +1,5 @@
 """`cs336-systems memory`: how much memory a model's forward or training step needs on a GPU, from any machine."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -7,8 +7,6 @@ The trace is also a file that https://ui.perfetto.dev opens, if `path` says wher
 out of git, under a results folder's logs.
 """
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence

@@ -8,8 +8,6 @@ and the clock is one that a GPU without other load holds. Shares of cycles and w
 Metrics are named as in Nsight Compute's documentation; those of stalls as in its section of warp states.
 """
 
-from __future__ import annotations
-
 import io
 import shutil
 import subprocess

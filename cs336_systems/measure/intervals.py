@@ -6,8 +6,6 @@
 An interval is (start, end) in any one unit; the lists that these functions return are sorted and disjoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 Interval = tuple[float, float]

@@ -9,8 +9,6 @@ where there is no GPU, those of the profiler's CPU operators. The rules are read
 what none matches is `other`, which tables show, so that a new library's kernels are seen and not miscounted.
 """
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 

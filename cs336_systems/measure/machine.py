@@ -6,8 +6,6 @@
 Upper bounds by measurement, to set beside the vendor's sheet (`device.PEAKS`) and the kernels' rates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

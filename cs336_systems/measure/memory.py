@@ -1,7 +1,5 @@
 """Memory of closures, in bytes: peaks read from CUDA's allocator, and what autograd keeps, on any device."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

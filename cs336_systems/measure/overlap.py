@@ -8,8 +8,6 @@ operators of ATen compute, and gloo's own spans, which it records in its threads
 spins while it waits for other ranks, so that communication includes their delay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ autocast_dtypes("cuda", "float16")          # {"fc1 output": "float16", "layer n
 norm_in("float16", scale=300.0)             # two fifths of the squares are infinite: the output is zero
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -10,8 +10,6 @@ otherwise is put in by hand: the allocator's rounding and the kernels' own tempo
 functions that autocast computes in float32 there and not on a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

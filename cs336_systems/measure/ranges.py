@@ -17,8 +17,6 @@ Ranges cost host time: measure a step's wall clock without them. A range covers 
 autograd's sequence numbers to give the kernels of the backward pass to the range of their forward.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager

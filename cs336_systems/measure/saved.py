@@ -8,8 +8,6 @@ Works on real tensors of any device and on fake ones. A storage counts once, at 
 the input of a linear layer that a norm saved as its output is not paid for twice.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext

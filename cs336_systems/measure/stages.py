@@ -17,8 +17,6 @@ inner stage is not the outer one's, and a stage entered twice in a call is summe
 runs on its own thread. One measurement at a time.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Text from files, made safe to show: a terminal obeys control characters, and cannot encode half a surrogate pair."""
 
-from __future__ import annotations
-
 
 def printable(text: str) -> str:
     r"""`text` with each character that is not printable as its escape: `\x1b` for the one that begins a command.

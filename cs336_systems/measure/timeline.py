@@ -18,8 +18,6 @@ autograd and autocast; a weak reference on a new storage says when its last tens
 releases inside itself is not seen; of the operators where that is large, `HIDDEN_TEMPORARIES` says how much it is.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from bisect import bisect_right

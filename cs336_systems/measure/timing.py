@@ -6,8 +6,6 @@ On CUDA a sample is the time between two events around the call, with the L2 cac
 them, so that a small problem is not served from what its last repetition left there. On CPU it is the wall clock.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

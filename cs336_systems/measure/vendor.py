@@ -7,8 +7,6 @@ the profiled command must call `torch.cuda.profiler.start()` and `.stop()`, as `
 ranges are those of `ranges.py`.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
