@@ -38,7 +38,7 @@ def report(
     check: Annotated[bool, typer.Option("--check", help="Check the published pages; write nothing.")] = False,
 ) -> None:
     """Turn records into report.html; the published folder's also into the pages, their figures and full tables."""
-    from cs336_systems.experiments.html_report import summary, write_report
+    from cs336_systems.experiments.html_report import PAGE, write_report
     from cs336_systems.experiments.pages import Book
     from cs336_systems.experiments.registry import PROBLEMS
 
@@ -58,11 +58,9 @@ def report(
         pages = []
         for path in _chosen_folders(results, folder):
             beside = published if published.is_dir() and path != published else None
-            if (page := write_report(path, beside, only)) is not None:
-                for line in summary(path, only):
-                    typer.echo(line)
-                typer.echo(f"read {page}")
-                pages.append(page)
+            if lines := write_report(path, beside, only):
+                pages.append(path / PAGE)
+                typer.echo("\n".join([*lines, f"read {pages[-1]}"]))
             if path.name == PUBLISHED_FOLDER and is_here and not only:
                 for file in Book(Path(), path).write():
                     typer.echo(f"written: {file}")

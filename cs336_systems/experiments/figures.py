@@ -83,7 +83,12 @@ class Figure(ABC):
         rows = self.rows(frame)
         if rows.empty:
             return None
-        return self._finished(self._marks(rows), rows)
+        across, width, height = self._size(rows, 1 if self.facet is None else rows[self.facet].nunique())
+        marks = self._marks(rows).properties(width=width, height=height)
+        if self.facet is not None:
+            names, title = [str(one) for one in dict.fromkeys(rows[self.facet])], self.facet.replace("_", " ")
+            marks = marks.facet(facet=alt.Facet(f"{_field(self.facet)}:N", sort=names, title=title), columns=across)
+        return marks.properties(title=self.title)
 
     @abstractmethod
     def _marks(self, rows: pd.DataFrame) -> Any: ...
@@ -119,33 +124,26 @@ class Figure(ABC):
         across = min(panels, self.columns)
         return across, WIDTH // across, HEIGHT if panels == 1 else HEIGHT * 2 // 3
 
-    def _finished(self, marks: Any, rows: pd.DataFrame) -> alt.TopLevelMixin:
-        across, width, height = self._size(rows, 1 if self.facet is None else rows[self.facet].nunique())
-        marks = marks.properties(width=width, height=height)
-        if self.facet is not None:
-            names, title = [str(one) for one in dict.fromkeys(rows[self.facet])], self.facet.replace("_", " ")
-            marks = marks.facet(facet=alt.Facet(f"{_field(self.facet)}:N", sort=names, title=title), columns=across)
-        return marks.properties(title=self.title)
-
 
 def _field(name: str) -> str:
     """A column's name as Vega reads it, where a dot means a part of something."""
     return name.replace(".", "_")
 
 
+def is_wide(values: pd.Series) -> bool:
+    """Whether an axis of `values` is logarithmic: they are above zero and differ by a factor of RANGE_OF_LOG."""
+    return bool(values.min() > 0 and values.max() / values.min() >= RANGE_OF_LOG)
+
+
 def scale_of(values: pd.Series, base: float = 10) -> alt.Scale:
-    """Linear where the values are within a factor of RANGE_OF_LOG or reach zero, else logarithmic."""
-    low, high = float(values.min()), float(values.max())
-    if low > 0 and high / low >= RANGE_OF_LOG:
-        return alt.Scale(type="log", base=base, nice=False)
-    return alt.Scale(zero=False)
+    return alt.Scale(type="log", base=base, nice=False) if is_wide(values) else alt.Scale(zero=False)
 
 
 def axis_of(values: pd.Series) -> alt.Axis:
-    """Ticks at 1, 2 and 5 of each decade where `scale_of` is logarithmic, at the decades where they are many."""
-    low, high = float(values.min()), float(values.max())
-    if not (low > 0 and high / low >= RANGE_OF_LOG):
+    """Ticks of a logarithmic axis at 1, 2 and 5 of each decade, at the decades where they are many."""
+    if not is_wide(values):
         return alt.Axis()
+    low, high = float(values.min()), float(values.max())
     digits = (1, 2, 5) if high / low < 1e4 else (1,)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return alt.Axis(values=[digit * 10.0**decade for decade in decades for digit in digits], format=",.6~g")

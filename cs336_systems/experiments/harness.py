@@ -24,7 +24,7 @@ from cs336_systems.accounting import predicted_peak_bytes
 from cs336_systems.config import RunConfig
 from cs336_systems.device import DeviceInfo, get_device_info
 from cs336_systems.experiments.axes import CHOSEN, choose_cells
-from cs336_systems.experiments.records import Record, Run, Status, append_records, case_to_dict, latest, read_records
+from cs336_systems.experiments.records import Record, Run, append_records, case_to_dict, latest, read_records
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Cell, Row, Sample
 from cs336_systems.experiments.worker import Outcome, Worker
@@ -231,7 +231,13 @@ class Sweep:
         records = []
         for row in cell.rows:
             sample = measured.get(row, Sample(row=row))
-            status, message = _status(sample, outcome)
+            status, message = outcome.status, outcome.message
+            if sample.samples:
+                status, message = "ok", ""
+            elif sample.message:
+                status, message = sample.status, sample.message
+            elif status == "ok":
+                status, message = "failed", "the measurement ended without reporting this row"
             record = Record(
                 run=self.facts,
                 problem=cell.problem,
@@ -285,16 +291,6 @@ def predicted_overflow(num_bytes: int, device: DeviceInfo) -> str:
     if device.kind != "cpu" or num_bytes <= limit:
         return ""
     return f"predicted to need {num_bytes:,} bytes, more than the {limit:,} usable here"
-
-
-def _status(sample: Sample, outcome: Outcome) -> tuple[Status, str]:
-    if sample.samples:
-        return "ok", ""
-    if sample.message:
-        return sample.status, sample.message
-    if outcome.status == "ok":
-        return "failed", "the measurement ended without reporting this row"
-    return outcome.status, outcome.message
 
 
 def cell_status(statuses: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import vl_convert
 from markupsafe import Markup
 
 from cs336_systems.experiments.figures import spec_of
@@ -22,23 +23,19 @@ from cs336_systems.experiments.tables import Table
 PAGE = "report.html"
 
 
-def records_of(folder: Path, name: str) -> list[Record]:
-    """The newest records of the problem `name` in a results folder."""
-    return latest(read_records(folder / "records" / f"{name}.jsonl"))
-
-
-def write_report(folder: Path, published: Path | None = None, only: Collection[str] = ()) -> Path | None:
-    """Write `folder`/report.html from `folder`/records; None if no experiment has records there.
+def write_report(folder: Path, published: Path | None = None, only: Collection[str] = ()) -> list[str]:
+    """Write `folder`/report.html from `folder`/records: a line a problem for the terminal, how many quantities were
+    measured and what became of the others; no line and no page if no experiment has records there.
 
     `published` is the folder whose figures stand beside this one's; `only` chooses problems.
     """
     measured = {
         name: records
         for name in experiments()
-        if (not only or name in only) and (records := records_of(folder, name))
+        if (not only or name in only) and (records := _records_of(folder, name))
     }  # fmt: skip
     if not measured:
-        return None
+        return []
     sections = [_section(experiments()[name], records, published) for name, records in measured.items()]
     run = next(iter(measured.values()))[-1].run
     software = [f"{name} {version}" for name, version in run.software.items()]
@@ -46,33 +43,33 @@ def write_report(folder: Path, published: Path | None = None, only: Collection[s
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True,
     )  # fmt: skip
+    library = ""
+    if any(section["figures"] for section in sections):  # Vega, Vega-Lite and Vega-Embed, once a page
+        script = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # without one: all three
+        library = Markup(script.replace("</script", "<\\/script"))
     text = environment.get_template(PAGE).render(
         title=f"{run.device.get('name')}, {run.scale} scale",
         facts=", ".join([*software, f"commit {run.commit[:10]}", run.date]),
         sections=sections,
-        library=_library() if any(section["figures"] for section in sections) else "",
+        library=library,
     )
-    path = folder / PAGE
-    path.write_text(text, encoding="utf-8", newline="\n")
-    return path
+    (folder / PAGE).write_text(text, encoding="utf-8", newline="\n")
+    counts = {name: Counter(record.status for record in records) for name, records in measured.items()}
+    return [
+        f"{name}: {', '.join(f'{count} {status}' for status, count in of.most_common())}" for name, of in counts.items()
+    ]
 
 
-def summary(folder: Path, only: Collection[str] = ()) -> list[str]:
-    """A line a problem for the terminal: how many quantities were measured, and what became of the others."""
-    lines = []
-    for name in experiments():
-        records = records_of(folder, name) if not only or name in only else []
-        if records:
-            counts = Counter(record.status for record in records)
-            lines.append(f"{name}: {', '.join(f'{count} {status}' for status, count in counts.most_common())}")
-    return lines
+def _records_of(folder: Path, name: str) -> list[Record]:
+    """The newest records of the problem `name` in a results folder."""
+    return latest(read_records(folder / "records" / f"{name}.jsonl"))
 
 
 def _section(experiment: Experiment, records: list[Record], published: Path | None) -> dict[str, Any]:
     """What the template shows of one problem."""
     frames = {"this run": load_frame(experiment, records)}
     if published is not None:
-        frames[f"published, {published.name}"] = load_frame(experiment, records_of(published, experiment.name))
+        frames[f"published, {published.name}"] = load_frame(experiment, _records_of(published, experiment.name))
     figures: list[dict[str, Any]] = []
     for name, figure in experiment.figures.items():
         for whose, frame in frames.items():
@@ -93,11 +90,3 @@ def _section(experiment: Experiment, records: list[Record], published: Path | No
         "name": experiment.name, "title": experiment.title, "figures": figures, "tables": tables, "needs": needs,
         "failed": failed,
     }  # fmt: skip
-
-
-def _library() -> Markup:
-    """Vega, Vega-Lite and Vega-Embed, once a page."""
-    import vl_convert
-
-    script = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # without one: all three
-    return Markup(script.replace("</script", "<\\/script"))

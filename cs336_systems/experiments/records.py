@@ -14,15 +14,16 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from cs336_systems.config import Scale
 
+T = TypeVar("T")
 Status = Literal["ok", "oom", "failed", "skipped"]
 ProblemName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,100}$")]  # it becomes part of file names
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
@@ -147,9 +148,7 @@ def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def read_runs(folder: Path) -> dict[str, Run]:
     """The runs of `folder`/runs.jsonl by their ids."""
-    runs, damaged = _read(folder / f"{RUNS}.jsonl", lambda row: msgspec.convert(row, Run))
-    _warn(damaged)
-    return {run.id: run for run in runs}
+    return {run.id: run for run in _read(folder / f"{RUNS}.jsonl", lambda row: msgspec.convert(row, Run))}
 
 
 def read_records(path: Path) -> list[Record]:
@@ -171,17 +170,16 @@ def read_records(path: Path) -> list[Record]:
         check(record)
         return record
 
-    records, damaged = _read(path, record_of)
-    _warn(damaged)
-    return records
+    return _read(path, record_of)
 
 
-def _read(path: Path, parse: Any) -> tuple[list[Any], list[str]]:
-    """What `parse` makes of each line's JSON, and a sentence for each line that it refuses."""
+def _read(path: Path, parse: Callable[[Any], T]) -> list[T]:
+    """What `parse` makes of each line's JSON, and a warning of the lines that it refuses."""
     if not path.exists():
-        return [], []
+        return []
     if not path.is_file():
-        return [], [f"{path.name}: not a regular file, skipped"]
+        warnings.warn(f"{path.name}: not a regular file, skipped", stacklevel=3)
+        return []
     parsed, damaged = [], []
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
@@ -190,13 +188,10 @@ def _read(path: Path, parse: Any) -> tuple[list[Any], list[str]]:
             parsed.append(parse(msgspec.json.decode(line)))
         except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             damaged.append(f"{path.name}:{number}: not a record, left out ({error})")
-    return parsed, damaged
-
-
-def _warn(damaged: list[str]) -> None:
     if damaged:
         more = f", and {len(damaged) - 1} more lines of it" if len(damaged) > 1 else ""
         warnings.warn(damaged[0] + more, stacklevel=3)
+    return parsed
 
 
 def latest(records: Iterable[Record]) -> list[Record]:

@@ -133,7 +133,11 @@ def search_current_folder() -> None:
 def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None:
     """The child's main: prepare the process, then answer cells until None or the end of the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    _redirect_output(log)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
     search_current_folder()  # a reader's own model or implementation
     if interpret:
         from cs336_systems.device import interpret_kernels
@@ -188,11 +192,3 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
 def _first_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0].strip()[:300] if lines else type(error).__name__
-
-
-def _redirect_output(log: Path) -> None:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    os.close(descriptor)
