@@ -33,6 +33,20 @@ if TYPE_CHECKING:
 
 OWN_TOOLS = ("torch", "api")  # api: what runs inside of nsys and ncu
 PROFILES = "profiles"  # below the logs of a results folder, which git ignores
+NCU_LAUNCHES = 200  # kernels that ncu measures: each is run many times over, so a whole step would take hours
+# NVIDIA's profilers, for machines that have them: the option that names the report, and the others. Both record only
+# what runs between cudaProfilerStart and cudaProfilerStop, so that model building and warm-up stay out.
+TOOLS = {
+    "nsys": (
+        "--output", "profile", "--force-overwrite=true", "--trace=cuda,nvtx,cublas,cudnn,osrt",
+        "--cuda-memory-usage=true", "--capture-range=cudaProfilerApi", "--capture-range-end=stop",
+    ),
+    "ncu": (
+        "--export", "--force-overwrite", "--set=full", "--profile-from-start=off",
+        "--nvtx",  # ranges are shown, and choose nothing: autograd launches its kernels on a thread that has none
+        f"--launch-count={NCU_LAUNCHES}", "--target-processes=all",
+    ),
+}  # fmt: skip
 
 
 def profile(
@@ -65,7 +79,6 @@ def profile(
         from cs336_systems.accounting import predicted_peak_bytes
         from cs336_systems.config import RunConfig
         from cs336_systems.device import get_device_info, interpret_kernels, resolve_device
-        from cs336_systems.measure.vendor import TOOLS
 
         kind = resolve_device(device)
         if tool not in (*OWN_TOOLS, *TOOLS):
@@ -146,25 +159,30 @@ def _ends_in_one_line(trace: Path | None = None) -> Iterator[None]:
 
 def _run_between_profiler_calls(prepared: Prepared, steps: int, warmup: int) -> None:
     """What nsys and ncu record: the steps alone, with NVTX ranges."""
-    from cs336_systems.measure.ranges import STEP, named_range
-    from cs336_systems.measure.vendor import cuda_profiler_range
+    import torch
 
-    for count, recorded in ((warmup, nullcontext()), (steps, cuda_profiler_range())):
-        with recorded:
-            for _ in range(count):
-                prepared.before()
-                with named_range(STEP):
-                    prepared.call()
+    from cs336_systems.measure.ranges import STEP, named_range
+
+    try:
+        for number in range(warmup + steps):
+            if number == warmup:
+                torch.cuda.synchronize()
+                torch.cuda.profiler.start()
+            prepared.before()
+            with named_range(STEP):
+                prepared.call()
+        torch.cuda.synchronize()
+    finally:
+        torch.cuda.profiler.stop()
 
 
 def _run_vendor_tool(tool: str, output: Path, print_only: bool) -> None:
-    """This command again under `tool`, or its command line."""
-    from cs336_systems.measure.vendor import vendor_command
-
+    """This command again under `tool`, which writes its report to `output`; or its command line."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--print"]
+    report, *options = TOOLS[tool]
+    command = [shutil.which(tool) or tool, *options, f"{report}={output}"]
     # Of an option given twice the last counts.
-    own = [sys.executable, "-m", "cs336_systems", *arguments, "--tool", "api"]
-    command = vendor_command(tool, own, output)
+    command += [sys.executable, "-m", "cs336_systems", *arguments, "--tool", "api"]
     if print_only:
         typer.echo(shlex.join(command))
         return

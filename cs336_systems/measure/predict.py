@@ -63,10 +63,6 @@ class CudaAutocastRules(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if torch.is_autocast_enabled("cpu") and function_name(func) in CUDA_FLOAT32_FUNCTIONS:
-            args = tuple(_to_float32(argument) for argument in args)
+            low = (torch.float16, torch.bfloat16)
+            args = tuple(x.float() if isinstance(x, Tensor) and x.dtype in low else x for x in args)
         return func(*args, **(kwargs or {}))
-
-
-def _to_float32(argument: Any) -> Any:
-    low = isinstance(argument, Tensor) and argument.dtype in (torch.float16, torch.bfloat16)
-    return argument.float() if low else argument

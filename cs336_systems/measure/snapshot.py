@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +118,11 @@ def parse_snapshot(snapshot: dict[str, Any], device: int, phases: Sequence[Phase
 
 def _origin(frames: Sequence[dict[str, Any]]) -> str:
     """`model/layers.py:39 forward` of the innermost frame outside of PyTorch; empty if there is none."""
-    shown = (_shown_frame(frame["filename"], frame["line"], frame["name"]) for frame in frames)
-    return next(filter(None, shown), "")
-
-
-@cache
-def _shown_frame(file: str, line: int, name: str) -> str:
-    """Where the frame is; empty if it is PyTorch's."""
-    if file.startswith(SKIPPED_FRAMES) or any(part in file for part in TORCH_PARTS):
-        return ""
-    return f"{short_path(file)}:{line:d} {name}"
+    for frame in frames:
+        file = frame["filename"]
+        if not file.startswith(SKIPPED_FRAMES) and not any(part in file for part in TORCH_PARTS):
+            return f"{short_path(file)}:{frame['line']:d} {frame['name']}"
+    return ""
 
 
 class CudaHistory:
