@@ -12,6 +12,7 @@ from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.distributed.fsdp.unit import State
 from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.experiments import leaderboard_2026
+from cs336_systems.experiments.harness import planned_cells
 from cs336_systems.experiments.leaderboard_2026 import (
     LongStep,
     LongStepCase,
@@ -144,7 +145,7 @@ def test_a_users_model_is_skipped_with_the_reason():
 
 
 def test_the_handouts_cells_are_the_leaderboards():
-    cells = LEADERBOARD.cells(HANDOUT)
+    cells = planned_cells("leaderboard_2026", HANDOUT)
     assert {cell.case.model for cell in cells} == {MODEL_SIZES["8b"]}
     assert {(cell.case.batch, cell.case.num_ranks, cell.implementation) for cell in cells} == {
         (1, 2, "fsdp"), (1, 2, "torch_fsdp")
@@ -172,7 +173,7 @@ def test_a_measured_cell_keeps_its_promises():
     assert len(by_name["time"].samples) == leaderboard_2026.STEPS["tiny"]
     error = by_name["time"].error
     assert error is not None and 0 <= error <= 1
-    assert by_name["predicted_peak_memory"].samples == [cell.predicted_bytes / 2 / MIB]
+    assert by_name["predicted_peak_memory"].samples == [cell.case.predicted_bytes / 2 / MIB]
 
 
 # On GPUs

@@ -1,27 +1,18 @@
-"""What the experiments of data parallelism share: one training step under a wrapper, ours and PyTorch's.
+"""What the experiments of data parallelism share: their cells, their table and their figure of a training step."""
 
-Phases on every rank: average by a plain all-reduce what each rank computes alone; compare the wrapper's gradients with
-that; time whole steps (forward, loss, backward, synchronisation, AdamW) together; trace one more step on rank 0. Ranks
-start each timed step together, and it is over when the last is done.
-"""
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-import torch
-
 from cs336_systems.config import Precision, RunConfig
-from cs336_systems.experiments import parallel_step as steps
 from cs336_systems.experiments import ranks
 from cs336_systems.experiments.parallel_step import OURS, PEERS, DataParallelCase
-from cs336_systems.experiments.spec import Cell, Sample
+from cs336_systems.experiments.spec import Cell
 from cs336_systems.experiments.tables import Pick, Ratio, Wide
 
 WITH_BUCKETS = ("bucketed", *PEERS)
 DEFAULT_BUCKET_MB = {"tiny": 0.1, "smoke": 1.0, "handout": 25.0}  # the last as PyTorch's
 FEWER_RANKS = {"tiny": (), "smoke": (), "handout": (1,)}  # beside the most: what a step costs with nobody to wait for
-WARMUP = 2  # after the two backwards of the check, and before the step that plans how many are timed
 
 
 def steps_table(title: str, where: Mapping[str, Any] | None = None, **more: str) -> Wide:
@@ -73,22 +64,3 @@ class DataParallelExperiment(ranks.StepExperiment):
     implementations: tuple[str, ...] = (*OURS, *PEERS)
     takes = "ddp"
     tables = {"steps": steps_table("A training step", ranks="num_ranks")}
-
-    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return ranks.measure_step(_measure_rank, cell, run)
-
-
-def _measure_rank(
-    rank: int, num_ranks: int, implementation: str, case: DataParallelCase, run: RunConfig
-) -> ranks.RankReport:  # fmt: skip
-    expected = steps.plain_mean(case, run, rank)
-    step = steps.ParallelStep(implementation, case, run, rank)
-    error = steps.check_gradients(step, expected)
-    expected.clear()  # no part of a step's memory
-    for _ in range(WARMUP):
-        step.train_step()
-    if step.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    samples = {("train_step", "time"): ranks.timed_steps(step.train_step, step.device, run)}
-    samples["train_step", "peak_memory"] = ranks.peak_mib(step.device)
-    return ranks.RankReport(error=error, samples=samples | ranks.trace_on_first(step.train_step, rank, step.device))

@@ -3,7 +3,8 @@
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.parallel_step import MEMORY, OPTIMIZER_IMPLEMENTATIONS
-from cs336_systems.experiments.sharding import MOMENTS, ShardingExperiment, sharding_cells
+from cs336_systems.experiments.ranks import MOMENTS
+from cs336_systems.experiments.sharding import ShardingExperiment, sharding_cells
 from cs336_systems.experiments.spec import Cell, problem
 from cs336_systems.experiments.tables import Pick, Wide
 

@@ -248,6 +248,15 @@ def _storage_mib(tensors: list[Any]) -> float:
 # Checks
 
 
+def check_wrapper(implementation: str, case: RanksCase, run: RunConfig, rank: int) -> float:
+    """Error of `implementation` over its bound, by its gradients if it averages them, else by its training."""
+    if isinstance(case, DataParallelCase):
+        expected = plain_mean(case, run, rank)
+        return check_gradients(ParallelStep(implementation, case, run, rank), expected)
+    assert isinstance(case, ShardingCase)
+    return check_training(implementation, case, run, rank)
+
+
 def plain_mean(case: RanksCase, run: RunConfig, rank: int) -> list[Tensor | None]:
     """The mean of the gradients that each rank computes alone, by plain all-reduces."""
     alone = ParallelStep(ALONE, case, run, rank)

@@ -2,6 +2,13 @@
 
 Ranks are children of the measuring process and die with it. `run_cell` is `run_ranks` with a rank's error told as the
 cell's: out of memory, wrong result, or failed. The model is xl, or a narrow proxy of it where there is no time.
+
+A training step goes the same way under every wrapper, ours and PyTorch's (`measure_rank`). Phases on every rank:
+
+- check the wrapper (parallel_step.py), then build it anew;
+- one step in parts: memory after construction, before and after the optimizer;
+- whole steps, which all ranks begin together, and which are over when the last rank is done;
+- traced calls, on rank 0.
 """
 
 import gc
@@ -19,9 +26,10 @@ from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig,
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.figures import WIDTH, Spans
 from cs336_systems.experiments.frames import dicts, pick, speed
+from cs336_systems.experiments.parallel_step import ParallelStep, check_wrapper
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
 from cs336_systems.measure.intervals import simplify
-from cs336_systems.measure.memory import CPU_ALLOCATOR, MIB
+from cs336_systems.measure.memory import CPU_ALLOCATOR, MIB, release
 from cs336_systems.measure.overlap import trace_lanes
 from cs336_systems.measure.timing import plan_samples, synchronize, time_calls, time_once
 
@@ -29,6 +37,8 @@ COLLECTIVE_TIMEOUT_S = 240.0  # ranks differ in the time that they take to compi
 BATCH = {"tiny": 1, "smoke": 2, "handout": 4}  # sequences of each rank; the last as the handout's
 BUDGET_MS = {"tiny": 100.0, "smoke": 500.0, "handout": 2000.0}  # of timed steps a cell
 MIN_SAMPLES = 5
+WARMUP = 2  # after the step in parts, and before the one that plans how many are timed
+MOMENTS = ("memory_after_init", "memory_before_step", "memory_after_step")  # peaks so far, from CUDA's allocator
 TIMES = ("traced_time", "communication_time", "compute_time", "overlap_time")  # of one traced call of rank 0, in ms
 INTERVALS = ("compute_intervals", "communication_intervals")  # start, end, start, end, ...: what a figure can show
 TRACED = (*TIMES, *INTERVALS)
@@ -186,6 +196,30 @@ def measure_step(
     yield from report_samples(cell.rows, reports)
 
 
+def measure_rank(
+    rank: int, num_ranks: int, implementation: str, case: Any, run: RunConfig, traced: Sequence[str]
+) -> RankReport:  # fmt: skip
+    """One rank's training steps, and the calls of the modes in `traced`."""
+    error, device = check_wrapper(implementation, case, run, rank), case.device
+    release(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    step = ParallelStep(implementation, case, run, rank)
+    moments = [peak_mib(device)]
+    step.forward_backward()
+    moments.append(peak_mib(device))
+    step.optimizer.step()
+    moments.append(peak_mib(device))
+    for _ in range(WARMUP):
+        step.train_step()
+    found = dict(zip(MOMENTS, moments)) | {name: [mib] for name, mib in step.mib().items()}
+    found |= {"time": timed_steps(step.train_step, device, run), "peak_memory": peak_mib(device)}
+    samples = {("train_step", name): values for name, values in found.items()}
+    for mode in traced:
+        samples |= trace_on_first(getattr(step, mode), rank, device, mode)
+    return RankReport(error=error, samples=samples)
+
+
 def report_samples(rows: Iterable[Row], reports: Sequence[RankReport]) -> Iterator[Sample]:
     """What the ranks' reports give of `rows`: the slowest rank's times, the most memory, and what rank 0 traced."""
     error = max(report.error for report in reports)
@@ -229,6 +263,10 @@ class Traces(Spans):
 
 class StepExperiment(Experiment):
     """Base of the experiments of one training step on several ranks."""
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        traced = dict.fromkeys(row.mode for row in cell.rows if row.quantity in TRACED)
+        return measure_step(measure_rank, cell, run, tuple(traced))
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """The `lane` of intervals: compute or communication."""

@@ -1,29 +1,19 @@
-"""What the experiments of sharding share: cases, measurement and tables of one sharded training step.
-
-Phases on every rank: check the training of a shallow model (parallel_step.py); build the model itself; measure one step
-in parts (memory after construction, before and after the optimizer); time whole steps together; trace a forward and a
-step. Every implementation, PyTorch's too, goes the same way.
-"""
+"""What the experiments of sharding share: the cells and the tables of one sharded training step, and its prediction."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
 from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.config import Precision, RunConfig
-from cs336_systems.experiments import parallel_step as steps
 from cs336_systems.experiments import ranks
 from cs336_systems.experiments.parallel_step import MEMORY, ShardingCase
 from cs336_systems.experiments.spec import Cell, Sample
 from cs336_systems.experiments.tables import Pick, Wide
-from cs336_systems.measure.memory import MIB, release
+from cs336_systems.measure.memory import MIB
 
-WARMUP = 1  # after the step whose memory is read, and before the one that plans how many are timed
-MOMENTS = ("memory_after_init", "memory_before_step", "memory_after_step")  # peaks so far, from CUDA's allocator
 PREDICTED = "predicted_peak_memory"
 MEMORY_WORDS = {
-    "after init": MOMENTS[0], "before the step": MOMENTS[1], "after the step": MOMENTS[2], "peak": "peak_memory",
+    **dict(zip(("after init", "before the step", "after the step"), ranks.MOMENTS)), "peak": "peak_memory",
     "peak predicted": PREDICTED, "parameters": "parameters", "gradients": "gradients",
     "optimizer state": "optimizer_state",
 }  # fmt: skip
@@ -46,7 +36,7 @@ class ShardingExperiment(ranks.StepExperiment):
                     checkpointing=case.checkpointing != "none",
                 )  # fmt: skip
                 yield Sample(row=row, samples=[plan.peak / MIB])
-        yield from ranks.measure_step(_measure_rank, cell, run)
+        yield from super().measure(cell, run)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`compute`, the dtype of the matmuls, and `reduce`, that of the averaged gradients."""
@@ -91,7 +81,7 @@ def sharding_case(
 
 def sharding_cell(case: ShardingCase, implementation: str) -> Cell:
     """The cell with every row that its device can give."""
-    kinds: tuple[str, ...] = (*MEMORY, *MOMENTS, "peak_memory") if case.backend == "nccl" else MEMORY
+    kinds: tuple[str, ...] = (*MEMORY, *ranks.MOMENTS, "peak_memory") if case.backend == "nccl" else MEMORY
     kinds += (PREDICTED,) if implementation in ("fsdp", "fsdp_layer") else ()
     return ranks.step_cell(case, implementation, kinds, traced=("forward", "train_step"))
 
@@ -106,28 +96,3 @@ def sharding_cells(
     single = [(1, name) for name in alone] if run.scale == "handout" else []
     pairs = [*single, *((number, name) for number in ranks.rank_counts(run) for name in names)]
     return [sharding_cell(sharding_case(run, number, *of), name) for of in dtypes for number, name in pairs]
-
-
-def _measure_rank(
-    rank: int, num_ranks: int, implementation: str, case: ShardingCase, run: RunConfig
-) -> ranks.RankReport:  # fmt: skip
-    error = steps.check_training(implementation, case, run, rank)
-    device = case.device
-    release(device)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    step = steps.ParallelStep(implementation, case, run, rank)
-    after_init = ranks.peak_mib(device)
-    step.forward_backward()
-    before_step = ranks.peak_mib(device)
-    step.optimizer.step()
-    after_step = ranks.peak_mib(device)
-    for _ in range(WARMUP):
-        step.train_step()
-    found = {name: [mib] for name, mib in step.mib().items()}
-    found |= {"time": ranks.timed_steps(step.train_step, device, run), "peak_memory": ranks.peak_mib(device)}
-    found |= dict(zip(MOMENTS, (after_init, before_step, after_step)))
-    samples = {("train_step", name): values for name, values in found.items()}
-    for mode in ("forward", "train_step"):
-        samples |= ranks.trace_on_first(getattr(step, mode), rank, device, mode)
-    return ranks.RankReport(error=error, samples=samples)
