@@ -16,7 +16,7 @@ from cs336_systems.experiments.model_memory import BlocksCase, MemoryCase
 from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pick, Pivot, Wide
-from cs336_systems.measure.memory import MIB, CudaPhasePeaks, release
+from cs336_systems.measure.memory import MIB, release
 from cs336_systems.measure.timeline import BACKWARD
 from cs336_systems.measure.timing import time_calls
 from cs336_systems.model.checkpointing import compile_blocks
@@ -114,8 +114,6 @@ class GradientCheckpointing(Experiment):
             return
         if run.model is None:
             _check_gradients(case, run, compiled=cell.implementation == "compiled")
-        if run.device == "cpu":
-            yield from _peaks(memory.cpu_peaks(case, "train_step", run))
         step = TrainingStep(case, run)
         memory.prepare(step, case, "train_step")
         if cell.implementation == "compiled":
@@ -123,12 +121,7 @@ class GradientCheckpointing(Experiment):
             compile_blocks(step.model)
             step.forward_backward()
             step.reset()
-        if run.device == "cuda":
-            counters = CudaPhasePeaks()
-            counters.mark(memory.START)
-            memory.run_phases(step, "train_step", counters.mark)
-            counters.finish()
-            yield from _peaks(counters.peaks)
+        yield from _peaks(memory.phase_peaks(step, "train_step", run.device))
         samples = time_calls(
             step.train_step, device=run.device, warmup=0, before=step.reset, budget_ms=TIMED_BUDGET_MS[run.device],
             min_samples=MIN_TIMED_STEPS[run.device],

@@ -146,12 +146,16 @@ class Measured:
     out_of_memory: str = ""  # the message, where the pass ended so
 
 
-def cpu_peaks(case: ModelCase, mode: str, run: RunConfig) -> dict[str, int]:
-    """Peak bytes by phase of one pass of `case` on the CPU, by the profiler."""
-    step = TrainingStep(case, run)
-    prepare(step, case, mode)
-    base = sum(tensor.untyped_storage().nbytes() for tensor in (*step.parameters, *optimizer_state(step)))
-    return {START: base} | cpu_phase_peaks(lambda mark: run_phases(step, mode, mark), base)
+def phase_peaks(step: TrainingStep, mode: str, device: str) -> dict[str, int]:
+    """Peak bytes by phase of one pass of a prepared `step`: the CUDA allocator's counts, on a CPU the profiler's."""
+    if device == "cpu":
+        base = sum(tensor.untyped_storage().nbytes() for tensor in (*step.parameters, *optimizer_state(step)))
+        return {START: base} | cpu_phase_peaks(lambda mark: run_phases(step, mode, mark), base)
+    counters = CudaPhasePeaks()
+    counters.mark(START)
+    run_phases(step, mode, counters.mark)
+    counters.finish()
+    return counters.peaks
 
 
 def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
@@ -160,10 +164,11 @@ def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
     On CUDA the trace is the allocator's history of the same pass; a pass that runs out of memory leaves the trace up to
     there. On a CPU the counts are the profiler's and the trace is recorded in a second pass.
     """
-    peaks = cpu_peaks(case, mode, run) if run.device == "cpu" else {}
     step = TrainingStep(case, run)
     prepare(step, case, mode)
     if run.device == "cpu":
+        peaks = phase_peaks(step, mode, "cpu")
+        step.reset()
         return Measured(peak_bytes=peaks, trace=recorded_trace(step, mode, "cpu"))
     torch.ones(16, 16, device="cuda") @ torch.ones(16, 16, device="cuda")  # cuBLAS takes its workspace before
     counters = CudaPhasePeaks()

@@ -9,8 +9,7 @@ out of git, under a results folder's logs.
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,27 +56,20 @@ def record_events(
     run: Callable[[], object], activities: Sequence[ProfilerActivity], path: Path | None = None
 ) -> list[dict[str, Any]]:
     """The events of a chrome trace of `run()`; `path` keeps the file, also where `run` raises."""
-    if ProfilerActivity.CUDA in activities:
-        with _quiet(), profile(activities=activities):  # the first use loads CUPTI, which must not be in the profile
-            pass
     profiler = profile(activities=activities)
-    with tempfile.TemporaryDirectory(prefix="trace-") as folder:
+    with tempfile.TemporaryDirectory(prefix="trace-") as folder, warnings.catch_warnings():
+        # Torch's advice to accumulate events (acc_events) would build all of them again in Python at the end of the
+        # profile, which takes longer than the steps and is nothing that the file needs.
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears events", category=UserWarning)
+        if ProfilerActivity.CUDA in activities:
+            with profile(activities=activities):  # the first use loads CUPTI, which must not be in the profile
+                pass
         target = path or Path(folder) / "step.trace.json"
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _quiet():
-            profiler.start()
+        profiler.start()
         try:
             run()
         finally:
             profiler.stop()
             profiler.export_chrome_trace(str(target))
         return read_events(target)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's advice to accumulate events (acc_events): it would then build all of them again in Python at the
-    end of the profile, which takes longer than the steps and is nothing that the file needs."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Warning: Profiler clears events", category=UserWarning)
-        yield
