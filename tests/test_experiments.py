@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cs336_systems import __version__
 from cs336_systems.attention import attention_reference, contract
 from cs336_systems.commands.sweeps import measuring
-from cs336_systems.config import HANDOUT_SIZES, AttentionShape, RunConfig
+from cs336_systems.config import HANDOUT_SIZES, RunConfig
 from cs336_systems.experiments import attention, implementations
 from cs336_systems.experiments import harness as sweep_module
 from cs336_systems.experiments.harness import Provenance, Sweep, find_provenance, planned_cells
@@ -265,15 +265,10 @@ def test_sdpa_is_told_its_kernel_once_where_calls_are_timed(monkeypatch):
         yield
 
     monkeypatch.setattr(implementations, "sdpa_kernel", naming)
-    shape = AttentionShape(batch=1, heads=1, seqlen_q=8, seqlen_k=8, head_dim=16, is_causal=True, dtype="float32")
-    q = torch.randn(1, 1, 8, 16)
-    function = implementations.build("sdpa_flash", shape, "cpu").attend
-    outputs = [function(q, q, q) for _ in range(2)]
-    assert len(entered) == 2, "alone it is named in each call"
-    with implementations.without_overhead(function) as bare:
-        outputs += [bare(q, q, q) for _ in range(3)]
-    assert len(entered) == 3
-    assert all(torch.equal(output, outputs[0]) for output in outputs)
-    ours = implementations.build("tiled", shape, "cpu").attend
-    with implementations.without_overhead(ours) as same:
-        assert same is ours
+    cell = next(cell for cell in planned_cells("leaderboard_2025", TINY) if cell.implementation == "sdpa_flash")
+    measured = list(attention.measure_attention(cell, TINY))
+    assert sum(len(one.samples) for one in measured) > len(entered) == 1
+    (cell,) = planned_cells("short_calls", TINY)
+    assert all(one.samples for one in PROBLEMS["short_calls"].measure(cell, TINY) if "flash" in one.row.implementation)
+    turns = (PROBLEMS["short_calls"].rounds["cpu"] + 1) * len({row.mode for row in cell.rows})
+    assert len(entered) == 1 + 1 + turns, "for the check and in each turn"

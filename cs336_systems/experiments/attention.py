@@ -17,7 +17,7 @@ from cs336_systems.accounting import attention_flops, tflops_per_s
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.implementations import PEERS, AttentionFunction, Built, build, without_overhead
+from cs336_systems.experiments.implementations import PEERS, Built, build
 from cs336_systems.experiments.mask_implementations import is_plain, mask_of
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
 from cs336_systems.experiments.tables import Pivot, TableSpec
@@ -125,22 +125,26 @@ def settle(call: Callable[[], object]) -> None:
 
 
 class Passes:
-    """The calls of one implementation on packed `inputs`, as they are checked and timed.
+    """The calls of one implementation on packed `inputs`, as they are checked and timed, in its context.
 
-    `attend` is what `without_overhead` yields. With `sum_loss` both passes differentiate the sum of the output.
+    With `sum_loss` both passes differentiate the sum of the output.
     """
 
     def __init__(self, built: Built, inputs: AttentionInputs, sum_loss: bool = False) -> None:
         *packed, self.grad_output = (built.pack(x) for x in inputs)
         self.leaves = [x.detach().clone().requires_grad_() for x in packed]
-        self.sum_loss = sum_loss
+        self.attend, self.sum_loss = built.attend, sum_loss
 
-    def forward(self, attend: AttentionFunction) -> tuple[Tensor]:
+    def forward(self) -> tuple[Tensor]:
         with torch.no_grad():  # and on no leaves, which FlexAttention refuses on a CPU
-            return (attend(*(x.detach() for x in self.leaves)),)
+            return (self.attend(*(x.detach() for x in self.leaves)),)
 
-    def both(self, attend: AttentionFunction) -> tuple[Tensor, ...]:
-        output = attend(*self.leaves)
+    def output(self) -> Tensor:
+        """The output with its graph."""
+        return self.attend(*self.leaves)
+
+    def both(self) -> tuple[Tensor, ...]:
+        output = self.output()
         if self.sum_loss:
             return torch.autograd.grad(output.sum(), self.leaves)
         return torch.autograd.grad(output, self.leaves, self.grad_output)
@@ -195,24 +199,23 @@ def measure_attention(
             samples = [samples[place * count // KEPT_SAMPLES] for place in range(KEPT_SAMPLES)]
         yield Sample(row=row, samples=samples, kernel=kernel, error=error)
 
-    with without_overhead(built.attend) as attend:
+    with built.context():
         # forward
-        forward, both = partial(passes.forward, attend), partial(passes.both, attend)
-        first_ms, error = checked(forward, "output")
-        yield from timed(FORWARD, forward, first_ms, error)
+        first_ms, error = checked(passes.forward, "output")
+        yield from timed(FORWARD, passes.forward, first_ms, error)
         if all(row.mode == "forward" for row in cell.rows):
             return
         if device == "cpu" and cell.implementation == "flex":
             raise Unsupported("FlexAttention has no backward on a CPU")
 
         # backward
-        first_ms, gradient_error = checked(both, *RESULTS[1:])
+        first_ms, gradient_error = checked(passes.both, *RESULTS[1:])
         error = max(error, gradient_error)
         if SAVED in cell.rows:
-            yield Sample(row=SAVED, samples=[saved_for_backward(lambda: attend(*passes.leaves)) / MIB], kernel=kernel)
+            yield Sample(row=SAVED, samples=[saved_for_backward(passes.output) / MIB], kernel=kernel)
         release(device)
         allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
-        output = attend(*passes.leaves)
+        output = passes.output()
         if BEFORE_BACKWARD in cell.rows:
             torch.cuda.synchronize()
             used = torch.cuda.memory_allocated() - allocated + sum(x.nbytes for x in inputs)
@@ -224,9 +227,9 @@ def measure_attention(
         del output, backward
 
         # forward and backward
-        yield from timed(BOTH, both, first_ms, error)
+        yield from timed(BOTH, passes.both, first_ms, error)
         if PEAK in cell.rows:
-            yield Sample(row=PEAK, samples=[peak_cuda_bytes(both) / MIB], kernel=kernel)
+            yield Sample(row=PEAK, samples=[peak_cuda_bytes(passes.both) / MIB], kernel=kernel)
 
 
 def checked_error(oracle: Oracle, results: Mapping[str, Tensor], implementation: str = "") -> float:

@@ -15,7 +15,7 @@ from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments.attention import BOTH, BY_SHAPE, sized_shape
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.frames import with_speeds
-from cs336_systems.experiments.implementations import AttentionFunction, Built
+from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.masks import MaskedByTurns
 from cs336_systems.experiments.spec import problem
 from cs336_systems.experiments.tables import Pivot
@@ -88,8 +88,8 @@ class BackendChoice(MaskedByTurns):
         ]
         return [*dense, *listed, *packed]
 
-    def turn_of(self, function: AttentionFunction, call: Call, device: str) -> Turn:
-        return graph_turn(function, call, device)
+    def turn_of(self, call: Call, device: str) -> Turn:
+        return graph_turn(call, device)
 
     def built(self, name: str, case: Attended, run: RunConfig) -> Built:
         return super().built(f"{name}_lists" if case.layout == "block_mask" else name, case, run)

@@ -6,14 +6,15 @@ function) is made here, outside the timed part.
 """
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -52,6 +53,8 @@ class Built:
     pack: Callable[[Tensor], Tensor] = lambda x: x  # from (batch, heads, tokens, head_dim)
     unpack: Callable[[Tensor], Tensor] = lambda x: x  # back to it
     build_mask: Callable[[], object] | None = None  # what a call with a new mask has to do before, timed apart
+    # In which it is called. To tell SDPA its kernel takes the host about 10 µs, for which a short call would wait.
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def build(name: str, shape: AttentionShape, device: str) -> Built:
@@ -89,7 +92,8 @@ def build(name: str, shape: AttentionShape, device: str) -> Built:
         raise Unsupported(f"{name} needs CUDA")
     if device == "cuda" and name != "sdpa_efficient" and shape.dtype == "float32":
         raise Unsupported(f"{name} takes float16 and bfloat16 only")
-    return Built(attend=_ForcedSDPA(SDPA_BACKENDS[name], is_causal=causal, enable_gqa=grouped))
+    attend = partial(F.scaled_dot_product_attention, is_causal=causal, enable_gqa=grouped)
+    return Built(attend=attend, context=partial(sdpa_kernel, SDPA_BACKENDS[name]))
 
 
 def flash_attention_4(shape: AttentionShape, device: str, **options: Any) -> AttentionFunction:
@@ -220,32 +224,6 @@ def query_and_key(shape: AttentionShape, device: str) -> tuple[Tensor, Tensor]:
     q = torch.empty((shape.batch, shape.heads, shape.seqlen_q, shape.head_dim), dtype=dtype, device=device)
     k = torch.empty((shape.batch, kv_heads, shape.seqlen_k, shape.head_dim), dtype=dtype, device=device)
     return q, k
-
-
-class _ForcedSDPA:
-    """SDPA by one of its kernels."""
-
-    def __init__(self, backend: SDPBackend, *, is_causal: bool, enable_gqa: bool) -> None:
-        self.backend = backend
-        sdpa: Any = torch.nn.functional.scaled_dot_product_attention
-        self.bare: AttentionFunction = partial(sdpa, is_causal=is_causal, enable_gqa=enable_gqa)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(self.backend):
-            return self.bare(q, k, v)
-
-
-@contextmanager
-def without_overhead(function: AttentionFunction) -> Iterator[AttentionFunction]:
-    """What to call, within, in the place of what `build` returned: the same without what only its comparison costs.
-
-    SDPA is told its kernel by a context manager, which takes the host about 10 µs; a short call waits for them.
-    """
-    if isinstance(function, _ForcedSDPA):
-        with sdpa_kernel(function.backend):
-            yield function.bare
-    else:
-        yield function
 
 
 @cache

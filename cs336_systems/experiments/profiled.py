@@ -8,7 +8,6 @@ prepared = prepare(case, "eager", "train_step", run)                          # 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -122,15 +121,17 @@ def prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, ru
 def _attention(shape: AttentionShape, implementation: str, mode: str, run: RunConfig) -> Prepared:
     built = build(implementation, shape, run.device)
     passes = Passes(built, attention_inputs(shape, device=run.device, seed=run.seed))
-    if mode != "backward":
-        call = passes.forward if mode == "forward" else passes.both
-        return Prepared(call=partial(call, built.attend))
     outputs: list[torch.Tensor] = []
 
+    def call() -> object:
+        with built.context():
+            return passes.forward() if mode == "forward" else passes.both()
+
     def make_graph() -> None:
-        outputs[:] = [built.attend(*passes.leaves)]
+        with built.context():
+            outputs[:] = [passes.output()]
 
     def backward() -> tuple[torch.Tensor, ...]:  # that frees its graph, in whose memory compiled code may work
         return torch.autograd.grad(outputs.pop(), passes.leaves, passes.grad_output)
 
-    return Prepared(call=backward, before=make_graph)
+    return Prepared(call=backward, before=make_graph) if mode == "backward" else Prepared(call=call)

@@ -13,14 +13,10 @@ Unlike elsewhere, the cache is not overwritten between calls: while the GPU does
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-
-import torch
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.attention import BOTH, BY_SHAPE, FORWARD, SMALL
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.implementations import AttentionFunction, without_overhead
 from cs336_systems.experiments.spec import Cell, Row, problem, turns_cell
 from cs336_systems.experiments.tables import Pivot
 from cs336_systems.experiments.turns import MOST_CALLS, AttentionByTurns, Call, Turn, captured
@@ -59,24 +55,20 @@ class ShortCalls(AttentionByTurns):
     def cells(self, run: RunConfig) -> list[Cell]:
         return [turns_cell(shape, self.implementations, ROWS[run.device]) for shape in self.cases(run)]
 
-    def turn_of(self, function: AttentionFunction, call: Call, device: str) -> Turn:
+    def turn_of(self, call: Call, device: str) -> Turn:
         """CALLS calls in a row after one that is not timed, then on a GPU as many in a graph."""
         count = CALLS[device]
-        graph: torch.cuda.CUDAGraph | None = None
-        if device == "cuda":
-            with without_overhead(function) as attend:
-                graph = captured(partial(call, attend))
+        graph = captured(call) if device == "cuda" else None
 
         def turn() -> dict[str, float]:
-            with without_overhead(function) as attend:
-                call(attend)
-                synchronize(device)
-                start = time.perf_counter()
-                for _ in range(count):
-                    call(attend)
-                queued = time.perf_counter()
-                synchronize(device)
-                done = time.perf_counter()
+            call()
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            queued = time.perf_counter()
+            synchronize(device)
+            done = time.perf_counter()
             taken = {"host_time": (queued - start) * 1e3 / count, "time": (done - start) * 1e3 / count}
             if graph is not None:
                 (replayed,) = time_calls(graph.replay, device=device, warmup=1, num_samples=1)

@@ -16,6 +16,7 @@ import math
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ from cs336_systems.attention.contract import Oracle, compute_oracle
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.attention import RESULTS, AttentionExperiment, Passes, checked_error
 from cs336_systems.experiments.frames import dicts, digits, pick
-from cs336_systems.experiments.implementations import AttentionFunction, Built, build, without_overhead
+from cs336_systems.experiments.implementations import Built, build
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Sample, Unsupported
 from cs336_systems.experiments.worker import outcome_of
 from cs336_systems.inputs import AttentionInputs, attention_inputs
@@ -43,7 +44,7 @@ ROUNDS = {"cpu": 3, "cuda": 12}
 MOST_CALLS = 20  # in a row or a graph: a GPU queues a thousand launches before the host waits, and a call makes ten
 GRAPH_MS = 2.0  # of a graph's calls, beside which its launch takes nothing
 
-Call = Callable[[AttentionFunction], object]  # of what `without_overhead` yields
+Call = Callable[[], object]
 P = TypeVar("P")
 Turn = Callable[[], dict[str, float]]  # takes one, at whose end the device is idle; milliseconds a call by quantity
 
@@ -56,6 +57,7 @@ class Player:
     kernel: str
     error: float
     turns: dict[str, Turn]  # by mode
+    context: Callable[[], AbstractContextManager[object]] = nullcontext  # in which turns are taken
 
 
 def play(players: Sequence[Player], num_rounds: int) -> dict[tuple[str, str, str], list[float]]:
@@ -67,7 +69,9 @@ def play(players: Sequence[Player], num_rounds: int) -> dict[tuple[str, str, str
     for number in range(-1, num_rounds):
         for mode in players[0].turns if players else ():
             for player in in_order(players, number):
-                for quantity, taken_ms in player.turns[mode]().items():
+                with player.context():
+                    taken = player.turns[mode]()
+                for quantity, taken_ms in taken.items():
                     if number >= 0:
                         samples[player.name, mode, quantity].append(taken_ms)
     return samples
@@ -86,19 +90,17 @@ def _errors_of_one() -> tuple[type[Exception], ...]:
     return (Unsupported, Disagreement, RuntimeError, ValueError, TypeError, *compilers)
 
 
-def long_turn(function: AttentionFunction, call: Call, device: str) -> Turn:
+def long_turn(call: Call, device: str) -> Turn:
     """So many calls as fill SETTLE_MS, not timed, and then TIMED_MS, with nothing between the two."""
     untimed = timed = 1
     if device == "cuda":
-        with without_overhead(function) as attend:
-            call_ms = time_in_a_row(partial(call, attend), 2, device)
+        call_ms = time_in_a_row(call, 2, device)
         untimed, timed = max(1, math.ceil(SETTLE_MS / call_ms)), max(1, round(TIMED_MS / call_ms))
 
     def turn() -> dict[str, float]:
-        with without_overhead(function) as attend:
-            for _ in range(untimed):
-                call(attend)
-            return {"time": time_in_a_row(partial(call, attend), timed, device)}
+        for _ in range(untimed):
+            call()
+        return {"time": time_in_a_row(call, timed, device)}
 
     return turn
 
@@ -118,14 +120,12 @@ def captured(call: Callable[[], object], count: int = MOST_CALLS) -> torch.cuda.
     return graph
 
 
-def graph_turn(function: AttentionFunction, call: Call, device: str) -> Turn:
+def graph_turn(call: Call, device: str) -> Turn:
     """`long_turn` of graphs of so many calls as fill GRAPH_MS."""
     if device == "cpu":
-        return long_turn(function, call, device)
-    once = partial(call, function)
-    count = max(1, min(MOST_CALLS, round(GRAPH_MS / time_in_a_row(once, 2, device))))
-    graph = captured(once, count)
-    replays = long_turn(function, lambda _: graph.replay(), device)
+        return long_turn(call, device)
+    count = max(1, min(MOST_CALLS, round(GRAPH_MS / time_in_a_row(call, 2, device))))
+    replays = long_turn(captured(call, count).replay, device)
     return lambda: {"time": replays()["time"] / count}
 
 
@@ -144,9 +144,9 @@ class AttentionByTurns(AttentionExperiment):
         """The pairs that are attended, where the case's shape does not say it."""
         return None
 
-    def turn_of(self, function: AttentionFunction, call: Call, device: str) -> Turn:
-        """The turn of what was built, in the mode of `call`."""
-        return long_turn(function, call, device)
+    def turn_of(self, call: Call, device: str) -> Turn:
+        """The turn of one implementation in one mode."""
+        return long_turn(call, device)
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """Each implementation of the cell checked against the oracle, then all that are right by turns.
@@ -182,15 +182,15 @@ class AttentionByTurns(AttentionExperiment):
     ) -> Player:
         """Disagreement where the results of `name` break the numerical contract."""
         built = self.built(name, case, run)
-        passes, function = Passes(built, inputs), built.attend
-        results = map(built.unpack, (*passes.forward(function), *passes.both(function)))
-        error = checked_error(oracle, dict(zip(RESULTS, results)), name)
-        calls: dict[str, Call] = {"forward": passes.forward, "forward_backward": passes.both}
-        if "backward" in modes:
-            output = function(*passes.leaves)  # the graph is made once, outside of the turns
-            calls["backward"] = lambda _: passes.backward(output)
-        turns = {mode: self.turn_of(function, call, run.device) for mode, call in calls.items() if mode in modes}
-        return Player(name=name, kernel=built.kernel, error=error, turns=turns)
+        passes = Passes(built, inputs)
+        with built.context():
+            results = map(built.unpack, (*passes.forward(), *passes.both()))
+            error = checked_error(oracle, dict(zip(RESULTS, results)), name)
+            calls: dict[str, Call] = {"forward": passes.forward, "forward_backward": passes.both}
+            if "backward" in modes:
+                calls["backward"] = partial(passes.backward, passes.output())  # its graph is made outside of the turns
+            turns = {mode: self.turn_of(call, run.device) for mode, call in calls.items() if mode in modes}
+        return Player(name=name, kernel=built.kernel, error=error, turns=turns, context=built.context)
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`interval(ours, theirs, shape=..., mode=...)`: where the median of the rounds' ratios lies with 95 %."""
