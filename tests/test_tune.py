@@ -439,16 +439,17 @@ def test_tuning_measures_what_compiles_and_only_once(monkeypatch, tmp_path):
     """The whole command, with the interpreter in the GPU's place and a compiler that refuses dq."""
     monkeypatch.setattr(compilation, "compile_configs", fake_compiler)
 
-    def open_sweep(results, seed, rerun, *_):
+    def open_sweep(run, results, problems, *_, rerun):
         sweep = Sweep(
-            replace(RUN, seed=seed), results, Provenance(commit="0123456789ab", dirty=False), rerun=rerun,
+            replace(RUN, seed=run.seed), results, Provenance(commit="0123456789ab", dirty=False), rerun=rerun,
             interpret=not HAS_CUDA,
         )  # fmt: skip
         sweep.device = replace(get_device_info(), compute_capability=(9, 0))
         sweep.lock()
         return sweep
 
-    monkeypatch.setattr(tune_command, "_open_sweep", open_sweep)
+    monkeypatch.setattr(tune_command, "_require_gpu", lambda: None)
+    monkeypatch.setattr(tune_command, "open_sweep", open_sweep)
     shape = AttentionShape(
         batch=1, heads=1, seqlen_q=64, seqlen_k=64, head_dim=32, is_causal=True, dtype="float16"
     )  # fmt: skip

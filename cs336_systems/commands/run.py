@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import tempfile
 import time
 from collections import Counter
 from functools import partial
@@ -15,7 +14,7 @@ import typer
 
 from cs336_systems.commands import shared
 from cs336_systems.commands.shared import DeviceOption, ResultsOption, one_line_errors
-from cs336_systems.commands.sweeps import check_sweep_options, measure_shown, measuring
+from cs336_systems.commands.sweeps import check_sweep_options, measure_shown, measuring, open_sweep
 
 if TYPE_CHECKING:
     from cs336_systems.config import RunConfig
@@ -49,8 +48,8 @@ def run(
     """Measure problems and append the records; finished cells are kept, so an interrupted run continues."""
     with one_line_errors():
         from cs336_systems.config import Axes, RunConfig
-        from cs336_systems.device import get_device_info, resolve_device
-        from cs336_systems.experiments.harness import Shard, Sweep, find_provenance, planned_cells, results_folder
+        from cs336_systems.device import resolve_device
+        from cs336_systems.experiments.harness import Shard, planned_cells
 
         kind = resolve_device(device)
         chosen = _choose_problems(problems or [], run_all)
@@ -77,20 +76,12 @@ def run(
         _check_model(config, chosen, cells)
         _check_implementations(implementation, chosen, cells)
         interpret = kind == "cpu" and importlib.util.find_spec("triton") is not None
-        folder = results_folder(results, get_device_info(kind), config)
-        _check_writable(folder, chosen)
         if kind == "cpu":
             shared.wait_briefly(os.environ)
-        sweep = Sweep(
-            config,
-            folder,
-            find_provenance(commit, dirty),
-            rerun=rerun,  # type: ignore[arg-type]
-            implementations=implementation,
-            interpret=interpret,
+        sweep = open_sweep(
+            config, results, chosen, commit, dirty, rerun=rerun, implementations=implementation, interpret=interpret,
             shard=part,
-        )
-        sweep.lock()
+        )  # fmt: skip
         pending = {name: sweep.pending(name) for name in chosen}
         for name, (cells, finished) in pending.items():
             if not cells and not finished and part.count == 1:
@@ -98,7 +89,7 @@ def run(
     todo = sum(len(cells) for cells, _ in pending.values())
     if todo:
         what = f"{_count(todo, 'cell')} of {_count(len(chosen), 'problem')}"
-        typer.echo(f"{what} at scale {scale} into {folder}", err=True)
+        typer.echo(f"{what} at scale {scale} into {sweep.folder}", err=True)
     totals: Counter[str] = Counter()
     started = time.monotonic()
     with measuring(sweep):
@@ -108,7 +99,7 @@ def run(
         sweep.worker.stop()
     for name in chosen if stages else ():
         _show_stages(name, sweep)
-    typer.echo(f"records: {folder / 'records'}")
+    typer.echo(f"records: {sweep.folder / 'records'}")
     if totals and not any(status.startswith(("ok", "partly")) for status in totals):
         typer.echo("error: nothing could be measured", err=True)
         raise typer.Exit(shared.EXIT_NOTHING_MEASURED)
@@ -213,17 +204,3 @@ def _check_implementations(names: list[str] | None, chosen: list[str], cells: li
             load_name(name)
         elif name not in known:
             raise ValueError(f"unknown implementation {name!r}; known: {', '.join(known)}")
-
-
-def _check_writable(folder: Path, problems: list[str]) -> None:
-    """Raise OSError before anything is measured if the records of `problems` could not be written."""
-    path = records = folder / "records"
-    try:
-        records.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=records):
-            pass
-        for path in filter(os.path.lexists, (records / f"{name}.jsonl" for name in problems)):
-            with open(path, "ab"):
-                pass
-    except OSError as error:
-        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error

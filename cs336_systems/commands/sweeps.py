@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -17,6 +20,7 @@ from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, ends_at_a_signa
 from cs336_systems.measure.text import in_one_line
 
 if TYPE_CHECKING:
+    from cs336_systems.config import RunConfig
     from cs336_systems.experiments.harness import Sweep
     from cs336_systems.experiments.records import Record
     from cs336_systems.experiments.spec import Cell
@@ -30,6 +34,37 @@ def check_sweep_options(rerun: str, time_budget: float | None) -> None:
         raise ValueError(f"--rerun must be none, failed or all, got {rerun!r}")
     if time_budget is not None and not (math.isfinite(time_budget) and time_budget > 0):
         raise ValueError(f"--time-budget must be a positive number of seconds, got {time_budget}")
+
+
+def open_sweep(
+    run: RunConfig, results: Path, problems: Sequence[str], commit: str | None, dirty: bool | None, **options: Any
+) -> Sweep:  # fmt: skip
+    """The sweep of `problems` into the locked folder of `run` in `results`; `options` are those of `Sweep`.
+
+    ValueError where another run is in that folder; OSError where it cannot be written.
+    """
+    from cs336_systems.device import get_device_info
+    from cs336_systems.experiments.harness import Sweep, find_provenance, results_folder
+
+    folder = results_folder(results, get_device_info(run.device), run)
+    _check_writable(folder, problems)
+    sweep = Sweep(run, folder, find_provenance(commit, dirty), **options)
+    sweep.lock()
+    return sweep
+
+
+def _check_writable(folder: Path, problems: Sequence[str]) -> None:
+    """Raise OSError before anything is measured if the records of `problems` could not be written."""
+    path = records = folder / "records"
+    try:
+        records.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=records):
+            pass
+        for path in filter(os.path.lexists, (records / f"{name}.jsonl" for name in problems)):
+            with open(path, "ab"):
+                pass
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from rich.table import Table
 from cs336_systems.commands import shared
 from cs336_systems.commands.kernels import compile_with_progress, machine_arch, print_reports, print_table
 from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, ResultsOption, one_line_errors
-from cs336_systems.commands.sweeps import check_sweep_options, measure_shown, measuring
+from cs336_systems.commands.sweeps import check_sweep_options, measure_shown, measuring, open_sweep
 
 if TYPE_CHECKING:
     from cs336_systems.attention.compilation import CompileReport
@@ -69,8 +69,8 @@ def flash(
     """Compile, check and time a grid of tiles for the attention kernels; say what the tables might hold."""
     from cs336_systems.attention.compilation import check_arch, check_jobs
     from cs336_systems.attention.tiles import MAX_HEAD_DIM, target_of
-    from cs336_systems.config import AttentionShape
-    from cs336_systems.experiments.tuning import beside_table, tune_cells
+    from cs336_systems.config import AttentionShape, RunConfig
+    from cs336_systems.experiments.tuning import TUNE_FLASH, beside_table, tune_cells
 
     with one_line_errors():
         kernels = _choices("--kernel", kernel or KERNELS, KERNELS)
@@ -99,7 +99,9 @@ def flash(
         elif arch is not None:
             raise ValueError("--arch goes with --compile-only: what is measured is this machine's GPU")
         else:
-            sweep = _open_sweep(results, seed, rerun, commit, dirty)
+            _require_gpu()
+            run = RunConfig(scale="handout", device="cuda", seed=seed)
+            sweep = open_sweep(run, results, [TUNE_FLASH], commit, dirty, rerun=rerun)
     if compile_only:
         print_reports(reports, max_spill_bytes)
         good = sum(not report.obstacle(max_spill_bytes) for report in reports)
@@ -142,23 +144,12 @@ def _compile(cells: Sequence[Cell], arch: str, jobs: int | None) -> dict[Cell, C
     return {cell: reports[request] for cell, request in requests.items()}
 
 
-def _open_sweep(results: Path, seed: int, rerun: str, commit: str | None, dirty: bool | None) -> Sweep:
-    """The locked results folder of this machine's GPU; ValueError without one."""
+def _require_gpu() -> None:
     import torch
-
-    from cs336_systems.config import RunConfig
-    from cs336_systems.device import get_device_info
-    from cs336_systems.experiments.harness import Sweep, find_provenance, results_folder
 
     if not torch.cuda.is_available():
         raise ValueError("tune flash measures on a GPU, and there is none here (the interpreter's times say nothing of "
                          "speed): --compile-only --arch sm90 compiles without one")  # fmt: skip
-    run = RunConfig(scale="handout", device="cuda", seed=seed)
-    folder = results_folder(results, get_device_info("cuda"), run)
-    folder.mkdir(parents=True, exist_ok=True)
-    sweep = Sweep(run, folder, find_provenance(commit, dirty), rerun=rerun)  # type: ignore[arg-type]
-    sweep.lock()
-    return sweep
 
 
 def _measure(
