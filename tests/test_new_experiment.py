@@ -21,9 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
-from cs336_systems.experiments.tables import Pivot
+from cs336_systems.experiments import Cell, Disagreement, Experiment, Lines, Pivot, Row, Sample, Unsupported, problem
 from cs336_systems.measure.timing import time_calls
 
 TIME = Row("forward", "time", "ms")

@@ -3,8 +3,7 @@
 from typing import Any
 
 from cs336_systems.analysis import HARDWARE, rings
-from cs336_systems.experiments.spec import Calculation, problem
-from cs336_systems.experiments.tables import Listing
+from cs336_systems.experiments import Calculation, Listing, problem
 
 BUFFER_BYTES = 10**9
 RANKS = (2, 4, 8, 16, 64)

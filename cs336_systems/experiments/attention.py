@@ -16,11 +16,9 @@ from torch import Tensor
 from cs336_systems.accounting import attention_flops, tflops_per_s
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
-from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments import Bars, Cell, Disagreement, Experiment, Pivot, Row, Sample, TableSpec, Unsupported
 from cs336_systems.experiments.implementations import PEERS, Built, build
 from cs336_systems.experiments.mask_implementations import is_plain, mask_of
-from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
-from cs336_systems.experiments.tables import Pivot, TableSpec
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.measure.memory import MIB, peak_cuda_bytes, release, saved_for_backward
 from cs336_systems.measure.timing import time_calls, time_once

@@ -7,9 +7,9 @@ bfloat16. What calls take that are too short for that, `short_calls` measures.
 from dataclasses import replace
 
 from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.experiments import Unsupported, problem
 from cs336_systems.experiments.attention import BOTH_TIMES, SMALL, rate_bars, rate_tables
 from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.spec import Unsupported, problem
 from cs336_systems.experiments.turns import AttentionByTurns
 
 DRAWN = ("triton", "hopper", "sdpa_cudnn", "fa4")

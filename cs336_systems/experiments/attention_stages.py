@@ -15,10 +15,8 @@ from cs336_systems.attention import BlockMask, explain_backend, flash_attention
 from cs336_systems.attention.backends import AttentionLayout
 from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
+from cs336_systems.experiments import Bars, Cell, Experiment, Pick, Row, Sample, Unsupported, Wide, problem
 from cs336_systems.experiments.attention import RESULTS, checked_error
-from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, Unsupported, problem
-from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.measure.stages import STAGES, TOTAL, time_stages
 

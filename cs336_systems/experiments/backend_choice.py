@@ -12,13 +12,11 @@ import pandas as pd
 
 from cs336_systems.attention.backends import BACKENDS, HOPPER_CAPABILITY, AttentionLayout, select_backend
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
+from cs336_systems.experiments import Lines, Pivot, problem
 from cs336_systems.experiments.attention import BOTH, BY_SHAPE, sized_shape
-from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.frames import with_speeds
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.masks import MaskedByTurns
-from cs336_systems.experiments.spec import problem
-from cs336_systems.experiments.tables import Pivot
 from cs336_systems.experiments.turns import Call, Turn, graph_turn
 
 # Of the table; others are probes, of whether they can take the next larger one's row.

@@ -5,10 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cs336_systems.config import DTypeName, Precision, RunConfig
-from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments import Bars, Cell, Experiment, Pick, Pivot, Row, Sample, Wide, problem
 from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cases
-from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
-from cs336_systems.experiments.tables import Pick, Pivot, Wide
 from cs336_systems.measure.precision import AUTOCAST_TENSORS, autocast_dtypes, norm_in
 
 PRECISIONS = (Precision(), Precision(autocast="bfloat16"), Precision(parameters="bfloat16"))

@@ -12,10 +12,8 @@ import pandas as pd
 from torch import Tensor
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments import Bars, Cell, Difference, Experiment, Pick, Ratio, Row, Sample, Wide, problem
 from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cases, require_finite
-from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
-from cs336_systems.experiments.tables import Difference, Pick, Ratio, Wide
 from cs336_systems.measure.timing import time_once
 
 WARMUPS = (0, 1, 2, 5)

@@ -7,10 +7,8 @@ from itertools import product
 import pandas as pd
 
 from cs336_systems.config import MaskCase, RunConfig
-from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments import Lines, Pivot, problem
 from cs336_systems.experiments.masks import DENSE_PEERS, MaskExperiment, dense_tables, mask_case, names_of
-from cs336_systems.experiments.spec import problem
-from cs336_systems.experiments.tables import Pivot
 
 LENGTH = {"tiny": 128, "smoke": 256, "handout": 16384}
 ROW_DENSITIES = {"tiny": (0.5,), "smoke": (0.25, 0.5), "handout": (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)}

@@ -5,10 +5,8 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.analysis import xxl
-from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments import Calculation, Lines, Listing, problem
 from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.spec import Calculation, problem
-from cs336_systems.experiments.tables import Listing
 
 TOKENS = (0, 512, 1024, 2048, 4096, 8192)
 DEVICES = (32, 38, 48, 64, 96, 128, 192, 256)

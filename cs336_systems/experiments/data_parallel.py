@@ -5,10 +5,8 @@ from itertools import product
 from typing import Any
 
 from cs336_systems.config import Precision, RunConfig
-from cs336_systems.experiments import ranks
+from cs336_systems.experiments import Cell, Pick, Ratio, Wide, ranks
 from cs336_systems.experiments.parallel_step import OURS, PEERS, DataParallelCase
-from cs336_systems.experiments.spec import Cell
-from cs336_systems.experiments.tables import Pick, Ratio, Wide
 
 WITH_BUCKETS = ("bucketed", *PEERS)
 DEFAULT_BUCKET_MB = {"tiny": 0.1, "smoke": 1.0, "handout": 25.0}  # the last as PyTorch's

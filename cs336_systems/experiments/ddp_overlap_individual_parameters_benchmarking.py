@@ -1,10 +1,10 @@
 """Overlapping the backward with communication: all four wrappers beside PyTorch's own."""
 
 from cs336_systems.config import RunConfig
+from cs336_systems.experiments import Cell, problem
 from cs336_systems.experiments import data_parallel as ddp
 from cs336_systems.experiments.parallel_step import OURS
 from cs336_systems.experiments.ranks import rank_counts
-from cs336_systems.experiments.spec import Cell, problem
 
 
 @problem()

@@ -7,10 +7,9 @@ tiles, `sdpa_padded` is SDPA on the padded batch, and `torch_varlen` PyTorch's o
 from collections.abc import Iterator, Sequence
 
 from cs336_systems.config import MaskCase, RunConfig
+from cs336_systems.experiments import Lines, problem
 from cs336_systems.experiments.attention import BOTH_TIMES, rate_tables
-from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.masks import DENSE_PEERS, MASK_TIMES, MaskExperiment, mask_case, names_of
-from cs336_systems.experiments.spec import problem
 
 # Documents of a packed sequence, in 32nds of it: 8 of them, the longest twice the mean, so that a padded batch is half
 # padding.

@@ -3,10 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from cs336_systems.config import MaskCase, RunConfig
-from cs336_systems.experiments import masks
+from cs336_systems.experiments import Lines, masks, problem
 from cs336_systems.experiments.attention import BOTH_TIMES
-from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.spec import problem
 
 SIZES = {"tiny": (128, (2,)), "smoke": (128, (2, 4)), "handout": (32768, (2, 4, 8))}  # tokens, rates
 

@@ -7,12 +7,9 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
-from cs336_systems.experiments import attention
-from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments import Cell, Lines, Pick, Pivot, Sample, TableSpec, Unsupported, Wide, attention, problem
 from cs336_systems.experiments.frames import with_speeds
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, STAGES, TINY_IMPLEMENTATIONS
-from cs336_systems.experiments.spec import Cell, Sample, Unsupported, problem
-from cs336_systems.experiments.tables import Pick, Pivot, TableSpec, Wide
 
 LENGTHS = {  # the handout's, and one more, at which plain attention runs out of an H200's memory
     "tiny": (64, 128),

@@ -3,11 +3,10 @@
 from dataclasses import replace
 
 from cs336_systems.config import MODEL_SIZES, RunConfig
+from cs336_systems.experiments import Cell, Pivot, problem
 from cs336_systems.experiments.parallel_step import FSDP_IMPLEMENTATIONS
 from cs336_systems.experiments.ranks import Traces
 from cs336_systems.experiments.sharding import ShardingExperiment, sharding_case, sharding_cell, sharding_cells
-from cs336_systems.experiments.spec import Cell, problem
-from cs336_systems.experiments.tables import Pivot
 
 ALONE = ("unsharded", "fsdp", "torch_fsdp")  # on one rank too: both FSDPs compute in other dtypes than autocast
 

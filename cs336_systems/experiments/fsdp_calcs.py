@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from cs336_systems.experiments import Calculation, problem
 from cs336_systems.experiments.layer_times import TOKENS, ratio_lines, times
-from cs336_systems.experiments.spec import Calculation, problem
 
 
 @problem()

@@ -3,10 +3,8 @@
 from typing import Any
 
 from cs336_systems.analysis import ffn
-from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments import Calculation, Lines, Listing, problem
 from cs336_systems.experiments.layer_times import FEW_TOKENS, MODEL, TOKENS, layer, links
-from cs336_systems.experiments.spec import Calculation, problem
-from cs336_systems.experiments.tables import Listing
 
 OVERLAPS = {"overlapped": True, "one after the other": False}
 WHOLE = {"overlapped": "N_FSDP × N_TP in whole numbers", "one after the other": "in whole numbers"}  # headings

@@ -10,12 +10,10 @@ from typing import Any
 from torch import nn
 
 from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig, proxy_model
+from cs336_systems.experiments import Bars, Cell, Disagreement, Experiment, Pick, Pivot, Row, Sample, Wide, problem
 from cs336_systems.experiments import model_memory as memory
-from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.model_memory import BlocksCase, MemoryCase
 from cs336_systems.experiments.models import TrainingStep
-from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, problem
-from cs336_systems.experiments.tables import Pick, Pivot, Wide
 from cs336_systems.measure.memory import MIB, release
 from cs336_systems.measure.timeline import BACKWARD
 from cs336_systems.measure.timing import time_calls

@@ -3,9 +3,7 @@
 from typing import Any
 
 from cs336_systems import grids
-from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.spec import Calculation, problem
-from cs336_systems.experiments.tables import Listing
+from cs336_systems.experiments import Calculation, Lines, Listing, problem
 
 ORDERS = {"rows": grids.row_major_order, "Hilbert's curve": grids.hilbert_order}
 BLOCK_SIZE = 128

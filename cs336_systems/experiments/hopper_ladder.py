@@ -14,9 +14,9 @@ from cs336_systems.attention import AttentionConfig, flash_attention
 from cs336_systems.attention.backends import HOPPER_CAPABILITY
 from cs336_systems.attention.tiles.config import KERNELS
 from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.experiments import Unsupported, problem
 from cs336_systems.experiments.attention import SMALL, rate_bars, rate_tables
 from cs336_systems.experiments.implementations import Built, build, chosen_tiles, ran
-from cs336_systems.experiments.spec import Unsupported, problem
 from cs336_systems.experiments.turns import AttentionByTurns
 
 RUNGS = {  # what is new

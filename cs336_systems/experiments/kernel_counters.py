@@ -11,12 +11,10 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.experiments import Bars, Cell, Pick, Row, Sample, Unsupported, Wide, problem
 from cs336_systems.experiments.attention import BY_SHAPE, SMALL, AttentionExperiment
-from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import dicts, digits, pick
 from cs336_systems.experiments.implementations import build
-from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported, problem
-from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.counters import COUNTERS, STALL, CountersUnavailableError, read_counters
 
 MODES = ("forward", "backward")

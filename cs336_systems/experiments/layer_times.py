@@ -8,7 +8,7 @@ from typing import Any
 
 from cs336_systems.analysis import HARDWARE, FeedForward, ffn
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments import Lines
 
 MODEL = MODEL_SIZES["8b"]
 TOKENS = 4_194_304  # a large pre-training batch

@@ -3,10 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import attention
+from cs336_systems.experiments import Cell, Pick, Sample, Wide, attention, problem
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, TINY_IMPLEMENTATIONS
-from cs336_systems.experiments.spec import Cell, Sample, problem
-from cs336_systems.experiments.tables import Pick, Wide
 
 
 @problem()

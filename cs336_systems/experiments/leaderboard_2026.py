@@ -33,12 +33,10 @@ from cs336_systems.analysis import HARDWARE, RankBytes
 from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.attention.backends import available_backends
 from cs336_systems.config import BYTES_PER_ELEMENT, MODEL_SIZES, ModelConfig, Precision, RunConfig
+from cs336_systems.experiments import Bars, Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem, ranks
 from cs336_systems.experiments import parallel_step as steps
-from cs336_systems.experiments import ranks
-from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import digits
 from cs336_systems.experiments.parallel_step import CHECK_BOUND, ParallelStep, RanksCase, ShardingCase
-from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.memory import MIB, release
 from cs336_systems.model.block_parts import KEPT_WIDTHS, Recompute, run_in_parts

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
+from cs336_systems.experiments import Cell, problem
 from cs336_systems.experiments.attention import BOTH, FORWARD, MODE_WORDS, rate_bars, rate_tables, sized_shape
 from cs336_systems.experiments.mask_implementations import mask_parts
 from cs336_systems.experiments.masks import DENSITY, MaskedByTurns, with_pairs
-from cs336_systems.experiments.spec import Cell, problem, turns_cell
+from cs336_systems.experiments.spec import turns_cell
 
 LENGTH = {"tiny": 64, "smoke": 128, "handout": 16384}
 HEADS, HEAD_DIMS = 16, (64, 128)

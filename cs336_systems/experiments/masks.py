@@ -19,12 +19,11 @@ from torch import Tensor
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR
 from cs336_systems.config import DTypeName, MaskCase, RunConfig
+from cs336_systems.experiments import Cell, Experiment, Listing, Pivot, Row, Sample, TableSpec
 from cs336_systems.experiments.attention import BACKWARD, BOTH, FORWARD, MODE_WORDS, PEAK, measure_attention
 from cs336_systems.experiments.frames import dicts, digits, pick, speed
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_of, mask_parts
-from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample
-from cs336_systems.experiments.tables import Listing, Pivot, TableSpec
 from cs336_systems.experiments.turns import AttentionByTurns
 from cs336_systems.measure.timing import MIN_SAMPLES, time_calls
 

@@ -14,12 +14,11 @@ import torch
 
 from cs336_systems.accounting import model_peak_bytes
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
+from cs336_systems.experiments import Cell, Experiment, Figure, Pick, Row, Sample, Wide, problem
 from cs336_systems.experiments import model_memory as memory
-from cs336_systems.experiments.figures import INK, Figure, alt
+from cs336_systems.experiments.figures import INK, alt
 from cs336_systems.experiments.frames import dicts, digits, in_unit, pick
 from cs336_systems.experiments.model_memory import PHASES, BlocksCase, MemoryCase
-from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
-from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.memory import MIB, release
 from cs336_systems.measure.timeline import CATEGORIES
 

@@ -1,9 +1,9 @@
 """One flattened all-reduce against one a parameter."""
 
 from cs336_systems.config import RunConfig
+from cs336_systems.experiments import Cell, problem
 from cs336_systems.experiments import data_parallel as ddp
 from cs336_systems.experiments.ranks import most_ranks
-from cs336_systems.experiments.spec import Cell, problem
 
 
 @problem()

@@ -8,9 +8,8 @@ import pandas as pd
 import torch
 
 from cs336_systems.config import DTypeName, RunConfig
+from cs336_systems.experiments import Cell, Experiment, Listing, Row, Sample, problem
 from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
-from cs336_systems.experiments.tables import Listing
 from cs336_systems.measure.precision import ADDEND, ADDENDS, accumulate
 
 

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cs336_systems.accounting import block_saved_bytes, model_peak_bytes
 from cs336_systems.config import ModelCase, ModelConfig, Precision, RunConfig
 from cs336_systems.device import has_cxx_compiler
+from cs336_systems.experiments import Cell, Disagreement, Row, Sample, Unsupported
 from cs336_systems.experiments.models import TrainingStep
-from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported
 from cs336_systems.measure.memory import MIB, CudaPhasePeaks, cpu_phase_peaks, release
 from cs336_systems.measure.predict import CudaAutocastRules, fake_module
 from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors

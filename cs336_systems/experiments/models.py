@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cs336_systems.config import HANDOUT_SIZES, MODEL_SIZES, ModelCase, RunConfig, proxy_model
 from cs336_systems.device import has_cxx_compiler
-from cs336_systems.experiments.spec import Cell, Disagreement, Sample, Unsupported
+from cs336_systems.experiments import Cell, Disagreement, Sample, Unsupported
 from cs336_systems.inputs import token_batch
 from cs336_systems.measure.memory import release
 from cs336_systems.measure.timing import MIN_SAMPLES, time_calls, time_once

@@ -1,9 +1,9 @@
 """Naive data parallelism: a training step, and how much of it is communication."""
 
 from cs336_systems.config import RunConfig
+from cs336_systems.experiments import Cell, problem
 from cs336_systems.experiments import data_parallel as ddp
 from cs336_systems.experiments.ranks import rank_counts
-from cs336_systems.experiments.spec import Cell, problem
 
 
 @problem()

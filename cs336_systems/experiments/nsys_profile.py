@@ -15,10 +15,8 @@ import pandas as pd
 from torch import Tensor, nn
 
 from cs336_systems.config import MODEL_SIZES, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
-from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments import Bars, Cell, Experiment, Listing, Pick, Ratio, Row, Sample, Wide, problem
 from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, require_finite
-from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
-from cs336_systems.experiments.tables import Listing, Pick, Ratio, Wide
 from cs336_systems.measure.capture import capture
 from cs336_systems.measure.kernels import CATEGORIES, short_name
 from cs336_systems.measure.memory import release

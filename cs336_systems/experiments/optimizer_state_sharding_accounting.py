@@ -1,12 +1,10 @@
 """Sharded optimizer state: memory before and after the step, step time, and ZeRO's first stage beside it."""
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments import Bars, Cell, Pick, Wide, problem
 from cs336_systems.experiments.parallel_step import MEMORY, OPTIMIZER_IMPLEMENTATIONS
 from cs336_systems.experiments.ranks import MOMENTS
 from cs336_systems.experiments.sharding import ShardingExperiment, sharding_cells
-from cs336_systems.experiments.spec import Cell, problem
-from cs336_systems.experiments.tables import Pick, Wide
 
 
 @problem()

@@ -21,8 +21,8 @@ from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
 from cs336_systems.distributed.fsdp.plan import Checkpointing, find_blocks
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
+from cs336_systems.experiments import Disagreement, Unsupported
 from cs336_systems.experiments.implementations import load_name
-from cs336_systems.experiments.spec import Disagreement, Unsupported
 from cs336_systems.inputs import token_batch
 from cs336_systems.measure.memory import MIB
 from cs336_systems.model import AdamW, TransformerLM, build_model, cross_entropy

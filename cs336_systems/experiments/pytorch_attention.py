@@ -4,10 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments import attention
-from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.spec import Cell, Sample, problem
-from cs336_systems.experiments.tables import Pick, Wide
+from cs336_systems.experiments import Cell, Lines, Pick, Sample, Wide, attention, problem
 
 BATCH = 8
 PASSES = 100  # timed, that the handout asks for

@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.distributed.launch import RankError, run_ranks
-from cs336_systems.experiments.figures import WIDTH, Spans
+from cs336_systems.experiments import Cell, Disagreement, Experiment, Row, Sample, Spans, Unsupported
+from cs336_systems.experiments.figures import WIDTH
 from cs336_systems.experiments.frames import dicts, pick, speed
 from cs336_systems.experiments.parallel_step import ParallelStep, check_wrapper
-from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
 from cs336_systems.measure.intervals import simplify
 from cs336_systems.measure.memory import CPU_ALLOCATOR, MIB, release
 from cs336_systems.measure.overlap import trace_lanes

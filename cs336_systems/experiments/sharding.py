@@ -5,10 +5,8 @@ from typing import Any
 
 from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.config import Precision, RunConfig
-from cs336_systems.experiments import ranks
+from cs336_systems.experiments import Cell, Pick, Sample, Wide, ranks
 from cs336_systems.experiments.parallel_step import MEMORY, ShardingCase
-from cs336_systems.experiments.spec import Cell, Sample
-from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.memory import MIB
 
 PREDICTED = "predicted_peak_memory"

@@ -15,10 +15,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cs336_systems.config import RunConfig
+from cs336_systems.experiments import Bars, Cell, Pivot, Row, problem
 from cs336_systems.experiments.attention import BOTH, BY_SHAPE, FORWARD, SMALL
-from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.spec import Cell, Row, problem, turns_cell
-from cs336_systems.experiments.tables import Pivot
+from cs336_systems.experiments.spec import turns_cell
 from cs336_systems.experiments.turns import MOST_CALLS, AttentionByTurns, Call, Turn, captured
 from cs336_systems.measure.timing import synchronize, time_calls
 

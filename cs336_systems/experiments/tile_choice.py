@@ -20,12 +20,10 @@ from cs336_systems.attention.compilation import arch_of_capability
 from cs336_systems.attention.tiles import KernelConfig, target_of, tuning_grid
 from cs336_systems.attention.tiles.grid import TMA_TARGETS
 from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.experiments import Cell, Heat, Listing, Pivot, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.attention import BACKWARD, BY_SHAPE, AttentionExperiment, sized_shape
-from cs336_systems.experiments.figures import Heat
 from cs336_systems.experiments.frames import dicts, pick
 from cs336_systems.experiments.implementations import chosen_tiles
-from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported, problem
-from cs336_systems.experiments.tables import Listing, Pivot
 from cs336_systems.experiments.tuning import ROWS, TABLE, compile_ahead, measure_tiles
 
 TileSizes = tuple[int, int, int, int, bool] | tuple[int, int, int, int, bool, int]

@@ -7,13 +7,11 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.config import ModelCase, RunConfig, proxy_model
+from cs336_systems.experiments import Bars, Cell, Experiment, Pivot, Row, Sample, problem
 from cs336_systems.experiments.attention import BACKWARD, FORWARD, attention_cell
-from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import with_speeds
 from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cases
 from cs336_systems.experiments.pytorch_attention import PyTorchAttention
-from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
-from cs336_systems.experiments.tables import Pivot
 
 IS_SHAPE, IS_MODEL = {"case_type": "AttentionShape"}, {"case_type": "ModelCase"}
 SPEED = (("compiled", "eager"),)

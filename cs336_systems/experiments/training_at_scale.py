@@ -5,9 +5,7 @@ from typing import Any
 
 from cs336_systems.analysis import HARDWARE, Plan, predict, rank_bytes
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.spec import Calculation, problem
-from cs336_systems.experiments.tables import Listing
+from cs336_systems.experiments import Calculation, Lines, Listing, problem
 
 GIB = 2**30
 GLOBAL_BATCH = 2048  # sequences

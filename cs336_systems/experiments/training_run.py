@@ -15,9 +15,8 @@ import torch
 
 from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig
 from cs336_systems.distributed.launch import launch
-from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments import Cell, Disagreement, Experiment, Lines, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.frames import dicts
-from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.training import TrainingConfig, TrainingResult, train
 from cs336_systems.training.config import NANO, WRAPPERS, byte_model

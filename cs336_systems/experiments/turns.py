@@ -28,10 +28,10 @@ from torch import Tensor
 from cs336_systems.attention.compilation import compiler_errors
 from cs336_systems.attention.contract import Oracle, compute_oracle
 from cs336_systems.config import RunConfig
+from cs336_systems.experiments import Cell, Disagreement, Experiment, Sample, Unsupported
 from cs336_systems.experiments.attention import RESULTS, AttentionExperiment, Passes, checked_error
 from cs336_systems.experiments.frames import dicts, digits, pick
 from cs336_systems.experiments.implementations import Built, build
-from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Sample, Unsupported
 from cs336_systems.experiments.worker import outcome_of
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.measure.memory import one_out_of_memory_error, release
