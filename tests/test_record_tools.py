@@ -51,6 +51,7 @@ def test_rounds_become_one_set_of_records(tmp_path, capsys):
         record(quantity="host_time", samples=[1.0, 1.0, 2.0, 2.0, 3.0, 3.0], run=last),
     ]
     assert "5 records, those of 3 rounds among them" in capsys.readouterr().out
+    assert not list(tmp_path.rglob("*.partial"))
 
 
 def test_what_failed_in_every_round_has_failed(tmp_path):

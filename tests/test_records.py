@@ -22,11 +22,9 @@ from cs336_systems.experiments.records import (
     append_records,
     case_key,
     case_to_dict,
-    check,
     latest,
     read_records,
     read_runs,
-    write_records,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -162,14 +160,6 @@ def test_of_the_same_key_the_latest_is_kept():
         assert len(latest([record(), record(**{change: "other"})])) == 2
     assert len(latest([record(), record(case={"type": "Other"})])) == 2
     assert len(latest([record(), record(run=replace(RUN, scale="smoke"))])) == 2
-
-
-def test_written_records_replace_a_file(tmp_path):
-    path = tmp_path / "x.jsonl"
-    append_records(path, [record(), record(implementation="triton")])
-    write_records(path, [record(samples=[2.0])])
-    assert read_records(path) == [record(samples=[2.0])] and not list(tmp_path.glob("*.partial"))
-    check(read_records(path)[0])
 
 
 APPEND = """

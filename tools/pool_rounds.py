@@ -22,7 +22,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from cs336_systems.compare import pool
-from cs336_systems.experiments.records import RUNS, Record, case_key, is_series, latest, read_records, write_records
+from cs336_systems.experiments.records import RUNS, Record, append_records, case_key, is_series, latest, read_records
 
 Pass = tuple[str, ...]  # of a cell: what has one row of times
 
@@ -137,7 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"nothing is written: {error}")
     for path, records in merged.items():
         path.parent.mkdir(exist_ok=True)
-        write_records(path, records)
+        partial = path.with_name(path.name + ".partial")  # a killed process leaves the old file or the new one
+        partial.unlink(missing_ok=True)
+        append_records(partial, records)
+        partial.replace(path)
         print(f"{path}: {len(records)} records, those of {len(options.rounds)} rounds among them")
 
 

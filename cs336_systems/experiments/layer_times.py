@@ -15,13 +15,11 @@ TOKENS = 4_194_304  # a large pre-training batch
 FEW_TOKENS = 65_536  # of the leaderboard's step
 GPUS = tuple(2**power for power in range(1, 15))
 
-Seconds = Callable[[FeedForward, int, float], float]
-SCHEMES: dict[str, tuple[str, Seconds]] = {  # name -> its mode, and seconds of communication on N GPUs with W bytes/s
-    "DP backward": ("backward", lambda one, n, w: ffn.data_parallel_seconds(one, n, bytes_per_s=w)),
-    "FSDP forward": ("forward", lambda one, n, w: ffn.fsdp_seconds(one, "forward", n, bytes_per_s=w)),
-    "FSDP backward": ("backward", lambda one, n, w: ffn.fsdp_seconds(one, "backward", n, bytes_per_s=w)),
-    "TP forward": ("forward", lambda one, n, w: ffn.tp_seconds(one, "forward", n, bytes_per_s=w)),
-    "TP backward": ("backward", lambda one, n, w: ffn.tp_seconds(one, "backward", n, bytes_per_s=w)),
+# Seconds of communication of a layer's pass on N GPUs with W bytes/s.
+COMMUNICATION: dict[str, Callable[..., float]] = {
+    "DP": lambda one, _, gpus, **link: ffn.data_parallel_seconds(one, gpus, **link),
+    "FSDP": ffn.fsdp_seconds,
+    "TP": ffn.tp_seconds,
 }
 
 
@@ -50,10 +48,11 @@ def times(schemes: tuple[str, ...]) -> list[dict[str, Any]]:
     """Rows of communication over computation: at 1 the scheme becomes bound by communication."""
     rows = []
     for scheme in schemes:
-        mode, communication = SCHEMES[scheme]
+        kind, mode = scheme.split()
         for link, rates in links().items():
             for gpus in GPUS:
                 seconds = ffn.ffn_flops(layer(), mode, gpus) / rates["flops_per_s"]
-                ratio = communication(layer(), gpus, rates["bytes_per_s"]) / seconds
+                sent_s = COMMUNICATION[kind](layer(), mode, gpus, bytes_per_s=rates["bytes_per_s"])
+                ratio = sent_s / seconds
                 rows.append({"quantity": "ratio", "scheme": scheme, "link": link, "GPUs": gpus, "ratio": ratio})
     return rows

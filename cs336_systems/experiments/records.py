@@ -120,17 +120,6 @@ def append_records(path: Path, records: Sequence[Record]) -> None:
     _append(path, [msgspec.to_builtins(record) | {"run": record.run.id} for record in records])
 
 
-def write_records(path: Path, records: Sequence[Record]) -> None:
-    """Replace the rows of the file at `path`; a killed process leaves the old file or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)
-    append_records(partial, records)
-    if records:
-        os.replace(partial, path)
-    else:
-        path.write_text("")
-
-
 def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     if not rows:
         return

@@ -79,22 +79,18 @@ def time_calls(
         before()
         num_samples = plan_samples(time_once(call, device), budget_ms, min_samples)
     if device == "cuda":
-        return _time_with_events(call, num_samples, before)
+        cache = torch.empty(CACHE_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_samples)]
+        for start, end in events:
+            before()
+            cache.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in events]
     samples = []
     for _ in range(num_samples):
         before()
         samples.append(time_once(call, device))
     return samples
-
-
-def _time_with_events(call: Callable[[], object], num_samples: int, before: Callable[[], object]) -> list[float]:
-    cache = torch.empty(CACHE_FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_samples)]
-    for start, end in events:
-        before()
-        cache.zero_()
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in events]
