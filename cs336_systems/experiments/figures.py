@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from cs336_systems.experiments.frames import Where, intervals, pick, with_unit
+from cs336_systems.experiments.frames import Where, pick, with_unit
 
 if TYPE_CHECKING:
     import altair as alt
@@ -230,7 +230,9 @@ class Spans(Figure):
     """Intervals of a trace as bars over time: rows whose samples are starts and ends by turns. `y` names the lanes."""
 
     def _marks(self, rows: pd.DataFrame) -> alt.Chart:
-        spans = intervals(rows)
+        pairs = rows["samples"].map(lambda samples: list(zip(samples[::2], samples[1::2])))
+        spans = rows.assign(pair=pairs).explode("pair", ignore_index=True).dropna(subset="pair")
+        spans = spans.assign(start=spans["pair"].str[0], end=spans["pair"].str[1])
         return alt.Chart(self._data(spans, "start", "end")).mark_bar(height=14).encode(
             x=alt.X("start:Q", title=self.x_title or f"time ({rows['unit'].iloc[0]})"),
             x2="end:Q",

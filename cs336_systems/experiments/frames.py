@@ -178,14 +178,6 @@ def with_speeds(
     return frame.assign(**{column: found})
 
 
-def intervals(frame: pd.DataFrame) -> pd.DataFrame:
-    """A row for each interval of rows whose samples are starts and ends by turns: `start` and `end`."""
-    pairs = frame["samples"].map(lambda samples: list(zip(samples[::2], samples[1::2])))
-    long = frame.assign(pair=pairs).explode("pair", ignore_index=True)
-    long = long[long["pair"].notna()]
-    return long.assign(start=[pair[0] for pair in long["pair"]], end=[pair[1] for pair in long["pair"]])
-
-
 def digits(value: float, significant: int = 3) -> str:
     """`value` as text with that many significant digits and without an exponent between 1e-4 and 1e9.
 
