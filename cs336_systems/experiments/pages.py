@@ -186,34 +186,31 @@ class Book:
 
     def _stale(self) -> Iterator[tuple[Path, str | dict[str, Any]]]:
         """Each file that does not hold what records and pages say, with the text or the figure that it should."""
-        for path, text in self._texts().items():
-            if not path.exists() or path.read_text(encoding="utf-8") != text:
-                yield path, text
         digests = self._digests()
-        for path, spec in self.figures().items():
-            if not path.exists() or digests.get(path.name) != digest(spec):
-                yield path, spec
+        for path, made in self._made():
+            if isinstance(made, str):
+                is_fresh = path.exists() and path.read_text(encoding="utf-8") == made
+            else:
+                is_fresh = path.exists() and digests.get(path.name) == digest(made)
+            if not is_fresh:
+                yield path, made
 
-    def _texts(self) -> dict[Path, str]:
-        texts = {self.root / DOCUMENT: self.document()}
+    def _made(self) -> Iterator[tuple[Path, str | dict[str, Any]]]:
+        """Each file that records and pages make: the documents, a file of all tables a problem, and the figures."""
+        yield self.root / DOCUMENT, self.document()
         if (self.root / README).exists():
-            texts[self.root / README] = self.readme()
+            yield self.root / README, self.readme()
         for book in self._books():
             for name, experiment in experiments().items():
-                if book.has(name) or (book is self and isinstance(experiment, Calculation)):
-                    texts |= book._tables(name)
-        return texts
-
-    def _tables(self, name: str) -> dict[Path, str]:
-        """The file of all tables of an experiment, if it has some."""
-        experiment = experiments()[name]
-        if self.frame(name).empty or not experiment.tables:
-            return {}
-        parts = [f"# {name}", experiment.title + "."]
-        for table in (spec.build(self.frame(name)) for spec in experiment.tables.values()):
-            if table.lines:
-                parts += [f"**{table.title}**", table.markdown()] if table.title else [table.markdown()]
-        return {self.folder_of(name) / "tables" / f"{name}.md": "\n\n".join(parts) + "\n"}
+                is_here = book.has(name) or (book is self and isinstance(experiment, Calculation))
+                if not is_here or not experiment.tables or book.frame(name).empty:
+                    continue
+                parts = [f"# {name}", experiment.title + "."]
+                for table in (spec.build(book.frame(name)) for spec in experiment.tables.values()):
+                    if table.lines:
+                        parts += [f"**{table.title}**", table.markdown()] if table.title else [table.markdown()]
+                yield book.folder_of(name) / "tables" / f"{name}.md", "\n\n".join(parts) + "\n"
+        yield from self.figures().items()
 
     def _report(self) -> str:
         """The command that writes the pages on any machine: without a folder it takes the machine's own records."""
