@@ -68,13 +68,20 @@ def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
     if groups:
         table = Table("all cases together", "rows", "cases", "change", "interval", "verdict", box=None)
         for group in groups:
-            table.add_row(*map(printable, _group_cells(group)))
+            name = f"{group.problem} {group.implementation} {group.quantity}"
+            table.add_row(printable(name), str(group.num_rows), str(group.num_cases), *_judged(group))
         console.print(table)
     rows = [row for row in comparison.rows if show_all or not _is_quiet(row)]
     if rows:
         table = Table("row", "base", "target", "change", "interval", "verdict", box=None)
         for row in rows:
-            table.add_row(*map(printable, _cells(row)))
+            sides = [
+                f"{median(record.samples):.5g} {record.unit}" if record.status == "ok" else record.status
+                for record in (row.base, row.target)
+            ]
+            change, interval, verdict = _judged(row)
+            why = f"{verdict} ({row.reason})" if row.reason else verdict
+            table.add_row(*map(printable, (describe_key(row.key), *sides, change, interval, why)))
         console.print(table)
     for title, keys in (
         ("missing in the target", comparison.missing),
@@ -107,26 +114,11 @@ def _is_quiet(row: ComparedRow) -> bool:
     return row.verdict == "unchanged" or (row.verdict == "not compared" and same)
 
 
-def _group_cells(group: ComparedGroup) -> list[str]:
-    return [
-        f"{group.problem} {group.implementation} {group.quantity}",
-        str(group.num_rows),
-        str(group.num_cases),
-        f"{group.change_percent:+.2f} %",
-        f"{group.low_percent:+.2f} to {group.high_percent:+.2f} %",
-        "inside the noise" if group.verdict == "noise" else group.verdict,
-    ]
-
-
-def _cells(row: ComparedRow) -> list[str]:
-    sides = [
-        f"{median(record.samples):.5g} {record.unit}" if record.status == "ok" else record.status
-        for record in (row.base, row.target)
-    ]
-    change = "" if math.isnan(row.change_percent) else f"{row.change_percent:+.2f} %"
-    interval = "" if math.isnan(row.low_percent) else f"{row.low_percent:+.2f} to {row.high_percent:+.2f} %"
-    verdict = "inside the noise" if row.verdict == "noise" else row.verdict
-    return [describe_key(row.key), *sides, change, interval, f"{verdict} ({row.reason})" if row.reason else verdict]
+def _judged(one: ComparedRow | ComparedGroup) -> tuple[str, str, str]:
+    """The change, its interval and the verdict in words."""
+    change = "" if math.isnan(one.change_percent) else f"{one.change_percent:+.2f} %"
+    interval = "" if math.isnan(one.low_percent) else f"{one.low_percent:+.2f} to {one.high_percent:+.2f} %"
+    return change, interval, "inside the noise" if one.verdict == "noise" else one.verdict
 
 
 def describe_key(key: tuple[str, ...]) -> str:
