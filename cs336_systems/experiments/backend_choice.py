@@ -14,7 +14,6 @@ from cs336_systems.attention.backends import BACKENDS, HOPPER_CAPABILITY, Attent
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments import Lines, Pivot, problem
 from cs336_systems.experiments.attention import BOTH, BY_SHAPE, sized_shape
-from cs336_systems.experiments.frames import with_speeds
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.masks import MaskedByTurns
 from cs336_systems.experiments.turns import Call, Turn, graph_turn
@@ -58,6 +57,7 @@ class Attended(AttentionShape):
 class BackendChoice(MaskedByTurns):
     implementations = ("triton", "hopper")
     rows = (BOTH,)
+    speeds = {"over_triton": {"implementation": "triton"}}
     rounds = {"cpu": 3, "cuda": 6}
 
     def cases(self, run: RunConfig) -> list[Attended]:
@@ -111,8 +111,7 @@ class BackendChoice(MaskedByTurns):
         }
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """`over_triton`: how many times as fast hopper is; `cost`: time of what auto takes over that of the faster."""
-        frame = with_speeds(frame, "over_triton", {"implementation": "triton"})
+        """`cost`: time of what auto takes over that of the faster."""
         ratios = zip(frame["over_triton"], frame["auto"])
         return frame.assign(cost=[max(1.0, 1 / one if auto == "hopper" else one) for one, auto in ratios])
 

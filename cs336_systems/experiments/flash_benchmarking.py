@@ -8,7 +8,6 @@ import pandas as pd
 
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
 from cs336_systems.experiments import Cell, Lines, Pick, Pivot, Sample, TableSpec, Unsupported, Wide, attention, problem
-from cs336_systems.experiments.frames import with_speeds
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, STAGES, TINY_IMPLEMENTATIONS
 
 LENGTHS = {  # the handout's, and one more, at which plain attention runs out of an H200's memory
@@ -30,6 +29,7 @@ class FlashBenchmarking(attention.AttentionExperiment):
     implementations = IMPLEMENTATIONS
     takes = "attention"
     rows = (attention.FORWARD, attention.BACKWARD, attention.BOTH, attention.PEAK)
+    speeds = {"speed_over_eager": {"implementation": "eager"}}
 
     def cases(self, run: RunConfig) -> list[AttentionShape]:
         """bfloat16 and float32 on a GPU; on a CPU float16 stands in, as the interpreter cannot multiply bfloat16."""
@@ -61,9 +61,6 @@ class FlashBenchmarking(attention.AttentionExperiment):
         if run.scale == "smoke" and name in (*RECOMPILED, "compiled") and cell.case.dtype != "float32":
             raise Unsupported("it compiles anew for each dtype: float32 alone at smoke scale")
         yield from attention.measure_attention(cell, run)
-
-    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        return with_speeds(frame, "speed_over_eager", {"implementation": "eager"})
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`slower(mode=..., dtype=...)`: on how many shapes of how many triton is slower than plain attention."""

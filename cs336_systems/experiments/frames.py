@@ -60,7 +60,10 @@ def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFram
     places = _declared_places(experiment, kept[0])
     last = len(places)
     rows.sort(key=lambda row: (places.get(row["case"], last), row["place"]))
-    return experiment.compared(pd.DataFrame(rows))
+    frame = pd.DataFrame(rows)
+    for column, base in experiment.speeds.items():
+        frame = with_speeds(frame, column, base)
+    return experiment.compared(frame)
 
 
 def calculated_frame(calculation: Calculation) -> pd.DataFrame:

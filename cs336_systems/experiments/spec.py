@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from cs336_systems.experiments.figures import Figure
+    from cs336_systems.experiments.frames import Where
     from cs336_systems.experiments.tables import TableSpec
 
 MARK = "\n@problem("  # how a file says that it holds an experiment
@@ -130,6 +131,7 @@ class Experiment:
     rows: tuple[Row, ...] = ()  # of each cell, unless `cells` gives others
     takes: str = ""  # what `run --implementation package.module:Name` may be here: attention, ddp, fsdp; "": nothing
     by_turns: bool = False  # one cell measures all implementations of a case, round by round: ratios are within rounds
+    speeds: Mapping[str, Where] = {}  # column -> of which rows a row is how many times as fast, in the same case
     tables: Mapping[str, TableSpec] = {}
     figures: Mapping[str, Figure] = {}
 
@@ -159,7 +161,7 @@ class Experiment:
         return {}
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The frame with columns that need other rows than their own, such as a ratio to a baseline."""
+        """The frame with further columns that need other rows than their own."""
         return frame
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:

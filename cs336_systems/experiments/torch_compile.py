@@ -4,12 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import pandas as pd
-
 from cs336_systems.config import ModelCase, RunConfig, proxy_model
 from cs336_systems.experiments import Bars, Cell, Experiment, Pivot, Row, Sample, problem
 from cs336_systems.experiments.attention import BACKWARD, FORWARD, attention_cell
-from cs336_systems.experiments.frames import with_speeds
 from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cases
 from cs336_systems.experiments.pytorch_attention import PyTorchAttention
 
@@ -21,6 +18,7 @@ PLAIN = PyTorchAttention()
 @problem()
 class TorchCompile(Experiment):
     implementations = ("eager", "compiled")
+    speeds = {"speed_over_eager": {"implementation": "eager"}}
 
     def cells(self, run: RunConfig) -> list[Cell]:
         """(a) the same attention, eager and compiled; (b) whole models, eager and compiled."""
@@ -51,9 +49,6 @@ class TorchCompile(Experiment):
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         return {"S": row.get("seqlen_q"), "d": f"d = {row.get('head_dim')}"}
-
-    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        return with_speeds(frame, "speed_over_eager", {"implementation": "eager"})
 
     tables = {
         "models": Pivot(
