@@ -1,4 +1,7 @@
-"""What the experiments of data parallelism share: their cells, their table and their figure of a training step."""
+"""What the experiments of data parallelism share: their cells, their table and their figure of a training step.
+
+What a rank does is told in ranks.py, and how a wrapper is built and checked in parallel_step.py.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import product

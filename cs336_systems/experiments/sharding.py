@@ -1,4 +1,7 @@
-"""What the experiments of sharding share: the cells and the tables of one sharded training step, and its prediction."""
+"""What the experiments of sharding share: the cells and the tables of one sharded training step, and its prediction.
+
+What a rank does is told in ranks.py, and how an implementation is built and checked in parallel_step.py.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
