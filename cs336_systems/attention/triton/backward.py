@@ -58,8 +58,8 @@ PREPROCESS_ROWS = 64
 @triton.jit
 def flash_backward_preprocess_kernel(
     O_ptr, dO_ptr, L_ptr, dL_ptr, L_log2_ptr, delta_ptr,
-    stride_ob, stride_oh, stride_os, stride_dob, stride_doh, stride_dos, stride_dod, stride_dlb, stride_dlh, stride_dls,
-    N_HEADS, N_QUERIES, HAS_DL: tl.constexpr, TILES: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr,
+    O_strides, dO_strides, dL_strides, N_HEADS, N_QUERIES,
+    HAS_DL: tl.constexpr, TILES: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """L (batch, heads, queries) is contiguous, and so are the rows of O and the results, which PADDED lengthens."""
     start_next(OVERLAP)
@@ -70,14 +70,14 @@ def flash_backward_preprocess_kernel(
     batch, head = batch_head // N_HEADS, batch_head % N_HEADS
     first_query = tl.program_id(0) % num_query_tiles * Q_TILE_SIZE
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    O_head = head_of(O_ptr, batch, head, stride_ob, stride_oh, stride_os, 1, False)
+    O_head = head_of(O_ptr, O_strides, batch, head, False)
     O = load_rows(O_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, False)
-    dO_head = head_of(dO_ptr, batch, head, stride_dob, stride_doh, stride_dos, stride_dod, False)
+    dO_head = head_of(dO_ptr, dO_strides, batch, head, False)
     dO = load_rows(dO_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, False)
     delta = tl.sum(O.to(tl.float32) * dO.to(tl.float32), axis=1)
     if HAS_DL:
-        dL_base = dL_ptr + batch * stride_dlb + head * stride_dlh
-        delta -= tl.load(dL_base + query_rows.to(tl.int64) * stride_dls, mask=query_rows < N_QUERIES, other=0.0)
+        dL_base = dL_ptr + batch * dL_strides[0] + head * dL_strides[1]
+        delta -= tl.load(dL_base + query_rows.to(tl.int64) * dL_strides[2], mask=query_rows < N_QUERIES, other=0.0)
     L = tl.load(L_ptr + batch_head * N_QUERIES + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
     delta = tl.where(float("-inf") < L, delta, 0.0)  # no key: P = 0, and 0 times a NaN gradient of L would be NaN
     tl.store(L_log2_ptr + batch_head * num_rows + query_rows, L * LOG2_E, mask=query_rows < num_rows)
@@ -188,10 +188,7 @@ def differentiate_keys(
 @triton.jit
 def flash_backward_dkdv_kernel(
     Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, delta_ptr, dK_ptr, dV_ptr,
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
-    stride_dob, stride_doh, stride_dos, stride_dod,
+    Q_strides, K_strides, V_strides, dO_strides,
     N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -205,11 +202,11 @@ def flash_backward_dkdv_kernel(
     num_rows = padded_rows(N_QUERIES)
     row_base = batch * (N_KV_HEADS * GROUP * num_rows)
     output_base = (batch * N_KV_HEADS + kv_head) * N_KEYS * D
-    Q_first = head_of(Q_ptr, batch, 0, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
-    dO_first = head_of(dO_ptr, batch, 0, stride_dob, stride_doh, stride_dos, stride_dod, TMA)
+    Q_first = head_of(Q_ptr, Q_strides, batch, 0, TMA)
+    dO_first = head_of(dO_ptr, dO_strides, batch, 0, TMA)
     differentiate_keys(
-        head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA),
-        head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA),
+        head_of(K_ptr, K_strides, batch, kv_head, TMA),
+        head_of(V_ptr, V_strides, batch, kv_head, TMA),
         Q_first, dO_first, Q_first, dO_first, L_ptr + row_base, delta_ptr + row_base, num_rows,
         dK_ptr + output_base, dV_ptr + output_base, D, kv_head * GROUP, key_tile, scale,
         Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), GROUP, TILES, IS_CAUSAL, True, TMA, TMA, OVERLAP,
@@ -271,10 +268,7 @@ def differentiate_queries(
 @triton.jit
 def flash_backward_dq_kernel(
     Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, delta_ptr, dQ_ptr,
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
-    stride_dob, stride_doh, stride_dos, stride_dod,
+    Q_strides, K_strides, V_strides, dO_strides,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -287,11 +281,11 @@ def flash_backward_dq_kernel(
     kv_head = head // GROUP
     row_base = batch_head * padded_rows(N_QUERIES)
     output_base = batch_head * N_QUERIES * D
-    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
-    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
+    K_head = head_of(K_ptr, K_strides, batch, kv_head, TMA)
+    V_head = head_of(V_ptr, V_strides, batch, kv_head, TMA)
     differentiate_queries(
-        head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA),
-        head_of(dO_ptr, batch, head, stride_dob, stride_doh, stride_dos, stride_dod, TMA),
+        head_of(Q_ptr, Q_strides, batch, head, TMA),
+        head_of(dO_ptr, dO_strides, batch, head, TMA),
         K_head, V_head, K_head, V_head, L_ptr + row_base, delta_ptr + row_base, dQ_ptr + output_base, D, query_tile,
         scale, Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), TILES, IS_CAUSAL, TMA, TMA,
     )  # fmt: skip
@@ -317,7 +311,7 @@ def launch_preprocess(
         launch(
             flash_backward_preprocess_kernel, (num_tiles(num_rows, PREPROCESS_ROWS) * batch * heads,),
             (output, grad_output, lse, grad_lse_or_any, lse_log2, delta),
-            (*output.stride()[:3], *grad_output.stride(), *grad_lse_or_any.stride(), heads, num_queries),
+            (output.stride(), grad_output.stride(), grad_lse_or_any.stride(), heads, num_queries),
             {"HAS_DL": grad_lse is not None, "TILES": tiles, "PADDED": padded, **overlap_options(output.device)},
         )  # fmt: skip
     return lse_log2, delta
@@ -336,7 +330,7 @@ def launch_backward(
     kv_heads, num_keys = k.shape[1:3]
     grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
     rows = launch_preprocess(output, lse, grad_output, grad_lse)
-    strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
+    strides = (q.stride(), k.stride(), v.stride(), grad_output.stride())
     sizes_and_scales = (num_queries, num_keys, scale, scale * LOG2_E.value, 0.0)
     common = {"GROUP": heads // kv_heads, "IS_CAUSAL": is_causal, **overlap_options(q.device, follows=True)}
     with stage("dkv"):

@@ -170,9 +170,7 @@ def _visit_listed_keys(
 def block_sparse_forward_kernel(
     Q_ptr, K_ptr, V_ptr, O_ptr, L_ptr,
     kv_num_blocks_ptr, kv_indices_ptr, kv_tokens_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, token_bits_ptr,
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
+    Q_strides, K_strides, V_strides,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale_log2, ZERO,
     GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -190,12 +188,12 @@ def block_sparse_forward_kernel(
         batch, head, first_query // Q_BLOCK, tl.cdiv(N_QUERIES, Q_BLOCK), MASK_BATCHES, MASK_HEADS
     )
     kv_head = head // GROUP
-    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
-    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
+    K_head = head_of(K_ptr, K_strides, batch, kv_head, TMA)
+    V_head = head_of(V_ptr, V_strides, batch, kv_head, TMA)
 
     # 1. load the query tile
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
+    Q_head = head_of(Q_ptr, Q_strides, batch, head, TMA)
     Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)  # (Q_TILE_SIZE, D_TILE)
     m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)
     l = tl.zeros([Q_TILE_SIZE], tl.float32)
@@ -258,10 +256,7 @@ def _visit_listed_queries(
 def block_sparse_dkdv_kernel(
     Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, delta_ptr, dK_ptr, dV_ptr,
     q_num_blocks_ptr, q_indices_ptr, q_tokens_ptr, full_q_num_blocks_ptr, full_q_indices_ptr, token_bits_ptr,
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
-    stride_dob, stride_doh, stride_dos, stride_dod,
+    Q_strides, K_strides, V_strides, dO_strides,
     N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TMA: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -277,8 +272,8 @@ def block_sparse_dkdv_kernel(
     key_tile, _, batch, kv_head = tile_of_program(tl.cdiv(N_KEYS, K_TILE_SIZE), N_KV_HEADS, HEADS_TOGETHER, False)
     first_key = key_tile * K_TILE_SIZE
     key_rows = first_key + tl.arange(0, K_TILE_SIZE)
-    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
-    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
+    K_head = head_of(K_ptr, K_strides, batch, kv_head, TMA)
+    V_head = head_of(V_ptr, V_strides, batch, kv_head, TMA)
     K = load_rows(K_head, first_key, N_KEYS, K_TILE_SIZE, TILES, True, TMA)  # (K_TILE_SIZE, D_TILE)
     V = load_rows(V_head, first_key, N_KEYS, K_TILE_SIZE, TILES, True, TMA)
     await_previous(OVERLAP)
@@ -291,8 +286,8 @@ def block_sparse_dkdv_kernel(
         list_number = _list_of_tile(
             batch, head, first_key // K_BLOCK, tl.cdiv(N_KEYS, K_BLOCK), MASK_BATCHES, MASK_HEADS
         )
-        Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
-        dO_head = head_of(dO_ptr, batch, head, stride_dob, stride_doh, stride_dos, stride_dod, TMA)
+        Q_head = head_of(Q_ptr, Q_strides, batch, head, TMA)
+        dO_head = head_of(dO_ptr, dO_strides, batch, head, TMA)
         row_base = (batch * N_KV_HEADS * GROUP + head) * padded_rows(N_QUERIES)
         dK, dV = _visit_listed_queries(
             dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base,
@@ -339,10 +334,7 @@ def _visit_listed_keys_for_dq(
 def block_sparse_dq_kernel(
     Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, delta_ptr, dQ_ptr,
     kv_num_blocks_ptr, kv_indices_ptr, kv_tokens_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, token_bits_ptr,
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
-    stride_dob, stride_doh, stride_dos, stride_dod,
+    Q_strides, K_strides, V_strides, dO_strides,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TMA: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -360,12 +352,12 @@ def block_sparse_dq_kernel(
         batch, head, first_query // Q_BLOCK, tl.cdiv(N_QUERIES, Q_BLOCK), MASK_BATCHES, MASK_HEADS
     )
     kv_head = head // GROUP
-    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
-    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
+    K_head = head_of(K_ptr, K_strides, batch, kv_head, TMA)
+    V_head = head_of(V_ptr, V_strides, batch, kv_head, TMA)
 
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
-    dO_head = head_of(dO_ptr, batch, head, stride_dob, stride_doh, stride_dos, stride_dod, TMA)
+    Q_head = head_of(Q_ptr, Q_strides, batch, head, TMA)
+    dO_head = head_of(dO_ptr, dO_strides, batch, head, TMA)
     row_base = batch_head * padded_rows(N_QUERIES)
     output_base = batch_head * N_QUERIES * D
     Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)  # (Q_TILE_SIZE, D_TILE)
@@ -399,7 +391,7 @@ def launch_block_sparse_forward(
         launch(
             block_sparse_forward_kernel, grid_of(config, q, k),
             (*described(config, q=q, k=k, v=v), output, lse, *tensors),
-            (*q.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries, k.shape[2],
+            (q.stride(), k.stride(), v.stride(), heads, heads_together(batch * heads, k), num_queries, k.shape[2],
              *mask_sizes, scale * LOG2_E.value, 0.0),
             _options(q, k, lists, config),
         )  # fmt: skip
@@ -415,7 +407,7 @@ def launch_block_sparse_backward(
     kv_heads, num_keys = k.shape[1:3]
     grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
     rows = launch_preprocess(output, lse, grad_output, grad_lse)
-    strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
+    strides = (q.stride(), k.stride(), v.stride(), grad_output.stride())
     scales = (scale, scale * LOG2_E.value, 0.0)
     overlap = overlap_options(q.device, follows=True)
 

@@ -105,9 +105,7 @@ def attend_queries(
 @triton.jit
 def flash_forward_kernel(
     Q_ptr, K_ptr, V_ptr, O_ptr, L_ptr,
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
+    Q_strides, K_strides, V_strides,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2, ZERO,
     GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -120,9 +118,9 @@ def flash_forward_kernel(
     )
     kv_head = head // GROUP
     row_base = batch_head * N_QUERIES
-    Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
-    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
-    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
+    Q_head = head_of(Q_ptr, Q_strides, batch, head, TMA)
+    K_head = head_of(K_ptr, K_strides, batch, kv_head, TMA)
+    V_head = head_of(V_ptr, V_strides, batch, kv_head, TMA)
     attend_queries(
         Q_head, K_head, V_head, K_head, V_head, O_ptr + row_base * D, L_ptr + row_base, D, query_tile,
         Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), TILES, IS_CAUSAL, False, TMA, TMA,
@@ -140,7 +138,7 @@ def launch_forward(
         launch(
             flash_forward_kernel, grid_of(config, rows, k),
             (*described(config, q=rows, k=k, v=v), output, lse),
-            (*rows.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
+            (rows.stride(), k.stride(), v.stride(), heads, heads_together(batch * heads, k), num_queries,
              k.shape[2], scale * LOG2_E.value, 0.0),
             {"GROUP": heads // k.shape[1], **tile_options(config, head_dim), "IS_CAUSAL": is_causal},
         )  # fmt: skip

@@ -31,7 +31,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, lru_cache, partial
 from itertools import accumulate
@@ -93,9 +93,10 @@ _interpreting = threading.RLock()  # Triton's interpreter keeps the program that
 
 
 def launch(
-    kernel: Any, grid: tuple[int], tensors: Sequence[Any], numbers: tuple[float, ...], options: Mapping[str, Hashable]
+    kernel: Any, grid: tuple[int], tensors: Sequence[Any], numbers: tuple[Any, ...], options: Mapping[str, Hashable]
 ) -> None:
-    """`kernel[grid](*tensors, *numbers, **options)`; tensors may be descriptors, Triton's or Gluon's."""
+    """`kernel[grid](*tensors, *numbers, **options)`; tensors may be descriptors, Triton's or Gluon's, and one of
+    numbers a tuple of them."""
     compiled = kernel[grid](*tensors, *numbers, **options)
     recording = getattr(_thread, "recording", None)
     if recording is not None:  # nothing is compiled in the interpreter, or where the offline compiler stops launches
@@ -398,7 +399,7 @@ def bind(launched: Launched | None, tensors: Sequence[Tensor], words: Any) -> _B
     maps: list[tuple[int, int]] = []
     metas = iter(getattr(launched.compiled.metadata, "tensordesc_meta", None) or ())
     rest = iter(range(len(places)))
-    for argument, kind in zip(launched.arguments, launched.compiled.src.signature.values()):
+    for argument, kind in zip(_flat(launched.arguments), _flat(launched.compiled.src.signature.values())):
         if kind == "constexpr":
             continue
         index = next(rest)
@@ -420,6 +421,12 @@ def bind(launched: Launched | None, tensors: Sequence[Tensor], words: Any) -> _B
     return _BoundKernel(launched, memory, places, maps)
 
 
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """`values`, and those of tuples among them, in the order in which a kernel takes them."""
+    for value in values:
+        yield from _flat(value) if isinstance(value, tuple) else (value,)
+
+
 @lru_cache(maxsize=KEPT_KERNELS)
 def _parameters_of(compiled: Any) -> tuple[str, ...] | None:
     """The parameters that a compiled kernel takes, in order; None if it wants what a bound launch does not give.
@@ -432,7 +439,7 @@ def _parameters_of(compiled: Any) -> tuple[str, ...] | None:
         return None
     parameters: list[str] = []
     ranks = [len(x["block_size"]) for x in getattr(metadata, "tensordesc_meta", None) or ()]
-    for kind in compiled.src.signature.values():
+    for kind in _flat(compiled.src.signature.values()):
         if kind.startswith("tensordesc") and ranks:
             rank = ranks.pop(0)
             parameters += ["map", *("u32",) * rank, *("u64",) * rank]

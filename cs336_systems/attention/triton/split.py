@@ -76,9 +76,7 @@ def parts_of(Parts_ptr, num_parts, num_heads, N_QUERIES, D: tl.constexpr):
 @triton.jit
 def flash_split_forward_kernel(
     Q_ptr, K_ptr, V_ptr, Parts_ptr,
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
+    Q_strides, K_strides, V_strides,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, PART_SIZE, scale_log2, ZERO,
     GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -97,10 +95,10 @@ def flash_split_forward_kernel(
         end_keys = tl.minimum(end_keys, first_key + PART_SIZE)
         full_keys = tl.minimum(tl.maximum(full_keys, first_key), end_keys)
         kv_head = head // GROUP
-        K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
-        V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
+        K_head = head_of(K_ptr, K_strides, batch, kv_head, TMA)
+        V_head = head_of(V_ptr, V_strides, batch, kv_head, TMA)
         query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-        Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
+        Q_head = head_of(Q_ptr, Q_strides, batch, head, TMA)
         Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)  # (Q_TILE_SIZE, D_TILE)
         m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)
         l = tl.zeros([Q_TILE_SIZE], tl.float32)
@@ -203,7 +201,7 @@ def launch_split_forward(
         launch(
             flash_split_forward_kernel, (num_programs * num_parts,),
             (*described(config, q=rows, k=k, v=v), parts),
-            (*rows.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
+            (rows.stride(), k.stride(), v.stride(), heads, heads_together(batch * heads, k), num_queries,
              num_keys, part_size, scale * LOG2_E.value, 0.0),
             {"GROUP": heads // k.shape[1], **tiling, "IS_CAUSAL": is_causal, **overlap_options(q.device)},
         )  # fmt: skip

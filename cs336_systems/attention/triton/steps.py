@@ -51,9 +51,7 @@ class Head(NamedTuple):
     X: tl.tensor  # a pointer to row 0, or under TMA a descriptor of (batch, heads, rows, D)
     batch: tl.tensor
     head: tl.tensor
-    stride_h: tl.tensor  # to the next head
-    stride_s: tl.tensor  # to the next row
-    stride_d: tl.tensor
+    strides: tl.tuple  # to the next batch element, head, row and column
 
 
 class Problem(NamedTuple):
@@ -115,13 +113,13 @@ def padded_rows(N_QUERIES):
 
 
 @triton.jit
-def head_of(X, batch, head, stride_b, stride_h, stride_s, stride_d, TMA: tl.constexpr):
+def head_of(X, strides, batch, head, TMA: tl.constexpr):
     """The rows of one head of a tensor, or under TMA of its descriptor, which is told the head by each load."""
     if TMA:
         row_0 = X
     else:
-        row_0 = X + batch * stride_b + head * stride_h
-    return Head(row_0, batch, head, stride_h, stride_s, stride_d)
+        row_0 = X + batch * strides[0] + head * strides[1]
+    return Head(row_0, batch, head, strides)
 
 
 @triton.jit
@@ -130,8 +128,8 @@ def head_from(first, head, TMA: tl.constexpr):
     if TMA:
         row_0 = first.X
     else:
-        row_0 = first.X + head * first.stride_h
-    return Head(row_0, first.batch, head, first.stride_h, first.stride_s, first.stride_d)
+        row_0 = first.X + head * first.strides[1]
+    return Head(row_0, first.batch, head, first.strides)
 
 
 @triton.jit
@@ -146,7 +144,8 @@ def load_rows(
     else:
         rows = first_row + tl.arange(0, ROWS)
         columns = tl.arange(0, TILES.D_TILE)
-        pointers = rows_of.X + rows.to(tl.int64)[:, None] * rows_of.stride_s + columns[None, :] * rows_of.stride_d
+        stride_s, stride_d = rows_of.strides[2], rows_of.strides[3]
+        pointers = rows_of.X + rows.to(tl.int64)[:, None] * stride_s + columns[None, :] * stride_d
         if MASKED and TILES.D != TILES.D_TILE:
             return tl.load(pointers, mask=(rows < num_rows)[:, None] & (columns < TILES.D)[None, :], other=0.0)
         elif MASKED:

@@ -86,11 +86,15 @@ def rows_of_document(cu_seqlens_ptr, document, N_DOCUMENTS, behind, TOTAL):
 
 
 @triton.jit
+def head_in(X, strides, first_row, head, TMA: tl.constexpr):
+    """The rows of one head of packed documents from `first_row` on; strides are to the next row, head and column."""
+    return head_of(X, (strides[0], strides[1], strides[0], strides[2]), first_row, head, TMA)
+
+
+@triton.jit
 def varlen_forward_kernel(
     Q_ptr, K_ptr, V_ptr, K_documents, V_documents, O_ptr, L_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    stride_qs, stride_qh, stride_qd,
-    stride_ks, stride_kh, stride_kd,
-    stride_vs, stride_vh, stride_vd,
+    Q_strides, K_strides, V_strides,
     N_DOCUMENTS, N_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale_log2, ZERO,
     GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -108,11 +112,11 @@ def varlen_forward_kernel(
     if (query_tile >= 0) & (query_tile * Q_TILE_SIZE < num_queries):
         kv_head = head // GROUP
         attend_queries(
-            head_of(Q_ptr, first_query, head, stride_qs, stride_qh, stride_qs, stride_qd, False),
-            head_of(K_documents, first_key, kv_head, stride_ks, stride_kh, stride_ks, stride_kd, TMA),
-            head_of(V_documents, first_key, kv_head, stride_vs, stride_vh, stride_vs, stride_vd, TMA),
-            head_of(K_ptr, first_key, kv_head, stride_ks, stride_kh, stride_ks, stride_kd, False),
-            head_of(V_ptr, first_key, kv_head, stride_vs, stride_vh, stride_vs, stride_vd, False),
+            head_in(Q_ptr, Q_strides, first_query, head, False),
+            head_in(K_documents, K_strides, first_key, kv_head, TMA),
+            head_in(V_documents, V_strides, first_key, kv_head, TMA),
+            head_in(K_ptr, K_strides, first_key, kv_head, False),
+            head_in(V_ptr, V_strides, first_key, kv_head, False),
             O_ptr + (first_query * N_HEADS + head) * D, L_ptr + head * TOTAL_QUERIES + first_query, N_HEADS * D,
             query_tile, Problem(num_queries, num_keys, scale_log2, ZERO), TILES, IS_CAUSAL, True, TMA, False,
         )  # fmt: skip
@@ -122,10 +126,7 @@ def varlen_forward_kernel(
 def varlen_dkdv_kernel(
     Q_ptr, K_ptr, V_ptr, dO_ptr, Q_documents, dO_documents, L_ptr, delta_ptr, dK_ptr, dV_ptr, cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
-    stride_qs, stride_qh, stride_qd,
-    stride_ks, stride_kh, stride_kd,
-    stride_vs, stride_vh, stride_vd,
-    stride_dos, stride_doh, stride_dod,
+    Q_strides, K_strides, V_strides, dO_strides,
     N_DOCUMENTS, N_KV_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -140,12 +141,12 @@ def varlen_dkdv_kernel(
     if (key_tile >= 0) & (key_tile * K_TILE_SIZE < num_keys):
         output_base = (first_key * N_KV_HEADS + kv_head) * D
         differentiate_keys(
-            head_of(K_ptr, first_key, kv_head, stride_ks, stride_kh, stride_ks, stride_kd, False),
-            head_of(V_ptr, first_key, kv_head, stride_vs, stride_vh, stride_vs, stride_vd, False),
-            head_of(Q_documents, first_query, 0, stride_qs, stride_qh, stride_qs, stride_qd, TMA),
-            head_of(dO_documents, first_query, 0, stride_dos, stride_doh, stride_dos, stride_dod, TMA),
-            head_of(Q_ptr, first_query, 0, stride_qs, stride_qh, stride_qs, stride_qd, False),
-            head_of(dO_ptr, first_query, 0, stride_dos, stride_doh, stride_dos, stride_dod, False),
+            head_in(K_ptr, K_strides, first_key, kv_head, False),
+            head_in(V_ptr, V_strides, first_key, kv_head, False),
+            head_in(Q_documents, Q_strides, first_query, 0, TMA),
+            head_in(dO_documents, dO_strides, first_query, 0, TMA),
+            head_in(Q_ptr, Q_strides, first_query, 0, False),
+            head_in(dO_ptr, dO_strides, first_query, 0, False),
             L_ptr + first_query, delta_ptr + first_query, TOTAL_QUERIES,
             dK_ptr + output_base, dV_ptr + output_base, N_KV_HEADS * D, kv_head * GROUP, key_tile, scale,
             Problem(num_queries, num_keys, scale_log2, ZERO), GROUP, TILES, IS_CAUSAL, False, TMA, False, OVERLAP,
@@ -158,10 +159,7 @@ def varlen_dkdv_kernel(
 @triton.jit
 def varlen_dq_kernel(
     Q_ptr, K_ptr, V_ptr, dO_ptr, K_documents, V_documents, L_ptr, delta_ptr, dQ_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    stride_qs, stride_qh, stride_qd,
-    stride_ks, stride_kh, stride_kd,
-    stride_vs, stride_vh, stride_vd,
-    stride_dos, stride_doh, stride_dod,
+    Q_strides, K_strides, V_strides, dO_strides,
     N_DOCUMENTS, N_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -177,12 +175,12 @@ def varlen_dq_kernel(
         kv_head = head // GROUP
         row_base = head * TOTAL_QUERIES + first_query
         differentiate_queries(
-            head_of(Q_ptr, first_query, head, stride_qs, stride_qh, stride_qs, stride_qd, False),
-            head_of(dO_ptr, first_query, head, stride_dos, stride_doh, stride_dos, stride_dod, False),
-            head_of(K_documents, first_key, kv_head, stride_ks, stride_kh, stride_ks, stride_kd, TMA),
-            head_of(V_documents, first_key, kv_head, stride_vs, stride_vh, stride_vs, stride_vd, TMA),
-            head_of(K_ptr, first_key, kv_head, stride_ks, stride_kh, stride_ks, stride_kd, False),
-            head_of(V_ptr, first_key, kv_head, stride_vs, stride_vh, stride_vs, stride_vd, False),
+            head_in(Q_ptr, Q_strides, first_query, head, False),
+            head_in(dO_ptr, dO_strides, first_query, head, False),
+            head_in(K_documents, K_strides, first_key, kv_head, TMA),
+            head_in(V_documents, V_strides, first_key, kv_head, TMA),
+            head_in(K_ptr, K_strides, first_key, kv_head, False),
+            head_in(V_ptr, V_strides, first_key, kv_head, False),
             L_ptr + row_base, delta_ptr + row_base, dQ_ptr + (first_query * N_HEADS + head) * D, N_HEADS * D,
             query_tile, scale, Problem(num_queries, num_keys, scale_log2, ZERO), TILES, IS_CAUSAL, TMA, False,
         )  # fmt: skip
@@ -202,7 +200,7 @@ def launch_varlen_forward(
         launch(
             varlen_forward_kernel, _grid(q, cu_seqlens_q, config.query_tile),
             (q, k, v, *described(config, packed=True, k=k, v=v), output, lse, cu_seqlens_q, cu_seqlens_k),
-            (*q.stride(), *k.stride(), *v.stride(), len(cu_seqlens_q) - 1, q.shape[1],
+            (q.stride(), k.stride(), v.stride(), len(cu_seqlens_q) - 1, q.shape[1],
              heads_together(q.shape[1], k.transpose(0, 1)), q.shape[0], k.shape[0], scale * LOG2_E.value, 0.0),
             _options(q, k, is_causal, config),
         )  # fmt: skip
@@ -221,7 +219,7 @@ def launch_varlen_backward(
         None if grad_lse is None else grad_lse[None], padded=False,
     )  # fmt: skip
     inputs, cu_seqlens = (q, k, v, grad_output), (cu_seqlens_q, cu_seqlens_k)
-    strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
+    strides = (q.stride(), k.stride(), v.stride(), grad_output.stride())
     totals_and_scales = (q.shape[0], k.shape[0], scale, scale * LOG2_E.value, 0.0)
     documents, heads, kv_heads = len(cu_seqlens_q) - 1, q.shape[1], k.shape[1]
     overlap = overlap_options(q.device, follows=True)
