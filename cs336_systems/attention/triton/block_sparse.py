@@ -146,7 +146,7 @@ def _keep_attended(values, otherwise, words, TRANSPOSED: tl.constexpr):
 @triton.jit
 def _visit_listed_keys(
     accumulator, m, l, Q, K_head, V_head, block_rows, num_listed, indices, patterns, token_bits, problem,
-    TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, TMA: tl.constexpr,
+    TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into the running (accumulator, m, l); `block_rows` are Q's rows in the mask's tile."""
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
@@ -154,14 +154,14 @@ def _visit_listed_keys(
     for step in tl.range(0, num_listed * STEPS, disable_licm=Q.dtype != tl.float32):
         first_column = step % STEPS * K_TILE_SIZE  # of the kernel's tile in the mask's
         first_key = tl.load(indices + step // STEPS) * K_BLOCK + first_column
-        K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL, TMA)
+        K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL)
         S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
             words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
             S = _keep_attended(S, float("-inf"), words, False)
         P, rescale, m, l = online_softmax(S, m, l, problem.scale_log2)
-        V = load_rows(V_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL, TMA)
+        V = load_rows(V_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL)
         accumulator = accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, problem.ZERO, TILES)
     return accumulator, m, l
 
@@ -172,7 +172,7 @@ def block_sparse_forward_kernel(
     kv_num_blocks_ptr, kv_indices_ptr, kv_tokens_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, token_bits_ptr,
     Q_strides, K_strides, V_strides,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale_log2, ZERO,
-    GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TMA: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides."""
     D: tl.constexpr = TILES.D
@@ -188,13 +188,13 @@ def block_sparse_forward_kernel(
         batch, head, first_query // Q_BLOCK, tl.cdiv(N_QUERIES, Q_BLOCK), MASK_BATCHES, MASK_HEADS
     )
     kv_head = head // GROUP
-    K_head = head_of(K_ptr, K_strides, batch, kv_head, TMA)
-    V_head = head_of(V_ptr, V_strides, batch, kv_head, TMA)
+    K_head = head_of(K_ptr, K_strides, batch, kv_head)
+    V_head = head_of(V_ptr, V_strides, batch, kv_head)
 
     # 1. load the query tile
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q_head = head_of(Q_ptr, Q_strides, batch, head, TMA)
-    Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)  # (Q_TILE_SIZE, D_TILE)
+    Q_head = head_of(Q_ptr, Q_strides, batch, head)
+    Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True)  # (Q_TILE_SIZE, D_TILE)
     m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)
     l = tl.zeros([Q_TILE_SIZE], tl.float32)
     accumulator = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
@@ -203,13 +203,13 @@ def block_sparse_forward_kernel(
     accumulator, m, l = _visit_listed_keys(
         accumulator, m, l, Q, K_head, V_head, query_rows % Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
         full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, problem,
-        TILES, Q_BLOCK, K_BLOCK, False, TMA,
+        TILES, Q_BLOCK, K_BLOCK, False,
     )  # fmt: skip
     # 3. partial tiles
     accumulator, m, l = _visit_listed_keys(
         accumulator, m, l, Q, K_head, V_head, query_rows % Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
         kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem,
-        TILES, Q_BLOCK, K_BLOCK, True, TMA,
+        TILES, Q_BLOCK, K_BLOCK, True,
     )  # fmt: skip
 
     # 4. normalise and store
@@ -220,7 +220,7 @@ def block_sparse_forward_kernel(
 @triton.jit
 def _visit_listed_queries(
     dK, dV, K, V, first_column, Q_head, dO_head, L_head, delta_head, num_listed, indices, patterns, token_bits, problem,
-    TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, TMA: tl.constexpr,
+    TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed query tiles into dK (without its scale) and dV; `first_column` is K's place in the mask's tile.
 
@@ -229,14 +229,14 @@ def _visit_listed_queries(
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     STEPS: tl.constexpr = Q_BLOCK // Q_TILE_SIZE
-    LATE: tl.constexpr = not TMA and K.dtype != tl.float32
+    LATE: tl.constexpr = not isinstance(Q_head.X, tl.tensor_descriptor) and K.dtype != tl.float32
     for step in tl.range(0, num_listed * STEPS, disable_licm=K.dtype != tl.float32):
         first_row = step % STEPS * Q_TILE_SIZE  # of the kernel's tile in the mask's
         first_query = tl.load(indices + step // STEPS) * Q_BLOCK + first_row
         block_rows = first_row + tl.arange(0, Q_TILE_SIZE)
         query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-        Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL, TMA)
-        dO = load_rows(dO_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL, TMA)
+        Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL)
+        dO = load_rows(dO_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL)
         if not LATE:
             L_log2, delta = load_sums(L_head, delta_head, query_rows, problem, False)
         S_T = tl.dot(K, tl.trans(Q), input_precision=TILES.PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
@@ -258,7 +258,7 @@ def block_sparse_dkdv_kernel(
     q_num_blocks_ptr, q_indices_ptr, q_tokens_ptr, full_q_num_blocks_ptr, full_q_indices_ptr, token_bits_ptr,
     Q_strides, K_strides, V_strides, dO_strides,
     N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
-    GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TMA: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, padded queries) are contiguous.
@@ -272,10 +272,10 @@ def block_sparse_dkdv_kernel(
     key_tile, _, batch, kv_head = tile_of_program(tl.cdiv(N_KEYS, K_TILE_SIZE), N_KV_HEADS, HEADS_TOGETHER, False)
     first_key = key_tile * K_TILE_SIZE
     key_rows = first_key + tl.arange(0, K_TILE_SIZE)
-    K_head = head_of(K_ptr, K_strides, batch, kv_head, TMA)
-    V_head = head_of(V_ptr, V_strides, batch, kv_head, TMA)
-    K = load_rows(K_head, first_key, N_KEYS, K_TILE_SIZE, TILES, True, TMA)  # (K_TILE_SIZE, D_TILE)
-    V = load_rows(V_head, first_key, N_KEYS, K_TILE_SIZE, TILES, True, TMA)
+    K_head = head_of(K_ptr, K_strides, batch, kv_head)
+    V_head = head_of(V_ptr, V_strides, batch, kv_head)
+    K = load_rows(K_head, first_key, N_KEYS, K_TILE_SIZE, TILES, True)  # (K_TILE_SIZE, D_TILE)
+    V = load_rows(V_head, first_key, N_KEYS, K_TILE_SIZE, TILES, True)
     await_previous(OVERLAP)
     start_next(OVERLAP)  # dQ, as in the dense backward
     dK = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
@@ -286,19 +286,19 @@ def block_sparse_dkdv_kernel(
         list_number = _list_of_tile(
             batch, head, first_key // K_BLOCK, tl.cdiv(N_KEYS, K_BLOCK), MASK_BATCHES, MASK_HEADS
         )
-        Q_head = head_of(Q_ptr, Q_strides, batch, head, TMA)
-        dO_head = head_of(dO_ptr, dO_strides, batch, head, TMA)
+        Q_head = head_of(Q_ptr, Q_strides, batch, head)
+        dO_head = head_of(dO_ptr, dO_strides, batch, head)
         row_base = (batch * N_KV_HEADS * GROUP + head) * padded_rows(N_QUERIES)
         dK, dV = _visit_listed_queries(
             dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base,
             tl.load(full_q_num_blocks_ptr + list_number), full_q_indices_ptr + list_number * FULL_WIDTH, q_tokens_ptr,
-            token_bits_ptr, problem, TILES, Q_BLOCK, K_BLOCK, False, TMA,
+            token_bits_ptr, problem, TILES, Q_BLOCK, K_BLOCK, False,
         )  # fmt: skip
         dK, dV = _visit_listed_queries(
             dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base,
             tl.load(q_num_blocks_ptr + list_number), q_indices_ptr + list_number * WIDTH,
             q_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem,
-            TILES, Q_BLOCK, K_BLOCK, True, TMA,
+            TILES, Q_BLOCK, K_BLOCK, True,
         )  # fmt: skip
 
     output_base = (batch * N_KV_HEADS + kv_head) * N_KEYS * D
@@ -309,7 +309,7 @@ def block_sparse_dkdv_kernel(
 @triton.jit
 def _visit_listed_keys_for_dq(
     dQ, Q, dO, L_log2, delta, K_head, V_head, block_rows, num_listed, indices, patterns, token_bits, problem,
-    TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, TMA: tl.constexpr,
+    TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into dQ (without its scale)."""
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
@@ -317,8 +317,8 @@ def _visit_listed_keys_for_dq(
     for step in tl.range(0, num_listed * STEPS, disable_licm=Q.dtype != tl.float32):
         first_column = step % STEPS * K_TILE_SIZE  # of the kernel's tile in the mask's
         first_key = tl.load(indices + step // STEPS) * K_BLOCK + first_column
-        K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL, TMA)
-        V = load_rows(V_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL, TMA)
+        K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL)
+        V = load_rows(V_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL)
         S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
         dP = tl.dot(dO, tl.trans(V), input_precision=TILES.PRECISION)
         P = recompute_probabilities(S, L_log2[:, None], problem.scale_log2, K.dtype == tl.float32)
@@ -336,7 +336,7 @@ def block_sparse_dq_kernel(
     kv_num_blocks_ptr, kv_indices_ptr, kv_tokens_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, token_bits_ptr,
     Q_strides, K_strides, V_strides, dO_strides,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
-    GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TMA: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dQ (batch, heads, queries, D), L and delta (batch, heads, padded queries) are contiguous."""
@@ -352,16 +352,16 @@ def block_sparse_dq_kernel(
         batch, head, first_query // Q_BLOCK, tl.cdiv(N_QUERIES, Q_BLOCK), MASK_BATCHES, MASK_HEADS
     )
     kv_head = head // GROUP
-    K_head = head_of(K_ptr, K_strides, batch, kv_head, TMA)
-    V_head = head_of(V_ptr, V_strides, batch, kv_head, TMA)
+    K_head = head_of(K_ptr, K_strides, batch, kv_head)
+    V_head = head_of(V_ptr, V_strides, batch, kv_head)
 
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q_head = head_of(Q_ptr, Q_strides, batch, head, TMA)
-    dO_head = head_of(dO_ptr, dO_strides, batch, head, TMA)
+    Q_head = head_of(Q_ptr, Q_strides, batch, head)
+    dO_head = head_of(dO_ptr, dO_strides, batch, head)
     row_base = batch_head * padded_rows(N_QUERIES)
     output_base = batch_head * N_QUERIES * D
-    Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)  # (Q_TILE_SIZE, D_TILE)
-    dO = load_rows(dO_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)
+    Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True)  # (Q_TILE_SIZE, D_TILE)
+    dO = load_rows(dO_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True)
     L_log2 = tl.load(L_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
     delta = tl.load(delta_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
     dQ = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
@@ -369,12 +369,12 @@ def block_sparse_dq_kernel(
     dQ = _visit_listed_keys_for_dq(
         dQ, Q, dO, L_log2, delta, K_head, V_head, query_rows % Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
         full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, problem,
-        TILES, Q_BLOCK, K_BLOCK, False, TMA,
+        TILES, Q_BLOCK, K_BLOCK, False,
     )  # fmt: skip
     dQ = _visit_listed_keys_for_dq(
         dQ, Q, dO, L_log2, delta, K_head, V_head, query_rows % Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
         kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem,
-        TILES, Q_BLOCK, K_BLOCK, True, TMA,
+        TILES, Q_BLOCK, K_BLOCK, True,
     )  # fmt: skip
     store_rows(dQ_ptr + output_base, dQ * scale, query_rows, N_QUERIES, D, TILES)
     await_previous(OVERLAP)

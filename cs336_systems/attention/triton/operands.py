@@ -114,7 +114,7 @@ def tile_options(config: KernelConfig, head_dim: int) -> dict[str, Any]:
         D=head_dim, D_TILE=head_tile(head_dim), Q_TILE_SIZE=config.query_tile, K_TILE_SIZE=config.key_tile,
         PRECISION=config.precision,
     )  # fmt: skip
-    return {"TILES": tiles, "TMA": config.tma, "num_warps": config.num_warps, "num_stages": config.num_stages}
+    return {"TILES": tiles, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 # Memory

@@ -113,32 +113,30 @@ def padded_rows(N_QUERIES):
 
 
 @triton.jit
-def head_of(X, strides, batch, head, TMA: tl.constexpr):
-    """The rows of one head of a tensor, or under TMA of its descriptor, which is told the head by each load."""
-    if TMA:
-        row_0 = X
+def head_of(X, strides, batch, head):
+    """The rows of one head of a tensor, or of its descriptor, which is told the head by each load."""
+    if isinstance(X, tl.tensor_descriptor):
+        return Head(X, batch, head, strides)
     else:
-        row_0 = X + batch * strides[0] + head * strides[1]
-    return Head(row_0, batch, head, strides)
+        return Head(X + batch * strides[0] + head * strides[1], batch, head, strides)
 
 
 @triton.jit
-def head_from(first, head, TMA: tl.constexpr):
+def head_from(first, head):
     """The head `head` of the batch element of which `first` is head 0."""
-    if TMA:
-        row_0 = first.X
+    if isinstance(first.X, tl.tensor_descriptor):
+        return Head(first.X, first.batch, head, first.strides)
     else:
-        row_0 = first.X + head * first.strides[1]
-    return Head(row_0, first.batch, head, first.strides)
+        return Head(first.X + head * first.strides[1], first.batch, head, first.strides)
 
 
 @triton.jit
 def load_rows(
-    rows_of, first_row, num_rows, ROWS: tl.constexpr, TILES: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr
+    rows_of, first_row, num_rows, ROWS: tl.constexpr, TILES: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """The (ROWS, D_TILE) tile of a head from `first_row` on; columns past D, and with MASKED rows past num_rows, are
     zero. Under TMA the copy engine computes addresses and fills with zeros."""
-    if TMA:
+    if isinstance(rows_of.X, tl.tensor_descriptor):
         tile = rows_of.X.load([rows_of.batch.to(tl.int32), rows_of.head.to(tl.int32), first_row, 0])
         return tile.reshape(ROWS, TILES.D_TILE)
     else:
