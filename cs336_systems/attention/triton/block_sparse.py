@@ -90,17 +90,15 @@ def _list_of_tile(batch, head, block, num_blocks, MASK_BATCHES, MASK_HEADS):
 
 
 @triton.jit
-def _load_words(
-    token_bits, pattern, rows, first_column,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, K_TILE_SIZE: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
+def _load_words(token_bits, pattern, rows, first_column, TILES: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Words of the mask's tile number `pattern` at `rows` and K_TILE_SIZE columns, 32 keys each, as one load.
 
     (rows, words, 1), or TRANSPOSED (words, 1, rows). In a tile of keys that begins inside a word, shifted to it.
     """
-    WORDS: tl.constexpr = K_BLOCK // KEYS_PER_WORD
+    K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
+    WORDS: tl.constexpr = TILES.K_BLOCK // KEYS_PER_WORD
     LOADED: tl.constexpr = (K_TILE_SIZE + KEYS_PER_WORD - 1) // KEYS_PER_WORD
-    first_word = token_bits + pattern.to(tl.int64) * (Q_BLOCK * WORDS) + first_column // KEYS_PER_WORD
+    first_word = token_bits + pattern.to(tl.int64) * (TILES.Q_BLOCK * WORDS) + first_column // KEYS_PER_WORD
     word = tl.arange(0, LOADED)
     if TRANSPOSED:
         words = tl.load(first_word + rows[None, :] * WORDS + word[:, None])[:, None, :]
@@ -146,19 +144,19 @@ def _keep_attended(values, otherwise, words, TRANSPOSED: tl.constexpr):
 @triton.jit
 def _visit_listed_keys(
     accumulator, m, l, Q, K_head, V_head, block_rows, num_listed, indices, patterns, token_bits, problem,
-    TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr,
+    TILES: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into the running (accumulator, m, l); `block_rows` are Q's rows in the mask's tile."""
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
-    STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
+    STEPS: tl.constexpr = TILES.K_BLOCK // K_TILE_SIZE
     for step in tl.range(0, num_listed * STEPS, disable_licm=Q.dtype != tl.float32):
         first_column = step % STEPS * K_TILE_SIZE  # of the kernel's tile in the mask's
-        first_key = tl.load(indices + step // STEPS) * K_BLOCK + first_column
+        first_key = tl.load(indices + step // STEPS) * TILES.K_BLOCK + first_column
         K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL)
         S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
-            words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
+            words = _load_words(token_bits, pattern, block_rows, first_column, TILES, False)
             S = _keep_attended(S, float("-inf"), words, False)
         P, rescale, m, l = online_softmax(S, m, l, problem.scale_log2)
         V = load_rows(V_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL)
@@ -172,7 +170,7 @@ def block_sparse_forward_kernel(
     kv_num_blocks_ptr, kv_indices_ptr, kv_tokens_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, token_bits_ptr,
     Q_strides, K_strides, V_strides,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale_log2, ZERO,
-    GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides."""
     D: tl.constexpr = TILES.D
@@ -185,7 +183,7 @@ def block_sparse_forward_kernel(
     )
     first_query = query_tile * Q_TILE_SIZE
     list_number = _list_of_tile(
-        batch, head, first_query // Q_BLOCK, tl.cdiv(N_QUERIES, Q_BLOCK), MASK_BATCHES, MASK_HEADS
+        batch, head, first_query // TILES.Q_BLOCK, tl.cdiv(N_QUERIES, TILES.Q_BLOCK), MASK_BATCHES, MASK_HEADS
     )
     kv_head = head // GROUP
     K_head = head_of(K_ptr, K_strides, batch, kv_head)
@@ -201,15 +199,13 @@ def block_sparse_forward_kernel(
 
     # 2. full tiles
     accumulator, m, l = _visit_listed_keys(
-        accumulator, m, l, Q, K_head, V_head, query_rows % Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
-        full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, problem,
-        TILES, Q_BLOCK, K_BLOCK, False,
+        accumulator, m, l, Q, K_head, V_head, query_rows % TILES.Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
+        full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, problem, TILES, False,
     )  # fmt: skip
     # 3. partial tiles
     accumulator, m, l = _visit_listed_keys(
-        accumulator, m, l, Q, K_head, V_head, query_rows % Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
-        kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem,
-        TILES, Q_BLOCK, K_BLOCK, True,
+        accumulator, m, l, Q, K_head, V_head, query_rows % TILES.Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
+        kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem, TILES, True,
     )  # fmt: skip
 
     # 4. normalise and store
@@ -220,19 +216,18 @@ def block_sparse_forward_kernel(
 @triton.jit
 def _visit_listed_queries(
     dK, dV, K, V, first_column, Q_head, dO_head, L_head, delta_head, num_listed, indices, patterns, token_bits, problem,
-    TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr,
+    TILES: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed query tiles into dK (without its scale) and dV; `first_column` is K's place in the mask's tile.
 
     A row without keys has L = -inf, hence P = inf or, in float32, 1: it is in partial tiles only, where its bits are 0.
     """
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
-    K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
-    STEPS: tl.constexpr = Q_BLOCK // Q_TILE_SIZE
+    STEPS: tl.constexpr = TILES.Q_BLOCK // Q_TILE_SIZE
     LATE: tl.constexpr = not isinstance(Q_head.X, tl.tensor_descriptor) and K.dtype != tl.float32
     for step in tl.range(0, num_listed * STEPS, disable_licm=K.dtype != tl.float32):
         first_row = step % STEPS * Q_TILE_SIZE  # of the kernel's tile in the mask's
-        first_query = tl.load(indices + step // STEPS) * Q_BLOCK + first_row
+        first_query = tl.load(indices + step // STEPS) * TILES.Q_BLOCK + first_row
         block_rows = first_row + tl.arange(0, Q_TILE_SIZE)
         query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
         Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL)
@@ -246,7 +241,7 @@ def _visit_listed_queries(
         P_T = recompute_probabilities(S_T, L_log2[None, :], problem.scale_log2, Q.dtype == tl.float32)
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
-            words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, True)
+            words = _load_words(token_bits, pattern, block_rows, first_column, TILES, True)
             P_T = _keep_attended(P_T, 0.0, words, True)
         dK, dV = fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, problem.ZERO, TILES)
     return dK, dV
@@ -258,7 +253,7 @@ def block_sparse_dkdv_kernel(
     q_num_blocks_ptr, q_indices_ptr, q_tokens_ptr, full_q_num_blocks_ptr, full_q_indices_ptr, token_bits_ptr,
     Q_strides, K_strides, V_strides, dO_strides,
     N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
-    GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, padded queries) are contiguous.
@@ -284,21 +279,20 @@ def block_sparse_dkdv_kernel(
     for member in range(GROUP):
         head = kv_head * GROUP + member
         list_number = _list_of_tile(
-            batch, head, first_key // K_BLOCK, tl.cdiv(N_KEYS, K_BLOCK), MASK_BATCHES, MASK_HEADS
+            batch, head, first_key // TILES.K_BLOCK, tl.cdiv(N_KEYS, TILES.K_BLOCK), MASK_BATCHES, MASK_HEADS
         )
         Q_head = head_of(Q_ptr, Q_strides, batch, head)
         dO_head = head_of(dO_ptr, dO_strides, batch, head)
         row_base = (batch * N_KV_HEADS * GROUP + head) * padded_rows(N_QUERIES)
         dK, dV = _visit_listed_queries(
-            dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base,
+            dK, dV, K, V, first_key % TILES.K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base,
             tl.load(full_q_num_blocks_ptr + list_number), full_q_indices_ptr + list_number * FULL_WIDTH, q_tokens_ptr,
-            token_bits_ptr, problem, TILES, Q_BLOCK, K_BLOCK, False,
+            token_bits_ptr, problem, TILES, False,
         )  # fmt: skip
         dK, dV = _visit_listed_queries(
-            dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base,
+            dK, dV, K, V, first_key % TILES.K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base,
             tl.load(q_num_blocks_ptr + list_number), q_indices_ptr + list_number * WIDTH,
-            q_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem,
-            TILES, Q_BLOCK, K_BLOCK, True,
+            q_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem, TILES, True,
         )  # fmt: skip
 
     output_base = (batch * N_KV_HEADS + kv_head) * N_KEYS * D
@@ -309,14 +303,14 @@ def block_sparse_dkdv_kernel(
 @triton.jit
 def _visit_listed_keys_for_dq(
     dQ, Q, dO, L_log2, delta, K_head, V_head, block_rows, num_listed, indices, patterns, token_bits, problem,
-    TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr,
+    TILES: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into dQ (without its scale)."""
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
-    STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
+    STEPS: tl.constexpr = TILES.K_BLOCK // K_TILE_SIZE
     for step in tl.range(0, num_listed * STEPS, disable_licm=Q.dtype != tl.float32):
         first_column = step % STEPS * K_TILE_SIZE  # of the kernel's tile in the mask's
-        first_key = tl.load(indices + step // STEPS) * K_BLOCK + first_column
+        first_key = tl.load(indices + step // STEPS) * TILES.K_BLOCK + first_column
         K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL)
         V = load_rows(V_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL)
         S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
@@ -324,7 +318,7 @@ def _visit_listed_keys_for_dq(
         P = recompute_probabilities(S, L_log2[:, None], problem.scale_log2, K.dtype == tl.float32)
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
-            words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
+            words = _load_words(token_bits, pattern, block_rows, first_column, TILES, False)
             P = _keep_attended(P, 0.0, words, False)
         dQ = fold_keys(dQ, P, dP, K, delta, problem.ZERO, TILES)
     return dQ
@@ -336,7 +330,7 @@ def block_sparse_dq_kernel(
     kv_num_blocks_ptr, kv_indices_ptr, kv_tokens_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, token_bits_ptr,
     Q_strides, K_strides, V_strides, dO_strides,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
-    GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dQ (batch, heads, queries, D), L and delta (batch, heads, padded queries) are contiguous."""
@@ -349,7 +343,7 @@ def block_sparse_dq_kernel(
     )
     first_query = query_tile * Q_TILE_SIZE
     list_number = _list_of_tile(
-        batch, head, first_query // Q_BLOCK, tl.cdiv(N_QUERIES, Q_BLOCK), MASK_BATCHES, MASK_HEADS
+        batch, head, first_query // TILES.Q_BLOCK, tl.cdiv(N_QUERIES, TILES.Q_BLOCK), MASK_BATCHES, MASK_HEADS
     )
     kv_head = head // GROUP
     K_head = head_of(K_ptr, K_strides, batch, kv_head)
@@ -367,14 +361,13 @@ def block_sparse_dq_kernel(
     dQ = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
     dQ = _visit_listed_keys_for_dq(
-        dQ, Q, dO, L_log2, delta, K_head, V_head, query_rows % Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
-        full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, problem,
-        TILES, Q_BLOCK, K_BLOCK, False,
+        dQ, Q, dO, L_log2, delta, K_head, V_head, query_rows % TILES.Q_BLOCK,
+        tl.load(full_kv_num_blocks_ptr + list_number),
+        full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, problem, TILES, False,
     )  # fmt: skip
     dQ = _visit_listed_keys_for_dq(
-        dQ, Q, dO, L_log2, delta, K_head, V_head, query_rows % Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
-        kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem,
-        TILES, Q_BLOCK, K_BLOCK, True,
+        dQ, Q, dO, L_log2, delta, K_head, V_head, query_rows % TILES.Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
+        kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem, TILES, True,
     )  # fmt: skip
     store_rows(dQ_ptr + output_base, dQ * scale, query_rows, N_QUERIES, D, TILES)
     await_previous(OVERLAP)
@@ -438,11 +431,7 @@ def _lists_of(lists: TileLists, side: str) -> tuple[tuple[Tensor, ...], tuple[in
 
 
 def _options(q: Tensor, k: Tensor, lists: TileLists, config: KernelConfig) -> dict[str, Any]:
-    query_block, key_block = lists.block_size
     # A tile's address hangs on a load of its index, and Triton spreads the two loads over its stages: it takes these
     # many for as many tiles in flight as the dense kernels have with config.num_stages.
-    num_stages = 2 * config.num_stages - 1
-    return {
-        "GROUP": q.shape[1] // k.shape[1], **tile_options(config, q.shape[3]), "num_stages": num_stages,
-        "Q_BLOCK": query_block, "K_BLOCK": key_block,
-    }  # fmt: skip
+    tiling = tile_options(config, q.shape[3], lists.block_size) | {"num_stages": 2 * config.num_stages - 1}
+    return {"GROUP": q.shape[1] // k.shape[1], **tiling}

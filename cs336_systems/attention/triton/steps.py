@@ -43,6 +43,8 @@ class Tiles(NamedTuple):
     Q_TILE_SIZE: int
     K_TILE_SIZE: int
     PRECISION: str  # of dots of float32
+    Q_BLOCK: int = 0  # of a block mask's tiles
+    K_BLOCK: int = 0
 
 
 class Head(NamedTuple):
