@@ -31,7 +31,7 @@ from cs336_systems.attention.hopper.schedule import SCHEDULES
 from cs336_systems.attention.tiles import KernelConfig, select_config
 from cs336_systems.attention.tiles.config import KERNELS
 from cs336_systems.attention.triton import block_sparse, split, varlen
-from cs336_systems.attention.triton.launch import _parameters_of
+from cs336_systems.attention.triton.launch import _recorded, parameters_of
 
 BLOCK = 128
 HEADS, SEQLEN = 16, 2048
@@ -66,9 +66,13 @@ def events_of(ptx: str) -> list[str]:
 
 
 def show(arch: str, kind: str, launch: Callable[[], Any]) -> None:
-    for compiled in compiled_launches(arch, "", launch):
+    with _recorded() as recording:
+        compiled_launches(arch, "", launch)
+    for launched in filter(None, recording.launches):
+        compiled = launched.compiled
+        parameters = [kind for kind, _ in parameters_of(launched) or ()]
         line = {"arch": arch, "kind": kind, "kernel": compiled.metadata.name, "early": compiled.metadata.launch_pdl,
-                "events": events_of(compiled.asm["ptx"]), "parameters": _parameters_of(compiled)}  # fmt: skip
+                "events": events_of(compiled.asm["ptx"]), "parameters": parameters}  # fmt: skip
         print(json.dumps(line), flush=True)
 
 

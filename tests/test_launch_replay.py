@@ -163,7 +163,7 @@ def test_streams_threads_and_graphs(backend, by_python, runs):
 
 def test_a_tensor_given_twice_is_bound_where_the_facts_say_so(monkeypatch):
     """Boundaries of documents that queries and keys share; two tensors in one place could be two in the next call."""
-    monkeypatch.setattr(launch, "_parameters_of", lambda compiled: ("u64",) * 3)
+    monkeypatch.setattr(launch, "parameters_of", lambda launched: [("pointer", x) for x in launched.arguments])
     monkeypatch.setattr(launch, "_BoundKernel", lambda launched, memory, places, maps: places)
     compiled = SimpleNamespace(src=SimpleNamespace(signature=dict.fromkeys("abc", "*i32")), metadata=SimpleNamespace())
     q, boundaries = torch.zeros(8), torch.zeros(8, dtype=torch.int32)

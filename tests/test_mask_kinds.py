@@ -8,7 +8,7 @@ from torch import Tensor
 
 import cs336_systems.attention.api as api
 from cs336_systems.attention import flash_attention, flash_attention_varlen
-from cs336_systems.attention.dilated import dilated_attention, longnet_attention
+from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import shared_keys_attention
 from cs336_systems.attention.masks import BlockMask, neighbourhood_mask, parse_mask
 from cs336_systems.grids import hilbert_order, neighbourhood_block_density, row_major_order
@@ -46,7 +46,9 @@ CAUSAL = {
     "dilated": lambda q, k, v: dilated_attention(
         q, k, v, segment_length=64, dilation_rate=4, is_causal=True, backend="tiled"
     ),
-    "longnet": lambda q, k, v: longnet_attention(q, k, v, [(16, 1), (64, 4)], is_causal=True, backend="tiled"),
+    "dilated by head": lambda q, k, v: dilated_attention(
+        q, k, v, segment_length=64, dilation_rate=2, phases="by_head", is_causal=True, backend="tiled"
+    ),
     "shared keys": lambda q, k, v: shared_keys_attention(
         q, k, v, randn(1, 2, TOKENS), num_keys=20, is_causal=True, backend="tiled"
     ),

@@ -82,7 +82,7 @@ def test_the_first_exception_that_holds_is_taken():
         "sm90",
         {
             ("forward", 2, 64): (
-                Only("64x64_w4_s1", is_causal=True, max_seqlen=512),
+                Only("64x64_w4_s1", is_causal=True, max_queries=512),
                 Only("64x64_w8_s1", is_causal=False, max_queries=64),
                 Only("64x64_w4_s2", max_programs=131),
                 "128x64_w8_s3",
@@ -97,7 +97,6 @@ def test_the_first_exception_that_holds_is_taken():
         return table[kernel, 2, 64].choose(**(defaults | shape)).spelling
 
     assert chosen("forward", seqlen_q=512, seqlen_k=512, is_causal=True, heads=1000) == "64x64_w4_s1"
-    assert chosen("forward", seqlen_q=512, seqlen_k=513, is_causal=True, heads=1000) == "128x64_w8_s3"
     assert chosen("forward", seqlen_q=513, seqlen_k=512, is_causal=True) == "64x64_w4_s2"
     assert chosen("forward", seqlen_q=512, seqlen_k=512, heads=1000) == "128x64_w8_s3"
     assert chosen("forward", seqlen_q=64, seqlen_k=512, heads=1000) == "64x64_w8_s1"
@@ -111,7 +110,7 @@ def test_the_first_exception_that_holds_is_taken():
     assert [config.spelling for config in table["dkdv", 2, 64].configs] == ["64x64_w4_s2", "64x128_w8_s2"]
 
 
-@pytest.mark.parametrize("row", [(Only("64x64_w4_s2", max_seqlen=1),), ("64x64_w4_s2", "128x64_w4_s2")], ids=str)
+@pytest.mark.parametrize("row", [(Only("64x64_w4_s2", max_queries=1),), ("64x64_w4_s2", "128x64_w4_s2")], ids=str)
 def test_a_row_is_exceptions_and_an_entry_for_all_else(row):
     with pytest.raises(AssertionError, match="exceptions, then all else"):
         make_table("sm90", {("dq", 2, 64): row})

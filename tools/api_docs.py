@@ -207,8 +207,6 @@ def anchor(title: str) -> str:
 
 def takes(name: str, capability: tuple[int, int] | None, dtype: str, head_dim: int = 64, layout: Any = "dense") -> bool:
     """Whether back end `name` takes such inputs on that GPU, or a CPU where None, if all that it needs is installed."""
-    if name == "compiled" and capability is not None and capability < MIN_COMPILE_CAPABILITY:
-        return False
     try:
         choose(name, capability, dtype, head_dim, layout)
     except ValueError:
@@ -220,11 +218,15 @@ def choose(
     name: str, capability: tuple[int, int] | None, dtype: str, head_dim: int, layout: Any = "dense", heads: int = 16
 ) -> tuple[str, str]:
     available = dict.fromkeys(BACKENDS, "ok")
-    if capability is None:
-        available["hopper"] = "no GPU"
+    if capability != HOPPER_CAPABILITY:
+        available["hopper"] = "no Hopper GPU"
+    if capability is not None and capability < MIN_COMPILE_CAPABILITY:
+        available["compiled"] = "an old GPU"
+    if capability is not None and capability < MIN_TRITON_CAPABILITY:
+        available |= dict.fromkeys(("triton_first", "triton"), "an old GPU")
     return select_backend(
-        device_kind="cpu" if capability is None else "cuda", compute_capability=capability, dtype=dtype,
-        head_dim=head_dim, batch_heads=heads, seqlen_q=MANY_TOKENS, seqlen_k=MANY_TOKENS, requested=name,
+        device_kind="cpu" if capability is None else "cuda", dtype=dtype, head_dim=head_dim,
+        batch_heads=heads, seqlen_q=MANY_TOKENS, seqlen_k=MANY_TOKENS, requested=name,
         layout=layout, block_size=(128, 128) if layout == "block_mask" else None, available=available,
     )  # fmt: skip
 

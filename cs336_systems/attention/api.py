@@ -266,7 +266,6 @@ def explain_backend(
         raise ValueError(f"q must be on a cpu or cuda device, got {q.device}")
     return select_backend(
         device_kind=q.device.type,
-        compute_capability=_compute_capability(q.device.index or 0) if q.is_cuda else None,
         dtype=str(q.dtype).removeprefix("torch."),
         head_dim=q.shape[-1],
         batch_heads=q.shape[:-2].numel(),
@@ -277,18 +276,13 @@ def explain_backend(
         is_causal=is_causal,
         block_size=block_size,
         longest=longest,
-        available=_available(q.device.type),
+        available=_available(q.device),
     )
 
 
-def _available(device_kind: str) -> dict[str, str]:
-    return available_here(device_kind, interpreter_is_on())
-
-
-def _compute_capability(device_index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device_index)
+def _available(device: torch.device) -> dict[str, str]:
+    return available_here(device, interpreter_is_on())
 
 
 # What `torch.compiler.assume_constant_result` does, but that loads the compiler: half of the time of importing this.
 _available._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_compute_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -10,6 +10,8 @@ import importlib
 import importlib.util
 import re
 import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -113,22 +115,42 @@ def _gluon_reason() -> str | None:
 # for every head and sequence of the batch: at 64 MiB (4096² in float32), 3 GiB for 16 heads. Below it the copies are
 # affordable, and two large matmuls beat a Python loop over tiles.
 MAX_REFERENCE_SCORE_BYTES = 64 * 2**20
-TRITON_DTYPES = ("float32", "float16", "bfloat16")
-MAX_TRITON_HEAD_DIM = 256  # wider tiles do not fit in shared memory
-HOPPER_DTYPES = ("float16", "bfloat16")
-MAX_HOPPER_HEAD_DIM = 256  # an accumulator of a wider head does not fit in a warp group's registers
-MAX_HOPPER_MASKED_HEAD_DIM = 128  # of a block mask: wider heads walk tiles of 64 keys, whose bits TMA cannot copy
 AttentionLayout = Literal["dense", "block_mask", "packed"]  # what attention runs over
 LAYOUT_WORDS = {"dense": "", "block_mask": " under a block mask", "packed": " over packed documents"}
 TMA_MULTIPLE = 8  # of columns of 16 bits; hopper copies inputs of other head dims first, which has not been timed
-MIN_HOPPER_BLOCK = (64, 128)  # a mask's tiles hold whole tiles of the kernels
-MIN_TRITON_BLOCK = (64, 64)  # on sm_90 triton 3.6 can miscompile a kernel with two dots of 16 or 32 rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the kernels of a back end take, where they run."""
+
+    dtypes: tuple[str, ...]
+    head_dim: int  # at most
+    masked_head_dim: int  # at most, under a block mask
+    block_size: tuple[int, int]  # of a mask's tiles, at least
+
+
+TRITON_LIMITS = Limits(
+    dtypes=("float32", "float16", "bfloat16"),
+    head_dim=256,  # wider tiles do not fit in shared memory
+    masked_head_dim=256,
+    block_size=(64, 64),  # on sm_90 triton 3.6 can miscompile a kernel with two dots of 16 or 32 rows
+)
+LIMITS = {
+    "triton_first": TRITON_LIMITS,
+    "triton": TRITON_LIMITS,
+    "hopper": Limits(
+        dtypes=("float16", "bfloat16"),
+        head_dim=256,  # an accumulator of a wider head does not fit in a warp group's registers
+        masked_head_dim=128,  # wider heads walk tiles of 64 keys, whose bits TMA cannot copy
+        block_size=(64, 128),  # whole tiles of the kernels
+    ),
+}
 
 
 def select_backend(
     *,
     device_kind: str,
-    compute_capability: tuple[int, int] | None,
     dtype: str,
     head_dim: int,
     batch_heads: int,
@@ -150,13 +172,12 @@ def select_backend(
 
     Args:
         device_kind: torch's device type of the inputs; on others than cuda triton is taken by name only.
-        compute_capability: of the inputs' GPU; None elsewhere.
         dtype, head_dim, seqlen_q, seqlen_k: of the inputs; a length may be 0.
         batch_heads: heads that queries have in the whole batch.
         layout, is_causal: what the call attends over; a block mask is no causal one.
         block_size: of a block mask; kernels are refused for one of smaller tiles than theirs.
         longest: queries and keys of the longest of packed documents, whose totals are seqlen_q and seqlen_k.
-        available: from `available_backends`.
+        available: from `available_backends`, on the inputs' device.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -164,14 +185,7 @@ def select_backend(
         raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}, got {requested!r}")
 
     def refusal(name: str) -> str | None:
-        if available.get(name) != "ok":
-            return available.get(name, "it is not among the available back ends")
-        if name == "hopper":
-            return _hopper_refusal(device_kind, compute_capability, dtype, head_dim, block_size)
-        if name == "triton_first" and layout != "dense":  # lengths and head dims are for the kernel to refuse
-            return "the first kernel takes neither block masks nor packed documents; backend 'triton' does"
-        is_triton = name in ("triton", "triton_first")
-        return _triton_refusal(device_kind, compute_capability, dtype, head_dim, block_size) if is_triton else None
+        return _refusal(name, available, device_kind, dtype, head_dim, layout, block_size)
 
     if requested != "auto":
         if (why := refusal(requested)) is not None:
@@ -214,58 +228,33 @@ def hopper_from(layout: AttentionLayout, is_causal: bool, head_dim: int) -> tupl
     return None
 
 
-def _hopper_refusal(
-    device_kind: str, compute_capability: tuple[int, int] | None, dtype: str, head_dim: int,
-    block_size: tuple[int, int] | None = None,
+def _refusal(
+    name: str, available: dict[str, str], device_kind: str, dtype: str, head_dim: int,
+    layout: AttentionLayout = "dense", block_size: tuple[int, int] | None = None,
 ) -> str | None:  # fmt: skip
-    """Why the Hopper kernels cannot serve these inputs, on a machine where they run; None where they can."""
-    if _is_smaller(block_size, MIN_HOPPER_BLOCK):
-        return f"hopper walks lists of tiles of at least {MIN_HOPPER_BLOCK}, and the mask's are {block_size}"
-    if device_kind != "cuda":
-        return f"hopper kernels run on CUDA devices, and the inputs are on {device_kind}"
-    is_hopper = compute_capability == HOPPER_CAPABILITY  # torch.compile of PyTorch 2.11 cannot trace != of tuples
-    if not is_hopper:
-        has = "unknown" if compute_capability is None else dotted(compute_capability)
-        return f"hopper needs compute capability 9.0, and the inputs' GPU has {has}"
-    if dtype not in HOPPER_DTYPES:
-        return f"hopper takes {' and '.join(HOPPER_DTYPES)}, not {dtype}"
-    if head_dim > MAX_HOPPER_HEAD_DIM:
-        return f"hopper takes a head_dim of at most {MAX_HOPPER_HEAD_DIM}, not {head_dim}"
-    if block_size is not None and head_dim > MAX_HOPPER_MASKED_HEAD_DIM:
-        return f"hopper takes a block mask with a head_dim of at most {MAX_HOPPER_MASKED_HEAD_DIM}, not {head_dim}"
-    return None
-
-
-def _is_smaller(block_size: tuple[int, int] | None, least: tuple[int, int]) -> bool:
-    return block_size is not None and (block_size[0] < least[0] or block_size[1] < least[1])
-
-
-def _triton_refusal(
-    device_kind: str, compute_capability: tuple[int, int] | None, dtype: str, head_dim: int,
-    block_size: tuple[int, int] | None,
-) -> str | None:  # fmt: skip
-    """Why the Triton kernels cannot serve these inputs, on a machine where they run."""
-    if _is_smaller(block_size, MIN_TRITON_BLOCK):
-        return f"triton walks lists of tiles of at least {MIN_TRITON_BLOCK}, and the mask's are {block_size}"
-    if dtype not in TRITON_DTYPES:
-        return f"triton takes {', '.join(TRITON_DTYPES)}, not {dtype}"
-    if head_dim > MAX_TRITON_HEAD_DIM:
-        return f"triton takes a head_dim of at most {MAX_TRITON_HEAD_DIM}, not {head_dim}"
-    if device_kind != "cuda" and dtype == "bfloat16":
-        return INTERPRETER_BFLOAT16
-    if device_kind == "cuda" and (compute_capability is None or compute_capability < MIN_TRITON_CAPABILITY):
-        has = "unknown" if compute_capability is None else dotted(compute_capability)
-        return f"triton needs compute capability 8.0 or higher, and the inputs' GPU has {has}"
-    return None
+    """Why a back end cannot serve these inputs; None where it can."""
+    state = available.get(name, "it is not among the available back ends")
+    if state != "ok":
+        return state
+    if name not in LIMITS:
+        return None
+    if name == "triton_first" and layout != "dense":  # lengths and head dims are for the kernel to refuse
+        return "the first kernel takes neither block masks nor packed documents; backend 'triton' does"
+    limits, kernels = LIMITS[name], "hopper" if name == "hopper" else "triton"
+    if block_size is not None and (block_size[0] < limits.block_size[0] or block_size[1] < limits.block_size[1]):
+        return f"{kernels} walks lists of tiles of at least {limits.block_size}, and the mask's are {block_size}"
+    if dtype not in limits.dtypes:
+        return f"{kernels} takes {', '.join(limits.dtypes)}, not {dtype}"
+    most = limits.head_dim if block_size is None else limits.masked_head_dim
+    if head_dim > most:
+        return f"{kernels} takes a head_dim of at most {most}{LAYOUT_WORDS[layout]}, not {head_dim}"
+    return INTERPRETER_BFLOAT16 if device_kind != "cuda" and dtype == "bfloat16" else None
 
 
 def hopper_refusal(q: Tensor) -> str | None:
     """Why q (..., head_dim), and what goes with it, cannot be attended by the Hopper kernels; None if it can."""
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
-    name = str(q.dtype).removeprefix("torch.")
-    why = _hopper_refusal(q.device.type, capability, name, q.shape[-1])
-    state = available_here("cuda", interpreter_is_on())["hopper"] if why is None else "ok"
-    return why if state == "ok" else state
+    dtype = str(q.dtype).removeprefix("torch.")
+    return _refusal("hopper", available_here(q.device, interpreter_is_on()), q.device.type, dtype, q.shape[-1])
 
 
 def refuse_hopper(q: Tensor) -> None:
@@ -275,6 +264,7 @@ def refuse_hopper(q: Tensor) -> None:
 
 
 @cache
-def available_here(device_kind: str, interpreter: bool) -> dict[str, str]:
-    """`available_backends` of this machine's device, asked once for each state of Triton's interpreter."""
-    return available_backends(get_device_info(device_kind))
+def available_here(device: torch.device, interpreter: bool) -> dict[str, str]:
+    """`available_backends` of one of this machine's devices, asked once for each state of Triton's interpreter."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        return available_backends(get_device_info(device.type))

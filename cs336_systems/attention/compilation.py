@@ -200,9 +200,11 @@ def compiled_launches(arch: str, wanted: str, launch: Callable[[], object]) -> l
 
     run, compiled = JITFunction.run, []
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        if wanted in self.fn.__name__:
-            compiled.append(run(self, *args, grid=grid, warmup=True, **options))
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if wanted not in self.fn.__name__:
+            return None
+        compiled.append(run(self, *args, grid=grid, warmup=True, **options))
+        return compiled[-1]
 
     driver.set_active(_OfflineDriver(ARCHITECTURES[arch]))
     JITFunction.run = compile_only

@@ -8,12 +8,13 @@ one phase, and a phase attends itself: r sequences of w / r tokens cost w² / r 
 
 Source: LongNet (Ding et al. 2023, sections 2.2 and 2.3). There head h keeps one phase only, h modulo r, and the other
 tokens have no output from it: `phases="by_head"`, r² times fewer FLOPs. The oracle of both is
-`BlockMask.dilated(...).to_dense()`. Its module mixes several segment lengths and rates: `longnet_attention`.
+`BlockMask.dilated(...).to_dense()`. LongNet mixes several segment lengths and rates, each weighed by its softmax
+denominators (equations 10 and 11): `merge_attention` of `distributed.context_parallel` on their (output, log-sum-exp).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -80,55 +81,6 @@ def dilated_attention(
             parts.append([x.flatten(3, 4)[:, :, :, :length].flatten(2, 3) for x in found])
     joined = [torch.cat(x, dim=2) if len(x) > 1 else x[0] for x in zip(*parts)]
     return (joined[0], joined[1][..., 0]) if return_lse else joined[0]
-
-
-def longnet_attention(
-    q: Float[Tensor, "batch heads tokens head_dim"],
-    k: Float[Tensor, "batch heads tokens head_dim"],
-    v: Float[Tensor, "batch heads tokens head_dim"],
-    segments: Sequence[tuple[int, int]],
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    backend: str = "auto",
-) -> Float[Tensor, "batch heads tokens head_dim"]:
-    """LongNet's mixture of `dilated_attention(..., phases="by_head")` over several (segment length, rate).
-
-    Each branch weighs a token by its softmax denominator there: Σ αᵢ Oᵢ with αᵢ = exp(Lᵢ) / Σⱼ exp(Lⱼ). That is one
-    softmax over all branches' keys, in which a key counts as often as branches attend it. A token that no branch keeps
-    in a head has O = 0 there and no gradient. Gradients flow through the weights too.
-
-    Args:
-        segments: (segment_length, dilation_rate) of each branch, at least one; as `dilated_attention` takes them.
-
-    Source: LongNet (Ding et al. 2023), equations 10 and 11.
-    """
-    pairs = segments if isinstance(segments, Sequence) else ()
-    if not pairs or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"segments must be pairs of (segment_length, dilation_rate), at least one, got {segments!r}")
-    branches = [
-        dilated_attention(
-            q, k, v, length, rate, phases="by_head", is_causal=is_causal, scale=scale, return_lse=True, backend=backend
-        )
-        for length, rate in segments
-    ]
-    output, lse = branches[0]
-    for other, other_lse in branches[1:]:
-        output, lse = _mix(output, lse, other, other_lse)
-    return output
-
-
-def _mix(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """O and L of both branches together. Of a token that neither keeps, O = 0 and L = -inf."""
-    kept, other_kept = lse > -torch.inf, other_lse > -torch.inf
-    # Where a branch drops the token, its L stands in for a number whose exponential is 0, and that has a gradient.
-    both = torch.logaddexp(lse.masked_fill(~kept, -1e30), other_lse.masked_fill(~other_kept, -1e30))
-    neither = ~(kept | other_kept)
-    weight, other_weight = (
-        (x.masked_fill(~there, -1e30) - both).exp().masked_fill(~there, 0)[..., None].to(output.dtype)
-        for x, there in ((lse, kept), (other_lse, other_kept))
-    )
-    return weight * output + other_weight * other, both.masked_fill(neither, -torch.inf)
 
 
 def _split_phases(

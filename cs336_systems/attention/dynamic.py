@@ -106,7 +106,7 @@ def mask_chosen(
         seen = seen.repeat_interleave(group, dim=1)
     # Inductor has Triton, too; what it compiles must not look for it.
     has_kernels = seen.is_cuda and (
-        torch.compiler.is_compiling() or available_here("cuda", interpreter_is_on())["triton"] == "ok"
+        torch.compiler.is_compiling() or available_here(seen.device, interpreter_is_on())["triton"] == "ok"
     )
     if has_kernels and seen.numel() and positions.shape[2]:
         from cs336_systems.attention.triton.staircase import launch_staircase

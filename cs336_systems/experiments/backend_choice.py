@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.attention.backends import BACKENDS, HOPPER_CAPABILITY, AttentionLayout, select_backend
+from cs336_systems.attention.backends import BACKENDS, AttentionLayout, select_backend
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments import Lines, Pivot, problem
 from cs336_systems.experiments.attention import BOTH, BY_SHAPE, sized_shape
@@ -144,9 +144,8 @@ def taken_by_auto(row: Mapping[str, Any]) -> str:
     """What `auto` takes on an H200 for a row of the records."""
     documents = row["documents"] if row["layout"] == "packed" else 0
     name, _ = select_backend(
-        device_kind="cuda", compute_capability=HOPPER_CAPABILITY, dtype=row["dtype"], head_dim=row["head_dim"],
-        batch_heads=row["batch"] * row["heads"], seqlen_q=row["seqlen_q"], seqlen_k=row["seqlen_k"],
-        layout=row["layout"], is_causal=row["is_causal"], longest=(documents, documents) if documents else None,
-        available=dict.fromkeys(BACKENDS, "ok"),
+        device_kind="cuda", dtype=row["dtype"], head_dim=row["head_dim"], batch_heads=row["batch"] * row["heads"],
+        seqlen_q=row["seqlen_q"], seqlen_k=row["seqlen_k"], layout=row["layout"], is_causal=row["is_causal"],
+        longest=(documents, documents) if documents else None, available=dict.fromkeys(BACKENDS, "ok"),
     )  # fmt: skip
     return name

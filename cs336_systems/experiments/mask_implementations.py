@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cs336_systems.attention import BlockMask, attention_reference, flash_attention, flash_attention_varlen
-from cs336_systems.attention.backends import MIN_HOPPER_BLOCK
+from cs336_systems.attention.backends import LIMITS
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import choose_keys, mask_chosen, shared_keys_attention
 from cs336_systems.attention.masks import parse_mask
@@ -112,8 +112,9 @@ def _ours(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Buil
 def _lists(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     """Our kernels that walk the mask's lists; those of documents and of each query's keys change from call to call."""
     build(backend, case.shape, run.device)  # refuses what does not run here
-    if backend == "hopper" and (case.query_block < MIN_HOPPER_BLOCK[0] or case.key_block < MIN_HOPPER_BLOCK[1]):
-        raise Unsupported(f"hopper walks lists of tiles of at least {MIN_HOPPER_BLOCK}")
+    least = LIMITS["hopper"].block_size
+    if backend == "hopper" and (case.query_block < least[0] or case.key_block < least[1]):
+        raise Unsupported(f"hopper walks lists of tiles of at least {least}")
     kind, argument, causal = mask_parts(case.mask)
     size, build_mask = (case.query_block, case.key_block), None
     if kind == "topk":

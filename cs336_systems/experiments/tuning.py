@@ -198,7 +198,7 @@ def proposed_rows(frame: pd.DataFrame) -> list[str]:
             row = f"(Only({row}, tma=True), {by_pointers})"
         remark = f"at most {ratios[best.name].max():.2f} x the best of {len(ratios)} shapes"
         shipped = TABLES[best.target][kernel, width, tile]  # type: ignore[index]
-        if best.precision != shipped.default.precision:
+        if best.precision != shipped.configs[-1].precision:
             remark += f"; only if all kernels of the head tile take {best.precision}"
         rows.append(f'("{kernel}", {width}, {tile}): {row},  # {remark}')
     return rows

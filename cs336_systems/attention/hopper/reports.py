@@ -212,7 +212,6 @@ def _launch(request: HopperRequest) -> None:
     """Call the launcher on tensors without storage."""
     from cs336_systems.attention.hopper.backward import hopper_backward, hopper_packed_backward
     from cs336_systems.attention.hopper.forward import hopper_forward, hopper_packed_forward
-    from cs336_systems.attention.triton.block_sparse import TileLists
 
     def empty(heads: int, rows: int) -> torch.Tensor:
         return torch.empty((BATCH, heads, rows, request.head_dim), dtype=getattr(torch, request.dtype), device="meta")
@@ -237,7 +236,7 @@ def _launch(request: HopperRequest) -> None:
     if request.walk == "listed":
         size = (request.query_block, 128)
         mask = BlockMask.sliding_window(request.seqlen, window=300, block_size=size).to("meta")
-        lists = TileLists(*(getattr(mask, name) for name in TileLists._fields))
+        lists = mask.lists
     if request.kernel == "forward":
         hopper_forward(q, k, k, *options, request.config, lists)
     else:

@@ -4,7 +4,7 @@ The (queries, keys) plane of each batch entry and head is cut into tiles of `blo
 attended: in no list, never read), full (every pair attended: no mask is read) or partial (its pairs are bits).
 For the forward and dQ, each row of tiles lists its key tiles; for dK and dV, each column lists its query tiles.
 
-The fields of `BlockMask` are the layout: int32, contiguous, on one device, for a mask of b = batch or 1 and h = query
+The fields of `TileLists` are the layout: int32, contiguous, on one device, for a mask of b = batch or 1 and h = query
 heads or 1 (1 broadcasts). Lists ascend, and are 0 behind the last entry. All but those of tokens have the names of
 torch's FlexAttention. Query row r of a tile attends its key column c where
 
@@ -79,17 +79,7 @@ class BlockMask:
     on the CPU alone, and only that tiles and patterns exist. On a GPU a look would stall the host: they are trusted.
     """
 
-    kv_num_blocks: Int[Tensor, "b h query_blocks"]  # partial tiles of a row of tiles
-    kv_indices: Int[Tensor, "b h query_blocks width"]  # their key tiles; a width is at least 1
-    full_kv_num_blocks: Int[Tensor, "b h query_blocks"]  # the same of full tiles
-    full_kv_indices: Int[Tensor, "b h query_blocks full_width"]
-    q_num_blocks: Int[Tensor, "b h key_blocks"]  # transposed: partial tiles of a column of tiles
-    q_indices: Int[Tensor, "b h key_blocks width_t"]  # their query tiles
-    full_q_num_blocks: Int[Tensor, "b h key_blocks"]
-    full_q_indices: Int[Tensor, "b h key_blocks full_width_t"]
-    kv_tokens: Int[Tensor, "b h query_blocks width"]  # row of token_bits of each partial tile
-    q_tokens: Int[Tensor, "b h key_blocks width_t"]  # the same for the transposed lists
-    token_bits: Int[Tensor, "patterns query_block words"]  # at least 1 pattern; 32 keys to a word
+    lists: TileLists  # what kernels walk
     block_size: BlockSize  # query rows and key columns of a tile, powers of two from 16 on
     seq_lengths: tuple[int, int]  # queries and keys, in tokens
     # "full" or "causal" where the mask is exactly that: then the dense kernels serve it. Constructors find it out,
@@ -98,7 +88,7 @@ class BlockMask:
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
-        leading = self.kv_num_blocks.shape[:2]
+        leading = self.lists.kv_num_blocks.shape[:2]
         bits = (None, self.block_size[0], words_per_row(self.block_size[1]))
         num_patterns = len(self._check("token_bits", bits))
         tiles = [num_blocks(seqlen, block) for seqlen, block in zip(self.seq_lengths, self.block_size)]
@@ -108,20 +98,25 @@ class BlockMask:
                 indices = self._check(f"{prefix}{side}_indices", (*leading, lines, None), max(0, existing - 1))
                 most = min(existing, indices.shape[3])
                 self._check(f"{prefix}{side}_num_blocks", (*leading, lines), most)
-            self._check(f"{side}_tokens", getattr(self, f"{side}_indices").shape, num_patterns - 1)
+            self._check(f"{side}_tokens", getattr(self.lists, f"{side}_indices").shape, num_patterns - 1)
         # Autograd saves no tensor of inference mode, and what an evaluation has made may be kept and trained with.
-        if not torch.compiler.is_compiling() and self.kv_num_blocks.is_inference():
+        if not torch.compiler.is_compiling() and self.lists.kv_num_blocks.is_inference():
             with torch.inference_mode(False):
-                for name, tensor in self.lists._asdict().items():
-                    object.__setattr__(self, name, tensor.clone())
+                object.__setattr__(self, "lists", TileLists(*(x.clone() for x in self.lists)))
+
+    def __getattr__(self, name: str) -> Tensor:
+        """A list by its name, as of torch's FlexAttention: `mask.kv_indices`."""
+        if name in TileLists._fields:
+            return getattr(self.lists, name)
+        raise AttributeError(f"BlockMask has no attribute {name!r}")
 
     def _check(self, name: str, shape: Sequence[int | None], largest: int | None = None) -> Tensor:
         """The tensor `name`, int32 on the mask's device and of `shape`, where None is any length from 1 on.
 
         Its values are 0 to `largest` where the host can look: kernels follow them without.
         """
-        device = self.kv_num_blocks.device
-        tensor = check_tensor(f"BlockMask.{name}", getattr(self, name), dtypes=(torch.int32,))
+        device = self.device
+        tensor = check_tensor(f"BlockMask.{name}", getattr(self.lists, name), dtypes=(torch.int32,))
         if tensor.ndim != len(shape) or any(
             actual != wanted if wanted is not None else actual < 1 for actual, wanted in zip(tensor.shape, shape)
         ):
@@ -402,7 +397,7 @@ class BlockMask:
         else:
             with stage("mask_build"):
                 lists = make_lists(pattern, data, leading, lengths, block_size, numbers)
-        mask = cls(**dict(zip(TileLists._fields, lists)), block_size=block_size, seq_lengths=lengths)
+        mask = cls(lists=TileLists(*lists), block_size=block_size, seq_lengths=lengths)
         if not torch.compiler.is_compiling():
             object.__setattr__(mask, "dense_form", mask._find_dense_form())
         return mask
@@ -419,7 +414,7 @@ class BlockMask:
         last_row = (whole_rows - 1) * self.block_size[0]  # the first query of the last whole row of tiles
         full_width = whole_columns if whole_rows else 0  # of the lists of full tiles
         causal_width = min(whole_columns, (last_row + 1) // self.block_size[1]) if whole_rows else 0
-        if self.full_kv_indices.shape[3] not in (max(1, full_width), max(1, causal_width)):
+        if self.lists.full_kv_indices.shape[3] not in (max(1, full_width), max(1, causal_width)):
             return None
         visible, num_masks, attended = min(queries, keys), math.prod(self.shape[:2]), self.num_attended
         if attended == num_masks * queries * keys:
@@ -435,35 +430,26 @@ class BlockMask:
 
     @property
     def device(self) -> torch.device:
-        return self.kv_num_blocks.device
+        return self.lists.kv_num_blocks.device
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch or 1, heads or 1, queries, keys)."""
-        return (*self.kv_num_blocks.shape[:2], *self.seq_lengths)
-
-    @property
-    def lists(self) -> TileLists:
-        """What kernels walk."""
-        return TileLists(
-            self.kv_num_blocks, self.kv_indices, self.kv_tokens, self.full_kv_num_blocks, self.full_kv_indices,
-            self.q_num_blocks, self.q_indices, self.q_tokens, self.full_q_num_blocks, self.full_q_indices,
-            self.token_bits,
-        )  # fmt: skip
+        return (*self.lists.kv_num_blocks.shape[:2], *self.seq_lengths)
 
     @property
     def num_full(self) -> int:
         """Full tiles over all batch entries and heads of the mask."""
-        return int(self.full_kv_num_blocks.sum())
+        return int(self.lists.full_kv_num_blocks.sum())
 
     @property
     def num_partial(self) -> int:
-        return int(self.kv_num_blocks.sum())
+        return int(self.lists.kv_num_blocks.sum())
 
     @property
     def num_tiles(self) -> int:
         """All tiles, dead ones included."""
-        return self.kv_num_blocks.numel() * self.q_num_blocks.shape[2]
+        return self.lists.kv_num_blocks.numel() * self.lists.q_num_blocks.shape[2]
 
     @property
     def num_dead(self) -> int:
@@ -511,8 +497,7 @@ class BlockMask:
 
     def to(self, device: Device) -> BlockMask:
         """The same mask on `device`."""
-        moved: dict[str, Any] = {name: x.to(device) for name, x in self.lists._asdict().items()}
-        return replace(self, **moved)
+        return replace(self, lists=TileLists(*(x.to(device) for x in self.lists)))
 
     def to_dense(self) -> Bool[Tensor, "b h queries keys"]:
         """True where a query attends a key: O(queries · keys) memory, for oracles and pictures."""
@@ -530,11 +515,11 @@ class BlockMask:
         from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
         lists: dict[str, Any] = {}
-        for side, tiles in (("kv", self.q_num_blocks.shape[2]), ("q", self.kv_num_blocks.shape[2])):
+        for side, tiles in (("kv", self.lists.q_num_blocks.shape[2]), ("q", self.lists.kv_num_blocks.shape[2])):
             for name in (side, f"full_{side}"):
-                indices = getattr(self, f"{name}_indices")
+                indices = getattr(self.lists, f"{name}_indices")
                 missing = max(0, tiles - indices.shape[3])  # its lists have room for every tile
-                lists[f"{name}_num_blocks"] = getattr(self, f"{name}_num_blocks")
+                lists[f"{name}_num_blocks"] = getattr(self.lists, f"{name}_num_blocks")
                 lists[f"{name}_indices"] = torch.nn.functional.pad(indices, (0, missing))
         return FlexBlockMask(
             seq_lengths=self.seq_lengths,
@@ -575,16 +560,16 @@ class BlockMask:
 
     def _tile_map(self) -> TileMap:
         """The map that the lists were made of."""
-        columns = self.q_num_blocks.shape[2]
+        lists, columns = self.lists, self.lists.q_num_blocks.shape[2]
         # One column more than there are, where the slots behind the last of a list end up.
-        tiles = self.kv_indices.new_full((*self.kv_num_blocks.shape, columns + 1), DEAD)
+        tiles = lists.kv_indices.new_full((*lists.kv_num_blocks.shape, columns + 1), DEAD)
         for counts, indices, values in (
-            (self.kv_num_blocks, self.kv_indices, self.kv_tokens),
-            (self.full_kv_num_blocks, self.full_kv_indices, torch.full_like(self.full_kv_indices, FULL)),
+            (lists.kv_num_blocks, lists.kv_indices, lists.kv_tokens),
+            (lists.full_kv_num_blocks, lists.full_kv_indices, torch.full_like(lists.full_kv_indices, FULL)),
         ):
             slots = torch.arange(indices.shape[3], device=self.device)
             tiles = tiles.scatter(3, torch.where(slots < counts[..., None], indices, columns).long(), values)
-        return TileMap(tiles[..., :columns], self.token_bits)
+        return TileMap(tiles[..., :columns], lists.token_bits)
 
     def _pattern_map(self) -> tuple[Int[Tensor, "b h query_blocks key_blocks"], Tensor]:
         """The pattern of each tile, and all patterns: dead and full tiles get their own, all 0 and all 1."""

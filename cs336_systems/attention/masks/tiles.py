@@ -33,19 +33,19 @@ class TileMap(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """The tensors of a `BlockMask`, under the names of its fields, in the order in which operators take them."""
+    """The tensors of a `BlockMask`, in the order in which operators take them; a width is at least 1."""
 
-    kv_num_blocks: Int[Tensor, "b h query_blocks"]
-    kv_indices: Int[Tensor, "b h query_blocks width"]
-    kv_tokens: Int[Tensor, "b h query_blocks width"]
-    full_kv_num_blocks: Int[Tensor, "b h query_blocks"]
+    kv_num_blocks: Int[Tensor, "b h query_blocks"]  # partial tiles of a row of tiles
+    kv_indices: Int[Tensor, "b h query_blocks width"]  # their key tiles
+    kv_tokens: Int[Tensor, "b h query_blocks width"]  # their rows of token_bits
+    full_kv_num_blocks: Int[Tensor, "b h query_blocks"]  # the same of full tiles
     full_kv_indices: Int[Tensor, "b h query_blocks full_width"]
-    q_num_blocks: Int[Tensor, "b h key_blocks"]
-    q_indices: Int[Tensor, "b h key_blocks width_t"]
+    q_num_blocks: Int[Tensor, "b h key_blocks"]  # transposed: partial tiles of a column of tiles
+    q_indices: Int[Tensor, "b h key_blocks width_t"]  # their query tiles
     q_tokens: Int[Tensor, "b h key_blocks width_t"]
     full_q_num_blocks: Int[Tensor, "b h key_blocks"]
     full_q_indices: Int[Tensor, "b h key_blocks full_width_t"]
-    token_bits: Int[Tensor, "patterns query_block words"]
+    token_bits: Int[Tensor, "patterns query_block words"]  # at least 1 pattern; 32 keys to a word
 
     @property
     def block_size(self) -> tuple[int, int]:

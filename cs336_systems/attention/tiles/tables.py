@@ -30,42 +30,35 @@ Key = tuple[str, int, int]  # kernel, bytes per element, head tile
 
 @dataclass(frozen=True)
 class Only:
-    """An exception in a row: `tiles` where all that is given holds."""
+    """An entry of a row: `tiles` where all that is given holds."""
 
     tiles: str
     is_causal: bool | None = None
     tma: bool | None = None  # whether Hopper's copy engine can read the inputs
-    max_seqlen: int | None = None  # the longer of seqlen_q and seqlen_k is at most this
     max_queries: int | None = None  # seqlen_q is at most this
     max_programs: int | None = None  # the row's last entry would launch at most so many: less than the GPU has room for
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
-    """The configurations of one kernel for one width of element and head."""
+    """The configurations of one kernel for one width of element and head; the last one holds everywhere."""
 
-    exceptions: tuple[tuple[Only, KernelConfig], ...]
-    default: KernelConfig
-
-    @property
-    def configs(self) -> tuple[KernelConfig, ...]:
-        return (*(config for _, config in self.exceptions), self.default)
+    configs: tuple[KernelConfig, ...]
+    conditions: tuple[Only, ...]
 
     def choose(
         self, *, batch: int, heads: int, seqlen_q: int, seqlen_k: int, is_causal: bool, tma: bool
     ) -> KernelConfig:
-        """The configuration for a shape: that of the first exception which holds, or the default."""
-        num_programs = self.default.num_programs(batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-        for only, config in self.exceptions:
-            if (
-                only.is_causal in (None, is_causal)
-                and only.tma in (None, tma)
-                and (only.max_seqlen is None or max(seqlen_q, seqlen_k) <= only.max_seqlen)
-                and (only.max_queries is None or seqlen_q <= only.max_queries)
-                and (only.max_programs is None or num_programs <= only.max_programs)
-            ):
-                return config
-        return self.default
+        """The configuration for a shape: the first whose condition holds."""
+        num_programs = self.configs[-1].num_programs(batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        return next(
+            config
+            for config, only in zip(self.configs, self.conditions)
+            if only.is_causal in (None, is_causal)
+            and only.tma in (None, tma)
+            and (only.max_queries is None or seqlen_q <= only.max_queries)
+            and (only.max_programs is None or num_programs <= only.max_programs)
+        )
 
 
 SHARED_MEMORY_LIMIT_BYTES = {
@@ -85,14 +78,11 @@ def make_table(target: str, rows: dict[Key, Spelled]) -> dict[Key, Row]:
     """The rows of `target`, parsed."""
     table = {}
     for key, spelled in rows.items():
-        entries = (spelled,) if isinstance(spelled, str) else spelled
-        exceptions, default = [entry for entry in entries if isinstance(entry, Only)], entries[-1]
-        assert isinstance(default, str) and len(exceptions) == len(entries) - 1, f"{key}: exceptions, then all else"
-        *configs, default_config = (
-            KernelConfig.from_name(f"{target}_{key[0]}_{tiles}")
-            for tiles in (*(exception.tiles for exception in exceptions), default)
-        )
-        table[key] = Row(exceptions=tuple(zip(exceptions, configs)), default=default_config)
+        *exceptions, last = (spelled,) if isinstance(spelled, str) else spelled
+        conditions = (*(entry for entry in exceptions if isinstance(entry, Only)), Only(str(last)))
+        assert isinstance(last, str) and len(conditions) == len(exceptions) + 1, f"{key}: exceptions, then all else"
+        configs = tuple(KernelConfig.from_name(f"{target}_{key[0]}_{only.tiles}") for only in conditions)
+        table[key] = Row(configs, conditions)
     return table
 
 

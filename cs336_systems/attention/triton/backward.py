@@ -58,8 +58,8 @@ PREPROCESS_ROWS = 64
 @triton.jit
 def flash_backward_preprocess_kernel(
     O_ptr, dO_ptr, L_ptr, dL_ptr, L_log2_ptr, delta_ptr,
-    stride_ob, stride_oh, stride_os, stride_dob, stride_doh, stride_dos, stride_dod, stride_dlb, stride_dlh, stride_dls,
-    N_HEADS, N_QUERIES, HAS_DL: tl.constexpr, TILES: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr,
+    O_strides, dO_strides, dL_strides, N_HEADS, N_QUERIES,
+    HAS_DL: tl.constexpr, TILES: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """L (batch, heads, queries) is contiguous, and so are the rows of O and the results, which PADDED lengthens."""
     start_next(OVERLAP)
@@ -70,14 +70,14 @@ def flash_backward_preprocess_kernel(
     batch, head = batch_head // N_HEADS, batch_head % N_HEADS
     first_query = tl.program_id(0) % num_query_tiles * Q_TILE_SIZE
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    O_head = head_of(O_ptr, batch, head, stride_ob, stride_oh, stride_os, 1, False)
-    O = load_rows(O_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, False)
-    dO_head = head_of(dO_ptr, batch, head, stride_dob, stride_doh, stride_dos, stride_dod, False)
-    dO = load_rows(dO_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, False)
+    O_head = head_of(O_ptr, O_strides, batch, head)
+    O = load_rows(O_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True)
+    dO_head = head_of(dO_ptr, dO_strides, batch, head)
+    dO = load_rows(dO_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True)
     delta = tl.sum(O.to(tl.float32) * dO.to(tl.float32), axis=1)
     if HAS_DL:
-        dL_base = dL_ptr + batch * stride_dlb + head * stride_dlh
-        delta -= tl.load(dL_base + query_rows.to(tl.int64) * stride_dls, mask=query_rows < N_QUERIES, other=0.0)
+        dL_base = dL_ptr + batch * dL_strides[0] + head * dL_strides[1]
+        delta -= tl.load(dL_base + query_rows.to(tl.int64) * dL_strides[2], mask=query_rows < N_QUERIES, other=0.0)
     L = tl.load(L_ptr + batch_head * N_QUERIES + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
     delta = tl.where(float("-inf") < L, delta, 0.0)  # no key: P = 0, and 0 times a NaN gradient of L would be NaN
     tl.store(L_log2_ptr + batch_head * num_rows + query_rows, L * LOG2_E, mask=query_rows < num_rows)
@@ -87,8 +87,7 @@ def flash_backward_preprocess_kernel(
 @triton.jit
 def _visit_queries(
     dK, dV, K, V, key_rows, Q_head, dO_head, L_head, delta_head, first_query, last_query, problem,
-    TILES: tl.constexpr, DIAGONAL: tl.constexpr, LATE: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr,
-    STAGES: tl.constexpr = None,
+    TILES: tl.constexpr, DIAGONAL: tl.constexpr, LATE: tl.constexpr, BOUNDED: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """Fold the query tiles of [first_query, last_query) into dK (without its scale) and dV.
 
@@ -99,8 +98,8 @@ def _visit_queries(
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     for start in tl.range(first_query, last_query, Q_TILE_SIZE, num_stages=STAGES, disable_licm=LATE):
         query_rows = start + tl.arange(0, Q_TILE_SIZE)
-        Q = load_rows(Q_head, start, problem.N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)  # (Q_TILE_SIZE, D_TILE)
-        dO = load_rows(dO_head, start, problem.N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)
+        Q = load_rows(Q_head, start, problem.N_QUERIES, Q_TILE_SIZE, TILES, True)  # (Q_TILE_SIZE, D_TILE)
+        dO = load_rows(dO_head, start, problem.N_QUERIES, Q_TILE_SIZE, TILES, True)
         if not LATE:
             L_log2, delta = load_sums(L_head, delta_head, query_rows, problem, BOUNDED)
         S_T = tl.dot(K, tl.trans(Q), input_precision=TILES.PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
@@ -118,7 +117,7 @@ def _visit_queries(
 def differentiate_keys(
     K_head, V_head, Q_first, dO_first, Q_cut, dO_cut, L_base, delta_base, stride_lh, dK_base, dV_base, stride_dks,
     first_head, key_tile, scale, problem, GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    PADDED: tl.constexpr, TMA: tl.constexpr, CUT_TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    PADDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key tile of one sequence, over the GROUP of query heads that begins with `first_head`.
 
@@ -130,13 +129,15 @@ def differentiate_keys(
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     D_TILE: tl.constexpr = TILES.D_TILE
+    TMA: tl.constexpr = isinstance(Q_first.X, tl.tensor_descriptor)
+    CUT_TMA: tl.constexpr = isinstance(K_head.X, tl.tensor_descriptor)
     if not CUT_TMA:  # behind the loads by pointers it would take four registers more
         await_previous(OVERLAP)
         start_next(OVERLAP)
     first_key = key_tile * K_TILE_SIZE
     key_rows = first_key + tl.arange(0, K_TILE_SIZE)
-    K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, True, CUT_TMA)  # (K_TILE_SIZE, D_TILE)
-    V = load_rows(V_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, True, CUT_TMA)
+    K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, True)  # (K_TILE_SIZE, D_TILE)
+    V = load_rows(V_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, True)
     if CUT_TMA:
         await_previous(OVERLAP)
         start_next(OVERLAP)  # dQ, which reads L and delta without waiting for them
@@ -160,25 +161,25 @@ def differentiate_keys(
 
     for member in range(GROUP):
         head = first_head + member
-        Q_head = head_from(Q_first, head, TMA)
-        dO_head = head_from(dO_first, head, TMA)
+        Q_head = head_from(Q_first, head)
+        dO_head = head_from(dO_first, head)
         L_head, delta_head = L_base + head * stride_lh, delta_base + head * stride_lh
         if IS_CAUSAL:
             dK, dV = _visit_queries(
                 dK, dV, K, V, key_rows, Q_head, dO_head, L_head, delta_head, start_queries,
                 end_queries if ONE_LOOP else tl.minimum(full_queries, end_queries), problem,
-                TILES, True, LATE, BOUNDED, TMA,
+                TILES, True, LATE, BOUNDED,
             )  # fmt: skip
         if not IS_CAUSAL or not ONE_LOOP:
             dK, dV = _visit_queries(
                 dK, dV, K, V, key_rows, Q_head, dO_head, L_head, delta_head, full_queries, end_queries, problem,
-                TILES, False, LATE, BOUNDED, TMA,
+                TILES, False, LATE, BOUNDED,
             )  # fmt: skip
         if CUT_APART:
             dK, dV = _visit_queries(
-                dK, dV, K, V, key_rows, head_from(Q_cut, head, CUT_TMA), head_from(dO_cut, head, CUT_TMA),
+                dK, dV, K, V, key_rows, head_from(Q_cut, head), head_from(dO_cut, head),
                 L_head, delta_head, tl.maximum(start_queries, end_queries), problem.N_QUERIES, problem,
-                TILES, IS_CAUSAL, HALF, True, CUT_TMA, 1,
+                TILES, IS_CAUSAL, HALF, True, 1,
             )  # fmt: skip
 
     store_rows(dK_base, dK * scale, key_rows, problem.N_KEYS, stride_dks, TILES)
@@ -188,12 +189,9 @@ def differentiate_keys(
 @triton.jit
 def flash_backward_dkdv_kernel(
     Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, delta_ptr, dK_ptr, dV_ptr,
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
-    stride_dob, stride_doh, stride_dos, stride_dod,
+    Q_strides, K_strides, V_strides, dO_strides,
     N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2, ZERO,
-    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, padded queries) are contiguous."""
     D: tl.constexpr = TILES.D
@@ -205,29 +203,29 @@ def flash_backward_dkdv_kernel(
     num_rows = padded_rows(N_QUERIES)
     row_base = batch * (N_KV_HEADS * GROUP * num_rows)
     output_base = (batch * N_KV_HEADS + kv_head) * N_KEYS * D
-    Q_first = head_of(Q_ptr, batch, 0, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
-    dO_first = head_of(dO_ptr, batch, 0, stride_dob, stride_doh, stride_dos, stride_dod, TMA)
+    Q_first = head_of(Q_ptr, Q_strides, batch, 0)
+    dO_first = head_of(dO_ptr, dO_strides, batch, 0)
     differentiate_keys(
-        head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA),
-        head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA),
+        head_of(K_ptr, K_strides, batch, kv_head),
+        head_of(V_ptr, V_strides, batch, kv_head),
         Q_first, dO_first, Q_first, dO_first, L_ptr + row_base, delta_ptr + row_base, num_rows,
         dK_ptr + output_base, dV_ptr + output_base, D, kv_head * GROUP, key_tile, scale,
-        Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), GROUP, TILES, IS_CAUSAL, True, TMA, TMA, OVERLAP,
+        Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), GROUP, TILES, IS_CAUSAL, True, OVERLAP,
     )  # fmt: skip
 
 
 @triton.jit
 def _visit_keys(
     dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, first_key, last_key, problem,
-    TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the key tiles of [first_key, last_key) into dQ (without its scale). Keys past the end are loaded as zeros
     and masked: their scores would be 0, not -inf."""
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     for start in tl.range(first_key, last_key, K_TILE_SIZE):
         key_rows = start + tl.arange(0, K_TILE_SIZE)
-        K = load_rows(K_head, start, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED, TMA)  # (K_TILE_SIZE, D_TILE)
-        V = load_rows(V_head, start, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED, TMA)
+        K = load_rows(K_head, start, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)  # (K_TILE_SIZE, D_TILE)
+        V = load_rows(V_head, start, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)
         S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
         dP = tl.dot(dO, tl.trans(V), input_precision=TILES.PRECISION)
         P = recompute_probabilities(S, L_log2[:, None], problem.scale_log2, K.dtype == tl.float32)
@@ -240,7 +238,7 @@ def _visit_keys(
 @triton.jit
 def differentiate_queries(
     Q_head, dO_head, K_head, V_head, K_cut, V_cut, L_base, delta_base, dQ_base, stride_dqs, query_tile, scale, problem,
-    TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, CUT_TMA: tl.constexpr,
+    TILES: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query tile of one sequence: the inputs come from `head_of`, the other bases point at its row 0.
 
@@ -251,32 +249,28 @@ def differentiate_queries(
     D_TILE: tl.constexpr = TILES.D_TILE
     first_query = query_tile * Q_TILE_SIZE
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, True, CUT_TMA)  # (Q_TILE_SIZE, D_TILE)
-    dO = load_rows(dO_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, True, CUT_TMA)
+    Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, True)  # (Q_TILE_SIZE, D_TILE)
+    dO = load_rows(dO_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, True)
     L_log2 = tl.load(L_base + query_rows, mask=query_rows < problem.N_QUERIES, other=float("inf"))
     delta = tl.load(delta_base + query_rows, mask=query_rows < problem.N_QUERIES, other=0.0)
     dQ = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
     full_keys, end_keys = key_bounds(first_query, problem.N_KEYS, TILES, IS_CAUSAL)
     dQ = _visit_keys(
-        dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, 0, full_keys, problem, TILES, IS_CAUSAL, False, TMA
+        dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, 0, full_keys, problem, TILES, IS_CAUSAL, False
     )
     dQ = _visit_keys(
-        dQ, Q, dO, L_log2, delta, query_rows, K_cut, V_cut, full_keys, end_keys, problem, TILES, IS_CAUSAL, True,
-        CUT_TMA,
-    )  # fmt: skip
+        dQ, Q, dO, L_log2, delta, query_rows, K_cut, V_cut, full_keys, end_keys, problem, TILES, IS_CAUSAL, True
+    )
     store_rows(dQ_base, dQ * scale, query_rows, problem.N_QUERIES, stride_dqs, TILES)
 
 
 @triton.jit
 def flash_backward_dq_kernel(
     Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, delta_ptr, dQ_ptr,
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
-    stride_dob, stride_doh, stride_dos, stride_dod,
+    Q_strides, K_strides, V_strides, dO_strides,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2, ZERO,
-    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dQ (batch, heads, queries, D), L and delta (batch, heads, padded queries) are contiguous."""
     D: tl.constexpr = TILES.D
@@ -287,13 +281,13 @@ def flash_backward_dq_kernel(
     kv_head = head // GROUP
     row_base = batch_head * padded_rows(N_QUERIES)
     output_base = batch_head * N_QUERIES * D
-    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
-    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
+    K_head = head_of(K_ptr, K_strides, batch, kv_head)
+    V_head = head_of(V_ptr, V_strides, batch, kv_head)
     differentiate_queries(
-        head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA),
-        head_of(dO_ptr, batch, head, stride_dob, stride_doh, stride_dos, stride_dod, TMA),
+        head_of(Q_ptr, Q_strides, batch, head),
+        head_of(dO_ptr, dO_strides, batch, head),
         K_head, V_head, K_head, V_head, L_ptr + row_base, delta_ptr + row_base, dQ_ptr + output_base, D, query_tile,
-        scale, Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), TILES, IS_CAUSAL, TMA, TMA,
+        scale, Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), TILES, IS_CAUSAL,
     )  # fmt: skip
     await_previous(OVERLAP)
 
@@ -317,7 +311,7 @@ def launch_preprocess(
         launch(
             flash_backward_preprocess_kernel, (num_tiles(num_rows, PREPROCESS_ROWS) * batch * heads,),
             (output, grad_output, lse, grad_lse_or_any, lse_log2, delta),
-            (*output.stride()[:3], *grad_output.stride(), *grad_lse_or_any.stride(), heads, num_queries),
+            (output.stride(), grad_output.stride(), grad_lse_or_any.stride(), heads, num_queries),
             {"HAS_DL": grad_lse is not None, "TILES": tiles, "PADDED": padded, **overlap_options(output.device)},
         )  # fmt: skip
     return lse_log2, delta
@@ -336,7 +330,7 @@ def launch_backward(
     kv_heads, num_keys = k.shape[1:3]
     grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
     rows = launch_preprocess(output, lse, grad_output, grad_lse)
-    strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
+    strides = (q.stride(), k.stride(), v.stride(), grad_output.stride())
     sizes_and_scales = (num_queries, num_keys, scale, scale * LOG2_E.value, 0.0)
     common = {"GROUP": heads // kv_heads, "IS_CAUSAL": is_causal, **overlap_options(q.device, follows=True)}
     with stage("dkv"):

@@ -90,17 +90,15 @@ def _list_of_tile(batch, head, block, num_blocks, MASK_BATCHES, MASK_HEADS):
 
 
 @triton.jit
-def _load_words(
-    token_bits, pattern, rows, first_column,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, K_TILE_SIZE: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
+def _load_words(token_bits, pattern, rows, first_column, TILES: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Words of the mask's tile number `pattern` at `rows` and K_TILE_SIZE columns, 32 keys each, as one load.
 
     (rows, words, 1), or TRANSPOSED (words, 1, rows). In a tile of keys that begins inside a word, shifted to it.
     """
-    WORDS: tl.constexpr = K_BLOCK // KEYS_PER_WORD
+    K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
+    WORDS: tl.constexpr = TILES.K_BLOCK // KEYS_PER_WORD
     LOADED: tl.constexpr = (K_TILE_SIZE + KEYS_PER_WORD - 1) // KEYS_PER_WORD
-    first_word = token_bits + pattern.to(tl.int64) * (Q_BLOCK * WORDS) + first_column // KEYS_PER_WORD
+    first_word = token_bits + pattern.to(tl.int64) * (TILES.Q_BLOCK * WORDS) + first_column // KEYS_PER_WORD
     word = tl.arange(0, LOADED)
     if TRANSPOSED:
         words = tl.load(first_word + rows[None, :] * WORDS + word[:, None])[:, None, :]
@@ -146,22 +144,22 @@ def _keep_attended(values, otherwise, words, TRANSPOSED: tl.constexpr):
 @triton.jit
 def _visit_listed_keys(
     accumulator, m, l, Q, K_head, V_head, block_rows, num_listed, indices, patterns, token_bits, problem,
-    TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, TMA: tl.constexpr,
+    TILES: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into the running (accumulator, m, l); `block_rows` are Q's rows in the mask's tile."""
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
-    STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
+    STEPS: tl.constexpr = TILES.K_BLOCK // K_TILE_SIZE
     for step in tl.range(0, num_listed * STEPS, disable_licm=Q.dtype != tl.float32):
         first_column = step % STEPS * K_TILE_SIZE  # of the kernel's tile in the mask's
-        first_key = tl.load(indices + step // STEPS) * K_BLOCK + first_column
-        K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL, TMA)
+        first_key = tl.load(indices + step // STEPS) * TILES.K_BLOCK + first_column
+        K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL)
         S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
-            words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
+            words = _load_words(token_bits, pattern, block_rows, first_column, TILES, False)
             S = _keep_attended(S, float("-inf"), words, False)
         P, rescale, m, l = online_softmax(S, m, l, problem.scale_log2)
-        V = load_rows(V_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL, TMA)
+        V = load_rows(V_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL)
         accumulator = accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, problem.ZERO, TILES)
     return accumulator, m, l
 
@@ -170,11 +168,9 @@ def _visit_listed_keys(
 def block_sparse_forward_kernel(
     Q_ptr, K_ptr, V_ptr, O_ptr, L_ptr,
     kv_num_blocks_ptr, kv_indices_ptr, kv_tokens_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, token_bits_ptr,
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
+    Q_strides, K_strides, V_strides,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale_log2, ZERO,
-    GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TMA: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides."""
     D: tl.constexpr = TILES.D
@@ -187,31 +183,29 @@ def block_sparse_forward_kernel(
     )
     first_query = query_tile * Q_TILE_SIZE
     list_number = _list_of_tile(
-        batch, head, first_query // Q_BLOCK, tl.cdiv(N_QUERIES, Q_BLOCK), MASK_BATCHES, MASK_HEADS
+        batch, head, first_query // TILES.Q_BLOCK, tl.cdiv(N_QUERIES, TILES.Q_BLOCK), MASK_BATCHES, MASK_HEADS
     )
     kv_head = head // GROUP
-    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
-    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
+    K_head = head_of(K_ptr, K_strides, batch, kv_head)
+    V_head = head_of(V_ptr, V_strides, batch, kv_head)
 
     # 1. load the query tile
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
-    Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)  # (Q_TILE_SIZE, D_TILE)
+    Q_head = head_of(Q_ptr, Q_strides, batch, head)
+    Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True)  # (Q_TILE_SIZE, D_TILE)
     m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)
     l = tl.zeros([Q_TILE_SIZE], tl.float32)
     accumulator = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
     # 2. full tiles
     accumulator, m, l = _visit_listed_keys(
-        accumulator, m, l, Q, K_head, V_head, query_rows % Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
-        full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, problem,
-        TILES, Q_BLOCK, K_BLOCK, False, TMA,
+        accumulator, m, l, Q, K_head, V_head, query_rows % TILES.Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
+        full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, problem, TILES, False,
     )  # fmt: skip
     # 3. partial tiles
     accumulator, m, l = _visit_listed_keys(
-        accumulator, m, l, Q, K_head, V_head, query_rows % Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
-        kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem,
-        TILES, Q_BLOCK, K_BLOCK, True, TMA,
+        accumulator, m, l, Q, K_head, V_head, query_rows % TILES.Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
+        kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem, TILES, True,
     )  # fmt: skip
 
     # 4. normalise and store
@@ -222,23 +216,22 @@ def block_sparse_forward_kernel(
 @triton.jit
 def _visit_listed_queries(
     dK, dV, K, V, first_column, Q_head, dO_head, L_head, delta_head, num_listed, indices, patterns, token_bits, problem,
-    TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, TMA: tl.constexpr,
+    TILES: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed query tiles into dK (without its scale) and dV; `first_column` is K's place in the mask's tile.
 
     A row without keys has L = -inf, hence P = inf or, in float32, 1: it is in partial tiles only, where its bits are 0.
     """
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
-    K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
-    STEPS: tl.constexpr = Q_BLOCK // Q_TILE_SIZE
-    LATE: tl.constexpr = not TMA and K.dtype != tl.float32
+    STEPS: tl.constexpr = TILES.Q_BLOCK // Q_TILE_SIZE
+    LATE: tl.constexpr = not isinstance(Q_head.X, tl.tensor_descriptor) and K.dtype != tl.float32
     for step in tl.range(0, num_listed * STEPS, disable_licm=K.dtype != tl.float32):
         first_row = step % STEPS * Q_TILE_SIZE  # of the kernel's tile in the mask's
-        first_query = tl.load(indices + step // STEPS) * Q_BLOCK + first_row
+        first_query = tl.load(indices + step // STEPS) * TILES.Q_BLOCK + first_row
         block_rows = first_row + tl.arange(0, Q_TILE_SIZE)
         query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-        Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL, TMA)
-        dO = load_rows(dO_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL, TMA)
+        Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL)
+        dO = load_rows(dO_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL)
         if not LATE:
             L_log2, delta = load_sums(L_head, delta_head, query_rows, problem, False)
         S_T = tl.dot(K, tl.trans(Q), input_precision=TILES.PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
@@ -248,7 +241,7 @@ def _visit_listed_queries(
         P_T = recompute_probabilities(S_T, L_log2[None, :], problem.scale_log2, Q.dtype == tl.float32)
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
-            words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, True)
+            words = _load_words(token_bits, pattern, block_rows, first_column, TILES, True)
             P_T = _keep_attended(P_T, 0.0, words, True)
         dK, dV = fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, problem.ZERO, TILES)
     return dK, dV
@@ -258,12 +251,9 @@ def _visit_listed_queries(
 def block_sparse_dkdv_kernel(
     Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, delta_ptr, dK_ptr, dV_ptr,
     q_num_blocks_ptr, q_indices_ptr, q_tokens_ptr, full_q_num_blocks_ptr, full_q_indices_ptr, token_bits_ptr,
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
-    stride_dob, stride_doh, stride_dos, stride_dod,
+    Q_strides, K_strides, V_strides, dO_strides,
     N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
-    GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TMA: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, padded queries) are contiguous.
@@ -277,10 +267,10 @@ def block_sparse_dkdv_kernel(
     key_tile, _, batch, kv_head = tile_of_program(tl.cdiv(N_KEYS, K_TILE_SIZE), N_KV_HEADS, HEADS_TOGETHER, False)
     first_key = key_tile * K_TILE_SIZE
     key_rows = first_key + tl.arange(0, K_TILE_SIZE)
-    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
-    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
-    K = load_rows(K_head, first_key, N_KEYS, K_TILE_SIZE, TILES, True, TMA)  # (K_TILE_SIZE, D_TILE)
-    V = load_rows(V_head, first_key, N_KEYS, K_TILE_SIZE, TILES, True, TMA)
+    K_head = head_of(K_ptr, K_strides, batch, kv_head)
+    V_head = head_of(V_ptr, V_strides, batch, kv_head)
+    K = load_rows(K_head, first_key, N_KEYS, K_TILE_SIZE, TILES, True)  # (K_TILE_SIZE, D_TILE)
+    V = load_rows(V_head, first_key, N_KEYS, K_TILE_SIZE, TILES, True)
     await_previous(OVERLAP)
     start_next(OVERLAP)  # dQ, as in the dense backward
     dK = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
@@ -289,21 +279,20 @@ def block_sparse_dkdv_kernel(
     for member in range(GROUP):
         head = kv_head * GROUP + member
         list_number = _list_of_tile(
-            batch, head, first_key // K_BLOCK, tl.cdiv(N_KEYS, K_BLOCK), MASK_BATCHES, MASK_HEADS
+            batch, head, first_key // TILES.K_BLOCK, tl.cdiv(N_KEYS, TILES.K_BLOCK), MASK_BATCHES, MASK_HEADS
         )
-        Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
-        dO_head = head_of(dO_ptr, batch, head, stride_dob, stride_doh, stride_dos, stride_dod, TMA)
+        Q_head = head_of(Q_ptr, Q_strides, batch, head)
+        dO_head = head_of(dO_ptr, dO_strides, batch, head)
         row_base = (batch * N_KV_HEADS * GROUP + head) * padded_rows(N_QUERIES)
         dK, dV = _visit_listed_queries(
-            dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base,
+            dK, dV, K, V, first_key % TILES.K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base,
             tl.load(full_q_num_blocks_ptr + list_number), full_q_indices_ptr + list_number * FULL_WIDTH, q_tokens_ptr,
-            token_bits_ptr, problem, TILES, Q_BLOCK, K_BLOCK, False, TMA,
+            token_bits_ptr, problem, TILES, False,
         )  # fmt: skip
         dK, dV = _visit_listed_queries(
-            dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base,
+            dK, dV, K, V, first_key % TILES.K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base,
             tl.load(q_num_blocks_ptr + list_number), q_indices_ptr + list_number * WIDTH,
-            q_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem,
-            TILES, Q_BLOCK, K_BLOCK, True, TMA,
+            q_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem, TILES, True,
         )  # fmt: skip
 
     output_base = (batch * N_KV_HEADS + kv_head) * N_KEYS * D
@@ -314,22 +303,22 @@ def block_sparse_dkdv_kernel(
 @triton.jit
 def _visit_listed_keys_for_dq(
     dQ, Q, dO, L_log2, delta, K_head, V_head, block_rows, num_listed, indices, patterns, token_bits, problem,
-    TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, TMA: tl.constexpr,
+    TILES: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into dQ (without its scale)."""
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
-    STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
+    STEPS: tl.constexpr = TILES.K_BLOCK // K_TILE_SIZE
     for step in tl.range(0, num_listed * STEPS, disable_licm=Q.dtype != tl.float32):
         first_column = step % STEPS * K_TILE_SIZE  # of the kernel's tile in the mask's
-        first_key = tl.load(indices + step // STEPS) * K_BLOCK + first_column
-        K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL, TMA)
-        V = load_rows(V_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL, TMA)
+        first_key = tl.load(indices + step // STEPS) * TILES.K_BLOCK + first_column
+        K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL)
+        V = load_rows(V_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL)
         S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
         dP = tl.dot(dO, tl.trans(V), input_precision=TILES.PRECISION)
         P = recompute_probabilities(S, L_log2[:, None], problem.scale_log2, K.dtype == tl.float32)
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
-            words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
+            words = _load_words(token_bits, pattern, block_rows, first_column, TILES, False)
             P = _keep_attended(P, 0.0, words, False)
         dQ = fold_keys(dQ, P, dP, K, delta, problem.ZERO, TILES)
     return dQ
@@ -339,12 +328,9 @@ def _visit_listed_keys_for_dq(
 def block_sparse_dq_kernel(
     Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, delta_ptr, dQ_ptr,
     kv_num_blocks_ptr, kv_indices_ptr, kv_tokens_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, token_bits_ptr,
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
-    stride_dob, stride_doh, stride_dos, stride_dod,
+    Q_strides, K_strides, V_strides, dO_strides,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
-    GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TMA: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dQ (batch, heads, queries, D), L and delta (batch, heads, padded queries) are contiguous."""
@@ -357,32 +343,31 @@ def block_sparse_dq_kernel(
     )
     first_query = query_tile * Q_TILE_SIZE
     list_number = _list_of_tile(
-        batch, head, first_query // Q_BLOCK, tl.cdiv(N_QUERIES, Q_BLOCK), MASK_BATCHES, MASK_HEADS
+        batch, head, first_query // TILES.Q_BLOCK, tl.cdiv(N_QUERIES, TILES.Q_BLOCK), MASK_BATCHES, MASK_HEADS
     )
     kv_head = head // GROUP
-    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
-    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
+    K_head = head_of(K_ptr, K_strides, batch, kv_head)
+    V_head = head_of(V_ptr, V_strides, batch, kv_head)
 
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
-    dO_head = head_of(dO_ptr, batch, head, stride_dob, stride_doh, stride_dos, stride_dod, TMA)
+    Q_head = head_of(Q_ptr, Q_strides, batch, head)
+    dO_head = head_of(dO_ptr, dO_strides, batch, head)
     row_base = batch_head * padded_rows(N_QUERIES)
     output_base = batch_head * N_QUERIES * D
-    Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)  # (Q_TILE_SIZE, D_TILE)
-    dO = load_rows(dO_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)
+    Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True)  # (Q_TILE_SIZE, D_TILE)
+    dO = load_rows(dO_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True)
     L_log2 = tl.load(L_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
     delta = tl.load(delta_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
     dQ = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
     dQ = _visit_listed_keys_for_dq(
-        dQ, Q, dO, L_log2, delta, K_head, V_head, query_rows % Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
-        full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, problem,
-        TILES, Q_BLOCK, K_BLOCK, False, TMA,
+        dQ, Q, dO, L_log2, delta, K_head, V_head, query_rows % TILES.Q_BLOCK,
+        tl.load(full_kv_num_blocks_ptr + list_number),
+        full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, problem, TILES, False,
     )  # fmt: skip
     dQ = _visit_listed_keys_for_dq(
-        dQ, Q, dO, L_log2, delta, K_head, V_head, query_rows % Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
-        kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem,
-        TILES, Q_BLOCK, K_BLOCK, True, TMA,
+        dQ, Q, dO, L_log2, delta, K_head, V_head, query_rows % TILES.Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
+        kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem, TILES, True,
     )  # fmt: skip
     store_rows(dQ_ptr + output_base, dQ * scale, query_rows, N_QUERIES, D, TILES)
     await_previous(OVERLAP)
@@ -399,7 +384,7 @@ def launch_block_sparse_forward(
         launch(
             block_sparse_forward_kernel, grid_of(config, q, k),
             (*described(config, q=q, k=k, v=v), output, lse, *tensors),
-            (*q.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries, k.shape[2],
+            (q.stride(), k.stride(), v.stride(), heads, heads_together(batch * heads, k), num_queries, k.shape[2],
              *mask_sizes, scale * LOG2_E.value, 0.0),
             _options(q, k, lists, config),
         )  # fmt: skip
@@ -415,7 +400,7 @@ def launch_block_sparse_backward(
     kv_heads, num_keys = k.shape[1:3]
     grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
     rows = launch_preprocess(output, lse, grad_output, grad_lse)
-    strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
+    strides = (q.stride(), k.stride(), v.stride(), grad_output.stride())
     scales = (scale, scale * LOG2_E.value, 0.0)
     overlap = overlap_options(q.device, follows=True)
 
@@ -446,11 +431,7 @@ def _lists_of(lists: TileLists, side: str) -> tuple[tuple[Tensor, ...], tuple[in
 
 
 def _options(q: Tensor, k: Tensor, lists: TileLists, config: KernelConfig) -> dict[str, Any]:
-    query_block, key_block = lists.block_size
     # A tile's address hangs on a load of its index, and Triton spreads the two loads over its stages: it takes these
     # many for as many tiles in flight as the dense kernels have with config.num_stages.
-    num_stages = 2 * config.num_stages - 1
-    return {
-        "GROUP": q.shape[1] // k.shape[1], **tile_options(config, q.shape[3]), "num_stages": num_stages,
-        "Q_BLOCK": query_block, "K_BLOCK": key_block,
-    }  # fmt: skip
+    tiling = tile_options(config, q.shape[3], lists.block_size) | {"num_stages": 2 * config.num_stages - 1}
+    return {"GROUP": q.shape[1] // k.shape[1], **tiling}

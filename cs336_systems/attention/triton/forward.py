@@ -47,7 +47,7 @@ from cs336_systems.measure.stages import stage
 @triton.jit
 def visit_keys(
     accumulator, m, l, Q, K_head, V_head, query_rows, first_key, last_key, problem,
-    TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr = None,
+    TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """Fold the key tiles of [first_key, last_key) into the running (accumulator, m, l); m is in base 2.
 
@@ -56,12 +56,12 @@ def visit_keys(
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     for start in tl.range(first_key, last_key, K_TILE_SIZE, num_stages=STAGES, disable_licm=Q.dtype != tl.float32):
         key_rows = start + tl.arange(0, K_TILE_SIZE)
-        K = load_rows(K_head, start, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED, TMA)  # (K_TILE_SIZE, D_TILE)
+        K = load_rows(K_head, start, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)  # (K_TILE_SIZE, D_TILE)
         S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
         if MASKED:
             S = tl.where(visible_pairs(query_rows, key_rows, problem.N_KEYS, IS_CAUSAL), S, float("-inf"))
         P, rescale, m, l = online_softmax(S, m, l, problem.scale_log2)
-        V = load_rows(V_head, start, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED, TMA)
+        V = load_rows(V_head, start, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)
         accumulator = accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, problem.ZERO, TILES)
     return accumulator, m, l
 
@@ -69,8 +69,7 @@ def visit_keys(
 @triton.jit
 def attend_queries(
     Q_head, K_head, V_head, K_cut, V_cut, O_base, L_base, stride_os, query_tile, problem,
-    TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS_WITHOUT_KEYS: tl.constexpr, TMA: tl.constexpr,
-    CUT_TMA: tl.constexpr,
+    TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS_WITHOUT_KEYS: tl.constexpr,
 ):  # fmt: skip
     """One query tile of one sequence: Q, K and V come from `head_of`, O_base and L_base point at the sequence's row 0
     in the program's head. Tiles of keys that every query sees are read from K_head and V_head, those that are cut from
@@ -80,7 +79,7 @@ def attend_queries(
     # 1. load the query tile
     first_query = query_tile * Q_TILE_SIZE
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, True, CUT_TMA)  # (Q_TILE_SIZE, D_TILE)
+    Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, True)  # (Q_TILE_SIZE, D_TILE)
     m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)
     l = tl.zeros([Q_TILE_SIZE], tl.float32)
     accumulator = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
@@ -89,13 +88,14 @@ def attend_queries(
 
     # 2. unmasked loop
     accumulator, m, l = visit_keys(
-        accumulator, m, l, Q, K_head, V_head, query_rows, 0, full_keys, problem, TILES, IS_CAUSAL, False, TMA
+        accumulator, m, l, Q, K_head, V_head, query_rows, 0, full_keys, problem, TILES, IS_CAUSAL, False
     )
     # 3. masked loop; a third stage of pointers beside TMA's leaves a streaming multiprocessor no room for two programs
-    CUT_STAGES: tl.constexpr = 2 if TMA and not CUT_TMA else None
+    TMA: tl.constexpr = isinstance(K_head.X, tl.tensor_descriptor)
+    CUT_STAGES: tl.constexpr = 2 if TMA and not isinstance(K_cut.X, tl.tensor_descriptor) else None
     accumulator, m, l = visit_keys(
         accumulator, m, l, Q, K_cut, V_cut, query_rows, full_keys, end_keys, problem, TILES, IS_CAUSAL, True,
-        CUT_TMA, CUT_STAGES,
+        CUT_STAGES,
     )  # fmt: skip
 
     # 4. normalise and store
@@ -105,14 +105,12 @@ def attend_queries(
 @triton.jit
 def flash_forward_kernel(
     Q_ptr, K_ptr, V_ptr, O_ptr, L_ptr,
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
+    Q_strides, K_strides, V_strides,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2, ZERO,
-    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides, or are
-    descriptors under TMA."""
+    descriptors."""
     D: tl.constexpr = TILES.D
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     query_tile, batch_head, batch, head = tile_of_program(
@@ -120,12 +118,12 @@ def flash_forward_kernel(
     )
     kv_head = head // GROUP
     row_base = batch_head * N_QUERIES
-    Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
-    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
-    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
+    Q_head = head_of(Q_ptr, Q_strides, batch, head)
+    K_head = head_of(K_ptr, K_strides, batch, kv_head)
+    V_head = head_of(V_ptr, V_strides, batch, kv_head)
     attend_queries(
         Q_head, K_head, V_head, K_head, V_head, O_ptr + row_base * D, L_ptr + row_base, D, query_tile,
-        Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), TILES, IS_CAUSAL, False, TMA, TMA,
+        Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), TILES, IS_CAUSAL, False,
     )  # fmt: skip
 
 
@@ -140,7 +138,7 @@ def launch_forward(
         launch(
             flash_forward_kernel, grid_of(config, rows, k),
             (*described(config, q=rows, k=k, v=v), output, lse),
-            (*rows.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
+            (rows.stride(), k.stride(), v.stride(), heads, heads_together(batch * heads, k), num_queries,
              k.shape[2], scale * LOG2_E.value, 0.0),
             {"GROUP": heads // k.shape[1], **tile_options(config, head_dim), "IS_CAUSAL": is_causal},
         )  # fmt: skip

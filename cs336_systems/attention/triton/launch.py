@@ -31,10 +31,9 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache, lru_cache, partial
-from itertools import accumulate
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -51,16 +50,12 @@ from cs336_systems.device import interpreter_is_on
 from cs336_systems.measure.stages import stages_are_timed
 
 LOG_SWITCH = "CS336_ATTN_LOG"
-KEPT_KERNELS = 4096
 OVERLAPPING = 90  # from this architecture on, sm_90, a kernel may start while the one before it ends
 POINTER_ALIGNMENT_BYTES = 16  # Triton compiles other code for pointers that this does not divide
 
-TENSOR_MAP_BYTES = 128
-PARAMETER_SPACING = 64  # alignment of a tensor map; every parameter of a block gets it
-PARAMETER_BYTES = {"map": TENSOR_MAP_BYTES, "u64": 8, "u32": 4, "f32": 4}
-NUMBERS: dict[str, Any] = {
-    "i32": ("u32", ctypes.c_int32), "i64": ("u64", ctypes.c_int64), "fp32": ("f32", ctypes.c_float)
-}  # fmt: skip
+PARAMETER_BYTES = 128  # that each parameter of a block gets: a tensor map takes them, at a multiple of 64
+NUMBERS = {"i32": "u32", "i64": "u64", "fp32": "f32"}  # Triton's kinds and PTX's
+STORED: dict[str, Any] = {"u32": ctypes.c_int32, "u64": ctypes.c_int64, "f32": ctypes.c_float}
 # Triton's numbers of element types are the driver's (cuda.h, CUtensorMapDataType) but for float64, float32, bfloat16.
 DRIVER_ELEMENT_TYPES = {8: 10, 9: 8, 10: 9}
 # cuda.h: CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapFloatOOBfill as Triton encodes its descriptors.
@@ -93,12 +88,13 @@ _interpreting = threading.RLock()  # Triton's interpreter keeps the program that
 
 
 def launch(
-    kernel: Any, grid: tuple[int], tensors: Sequence[Any], numbers: tuple[float, ...], options: Mapping[str, Hashable]
+    kernel: Any, grid: tuple[int], tensors: Sequence[Any], numbers: tuple[Any, ...], options: Mapping[str, Hashable]
 ) -> None:
-    """`kernel[grid](*tensors, *numbers, **options)`; tensors may be descriptors, Triton's or Gluon's."""
+    """`kernel[grid](*tensors, *numbers, **options)`; tensors may be descriptors, Triton's or Gluon's, and one of
+    numbers a tuple of them."""
     compiled = kernel[grid](*tensors, *numbers, **options)
     recording = getattr(_thread, "recording", None)
-    if recording is not None:  # nothing is compiled in the interpreter, or where the offline compiler stops launches
+    if recording is not None:  # nothing is compiled in the interpreter
         launched = None if compiled is None else Launched(compiled, (*grid, 1, 1), (*tensors, *numbers))
         recording.launches.append(launched)
 
@@ -381,7 +377,7 @@ class _BoundKernel:
 
 def bind(launched: Launched | None, tensors: Sequence[Tensor], words: Any) -> _BoundKernel | None:
     """`launched`, for tensors whose addresses stand in `words`; None where only Triton's own launch will do."""
-    if launched is None or (parameters := _parameters_of(launched.compiled)) is None:
+    if launched is None or (parameters := parameters_of(launched)) is None:
         return None
     numbers: dict[int, int] = {}  # address -> number of its tensor
     for number, x in enumerate(tensors):
@@ -390,68 +386,65 @@ def bind(launched: Launched | None, tensors: Sequence[Tensor], words: Any) -> _B
         # boundaries of documents may be, which the facts of a call say.
         if first != number and (x is not tensors[first] or x.is_floating_point()):
             return None
-    ends = [*accumulate(-(-PARAMETER_BYTES[kind] // PARAMETER_SPACING) * PARAMETER_SPACING for kind in parameters)]
-    memory = (ctypes.c_byte * (ends[-1] + PARAMETER_SPACING))()
-    start = -(-ctypes.addressof(memory) // PARAMETER_SPACING) * PARAMETER_SPACING
-    places = [start + end for end in (0, *ends[:-1])]
-
+    memory = (ctypes.c_byte * (PARAMETER_BYTES * (len(parameters) + 1)))()
+    start = -(-ctypes.addressof(memory) // PARAMETER_BYTES) * PARAMETER_BYTES
+    places = [start + PARAMETER_BYTES * index for index in range(len(parameters))]
     maps: list[tuple[int, int]] = []
-    metas = iter(getattr(launched.compiled.metadata, "tensordesc_meta", None) or ())
-    rest = iter(range(len(places)))
-    for argument, kind in zip(launched.arguments, launched.compiled.src.signature.values()):
-        if kind == "constexpr":
+    for index, (kind, value) in enumerate(parameters):
+        if kind in STORED:
+            STORED[kind].from_address(places[index]).value = value
             continue
-        index = next(rest)
-        if kind in NUMBERS:
-            NUMBERS[kind][1].from_address(places[index]).value = argument
-            continue
-        is_map = kind.startswith("tensordesc")
-        address = (argument.base if is_map else argument).data_ptr()
-        if address not in numbers or (is_map and not _encode(places[index], argument, next(metas))):
+        address = (value[0].base if kind == "map" else value).data_ptr()
+        if address not in numbers or (kind == "map" and not _encode(places[index], *value)):
             return None
-        if is_map:
+        if kind == "map":
             maps.append((places[index], numbers[address]))
-            for size in argument.shape:
-                ctypes.c_int32.from_address(places[next(rest)]).value = size
-            for stride in argument.strides:
-                ctypes.c_int64.from_address(places[next(rest)]).value = stride
         else:  # one word serves all kernels of the call
             places[index] = ctypes.addressof(words) + numbers[address] * ctypes.sizeof(ctypes.c_uint64)
     return _BoundKernel(launched, memory, places, maps)
 
 
-@lru_cache(maxsize=KEPT_KERNELS)
-def _parameters_of(compiled: Any) -> tuple[str, ...] | None:
-    """The parameters that a compiled kernel takes, in order; None if it wants what a bound launch does not give.
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """`values`, and those of tuples among them, in the order in which a kernel takes them."""
+    for value in values:
+        yield from _flat(value) if isinstance(value, tuple) else (value,)
+
+
+def parameters_of(launched: Launched) -> list[tuple[str, Any]] | None:
+    """(kind, value) of each parameter that a kernel was given: numbers by their kinds in PTX, `pointer` for a tensor,
+    `map` for a descriptor. None if the kernel wants what a bound launch does not give.
 
     They follow from Triton's signature, and are compared with what the PTX declares.
     """
-    metadata = compiled.metadata
+    compiled, metadata = launched.compiled, launched.compiled.metadata
     plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid
     if not plain or metadata.global_scratch_size or metadata.profile_scratch_size:
         return None
-    parameters: list[str] = []
-    ranks = [len(x["block_size"]) for x in getattr(metadata, "tensordesc_meta", None) or ()]
-    for kind in compiled.src.signature.values():
-        if kind.startswith("tensordesc") and ranks:
-            rank = ranks.pop(0)
-            parameters += ["map", *("u32",) * rank, *("u64",) * rank]
-        elif kind.startswith("*"):
-            parameters.append("u64")
+    metas = iter(getattr(metadata, "tensordesc_meta", None) or ())
+    parameters: list[tuple[str, Any]] = []
+    for value, kind in zip(_flat(launched.arguments), _flat(compiled.src.signature.values())):
+        if kind == "constexpr":
+            continue
+        if kind.startswith("*"):
+            parameters.append(("pointer", value))
         elif kind in NUMBERS:
-            parameters.append(NUMBERS[kind][0])
-        elif kind != "constexpr":
+            parameters.append((NUMBERS[kind], value))
+        elif kind.startswith("tensordesc") and (meta := next(metas, None)) is not None:
+            parameters.append(("map", (value, meta)))
+            parameters += [*(("u32", size) for size in value.shape), *(("u64", stride) for stride in value.strides)]
+        else:
             return None
-    parameters += ["u64", "u64"]  # addresses of scratch memory, null
-    return tuple(parameters) if parameters == list(_declared_by(compiled.asm["ptx"])) else None
+    parameters += [("u64", 0)] * 2  # addresses of scratch memory
+    kinds = ["u64" if kind == "pointer" else kind for kind, _ in parameters]
+    return parameters if kinds == [*_declared_by(compiled.asm["ptx"])] else None
 
 
 def _declared_by(ptx: str) -> Iterator[str]:
-    """The parameters that a kernel's PTX declares, as kinds of `PARAMETER_BYTES`; others by their own names."""
+    """The kinds of parameters that a kernel's PTX declares, a tensor map as `map`."""
     entry = re.search(r"\.entry\s+\w+\s*\(([^)]*)\)", ptx)
     declaration = r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)[^,\[]*(?:\[(\d+)\])?"
     for kind, size in re.findall(declaration, entry[1] if entry else ""):
-        yield "map" if (kind, size) == ("b8", str(TENSOR_MAP_BYTES)) else kind + size
+        yield "map" if (kind, size) == ("b8", str(PARAMETER_BYTES)) else kind + size
 
 
 def _encode(place: int, descriptor: Any, meta: Any) -> bool:

@@ -108,13 +108,13 @@ def grid_of(config: KernelConfig, q: Tensor, k: Tensor) -> tuple[int]:
     return (num_tiles(rows, tile) * batch * heads,)
 
 
-def tile_options(config: KernelConfig, head_dim: int) -> dict[str, Any]:
-    """What a kernel is told of its configuration."""
+def tile_options(config: KernelConfig, head_dim: int, block_size: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+    """What a kernel is told of its configuration, and of the tiles of a block mask."""
     tiles = Tiles(
         D=head_dim, D_TILE=head_tile(head_dim), Q_TILE_SIZE=config.query_tile, K_TILE_SIZE=config.key_tile,
-        PRECISION=config.precision,
+        PRECISION=config.precision, Q_BLOCK=block_size[0], K_BLOCK=block_size[1],
     )  # fmt: skip
-    return {"TILES": tiles, "TMA": config.tma, "num_warps": config.num_warps, "num_stages": config.num_stages}
+    return {"TILES": tiles, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 # Memory

@@ -76,11 +76,9 @@ def parts_of(Parts_ptr, num_parts, num_heads, N_QUERIES, D: tl.constexpr):
 @triton.jit
 def flash_split_forward_kernel(
     Q_ptr, K_ptr, V_ptr, Parts_ptr,
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
+    Q_strides, K_strides, V_strides,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, PART_SIZE, scale_log2, ZERO,
-    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Writes float32 to Parts_ptr, where `parts_of` says; nothing of a part that no query of a tile sees. A part has
     PART_SIZE keys, a multiple of K_TILE_SIZE."""
@@ -97,23 +95,21 @@ def flash_split_forward_kernel(
         end_keys = tl.minimum(end_keys, first_key + PART_SIZE)
         full_keys = tl.minimum(tl.maximum(full_keys, first_key), end_keys)
         kv_head = head // GROUP
-        K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
-        V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
+        K_head = head_of(K_ptr, K_strides, batch, kv_head)
+        V_head = head_of(V_ptr, V_strides, batch, kv_head)
         query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-        Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
-        Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)  # (Q_TILE_SIZE, D_TILE)
+        Q_head = head_of(Q_ptr, Q_strides, batch, head)
+        Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True)  # (Q_TILE_SIZE, D_TILE)
         m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)
         l = tl.zeros([Q_TILE_SIZE], tl.float32)
         accumulator = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
         problem = Problem(N_QUERIES, N_KEYS, scale_log2, ZERO)
         accumulator, m, l = visit_keys(
-            accumulator, m, l, Q, K_head, V_head, query_rows, first_key, full_keys, problem, TILES, IS_CAUSAL, False,
-            TMA,
-        )  # fmt: skip
+            accumulator, m, l, Q, K_head, V_head, query_rows, first_key, full_keys, problem, TILES, IS_CAUSAL, False
+        )
         accumulator, m, l = visit_keys(
-            accumulator, m, l, Q, K_head, V_head, query_rows, full_keys, end_keys, problem, TILES, IS_CAUSAL, True,
-            TMA,
-        )  # fmt: skip
+            accumulator, m, l, Q, K_head, V_head, query_rows, full_keys, end_keys, problem, TILES, IS_CAUSAL, True
+        )
         start_next(OVERLAP)  # no sooner: programs that merge would wait in the place of those that have work
         num_heads = tl.num_programs(0) // (num_query_tiles * num_parts)  # of the batch
         O_parts, m_parts, l_parts = parts_of(Parts_ptr, num_parts, num_heads, N_QUERIES, D)
@@ -203,7 +199,7 @@ def launch_split_forward(
         launch(
             flash_split_forward_kernel, (num_programs * num_parts,),
             (*described(config, q=rows, k=k, v=v), parts),
-            (*rows.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
+            (rows.stride(), k.stride(), v.stride(), heads, heads_together(batch * heads, k), num_queries,
              num_keys, part_size, scale * LOG2_E.value, 0.0),
             {"GROUP": heads // k.shape[1], **tiling, "IS_CAUSAL": is_causal, **overlap_options(q.device)},
         )  # fmt: skip

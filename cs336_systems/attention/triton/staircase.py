@@ -142,8 +142,8 @@ def launch_staircase(lengths: Int[Tensor, "batch heads queries"], seqlen_k: int,
     """
     make = opaque_staircase if torch.compiler.is_compiling() else staircase_lists
     with nullcontext() if torch.compiler.is_compiling() else stage("mask_build"):
-        lists = dict(zip(TileLists._fields, make(lengths, seqlen_k, block)))
-    return BlockMask(**lists, block_size=(block, block), seq_lengths=(lengths.shape[2], seqlen_k))
+        lists = TileLists(*make(lengths, seqlen_k, block))
+    return BlockMask(lists=lists, block_size=(block, block), seq_lengths=(lengths.shape[2], seqlen_k))
 
 
 def staircase_lists(lengths: Tensor, seqlen_k: int, block: int) -> list[Tensor]:

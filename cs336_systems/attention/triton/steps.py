@@ -43,6 +43,8 @@ class Tiles(NamedTuple):
     Q_TILE_SIZE: int
     K_TILE_SIZE: int
     PRECISION: str  # of dots of float32
+    Q_BLOCK: int = 0  # of a block mask's tiles
+    K_BLOCK: int = 0
 
 
 class Head(NamedTuple):
@@ -51,9 +53,7 @@ class Head(NamedTuple):
     X: tl.tensor  # a pointer to row 0, or under TMA a descriptor of (batch, heads, rows, D)
     batch: tl.tensor
     head: tl.tensor
-    stride_h: tl.tensor  # to the next head
-    stride_s: tl.tensor  # to the next row
-    stride_d: tl.tensor
+    strides: tl.tuple  # to the next batch element, head, row and column
 
 
 class Problem(NamedTuple):
@@ -115,38 +115,37 @@ def padded_rows(N_QUERIES):
 
 
 @triton.jit
-def head_of(X, batch, head, stride_b, stride_h, stride_s, stride_d, TMA: tl.constexpr):
-    """The rows of one head of a tensor, or under TMA of its descriptor, which is told the head by each load."""
-    if TMA:
-        row_0 = X
+def head_of(X, strides, batch, head):
+    """The rows of one head of a tensor, or of its descriptor, which is told the head by each load."""
+    if isinstance(X, tl.tensor_descriptor):
+        return Head(X, batch, head, strides)
     else:
-        row_0 = X + batch * stride_b + head * stride_h
-    return Head(row_0, batch, head, stride_h, stride_s, stride_d)
+        return Head(X + batch * strides[0] + head * strides[1], batch, head, strides)
 
 
 @triton.jit
-def head_from(first, head, TMA: tl.constexpr):
+def head_from(first, head):
     """The head `head` of the batch element of which `first` is head 0."""
-    if TMA:
-        row_0 = first.X
+    if isinstance(first.X, tl.tensor_descriptor):
+        return Head(first.X, first.batch, head, first.strides)
     else:
-        row_0 = first.X + head * first.stride_h
-    return Head(row_0, first.batch, head, first.stride_h, first.stride_s, first.stride_d)
+        return Head(first.X + head * first.strides[1], first.batch, head, first.strides)
 
 
 @triton.jit
 def load_rows(
-    rows_of, first_row, num_rows, ROWS: tl.constexpr, TILES: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr
+    rows_of, first_row, num_rows, ROWS: tl.constexpr, TILES: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """The (ROWS, D_TILE) tile of a head from `first_row` on; columns past D, and with MASKED rows past num_rows, are
     zero. Under TMA the copy engine computes addresses and fills with zeros."""
-    if TMA:
+    if isinstance(rows_of.X, tl.tensor_descriptor):
         tile = rows_of.X.load([rows_of.batch.to(tl.int32), rows_of.head.to(tl.int32), first_row, 0])
         return tile.reshape(ROWS, TILES.D_TILE)
     else:
         rows = first_row + tl.arange(0, ROWS)
         columns = tl.arange(0, TILES.D_TILE)
-        pointers = rows_of.X + rows.to(tl.int64)[:, None] * rows_of.stride_s + columns[None, :] * rows_of.stride_d
+        stride_s, stride_d = rows_of.strides[2], rows_of.strides[3]
+        pointers = rows_of.X + rows.to(tl.int64)[:, None] * stride_s + columns[None, :] * stride_d
         if MASKED and TILES.D != TILES.D_TILE:
             return tl.load(pointers, mask=(rows < num_rows)[:, None] & (columns < TILES.D)[None, :], other=0.0)
         elif MASKED:

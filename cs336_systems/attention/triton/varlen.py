@@ -86,17 +86,21 @@ def rows_of_document(cu_seqlens_ptr, document, N_DOCUMENTS, behind, TOTAL):
 
 
 @triton.jit
+def head_in(X, strides, first_row, head):
+    """The rows of one head of packed documents from `first_row` on; strides are to the next row, head and column."""
+    return head_of(X, (strides[0], strides[1], strides[0], strides[2]), first_row, head)
+
+
+@triton.jit
 def varlen_forward_kernel(
     Q_ptr, K_ptr, V_ptr, K_documents, V_documents, O_ptr, L_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    stride_qs, stride_qh, stride_qd,
-    stride_ks, stride_kh, stride_kd,
-    stride_vs, stride_vh, stride_vd,
+    Q_strides, K_strides, V_strides,
     N_DOCUMENTS, N_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale_log2, ZERO,
-    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """O (total_queries, heads, D) and L (heads, total_queries) are contiguous; q, k, v have any strides.
 
-    K_documents and V_documents are K and V, or their descriptors under TMA.
+    K_documents and V_documents are K and V, or their descriptors.
     """
     D: tl.constexpr = TILES.D
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
@@ -108,13 +112,13 @@ def varlen_forward_kernel(
     if (query_tile >= 0) & (query_tile * Q_TILE_SIZE < num_queries):
         kv_head = head // GROUP
         attend_queries(
-            head_of(Q_ptr, first_query, head, stride_qs, stride_qh, stride_qs, stride_qd, False),
-            head_of(K_documents, first_key, kv_head, stride_ks, stride_kh, stride_ks, stride_kd, TMA),
-            head_of(V_documents, first_key, kv_head, stride_vs, stride_vh, stride_vs, stride_vd, TMA),
-            head_of(K_ptr, first_key, kv_head, stride_ks, stride_kh, stride_ks, stride_kd, False),
-            head_of(V_ptr, first_key, kv_head, stride_vs, stride_vh, stride_vs, stride_vd, False),
+            head_in(Q_ptr, Q_strides, first_query, head),
+            head_in(K_documents, K_strides, first_key, kv_head),
+            head_in(V_documents, V_strides, first_key, kv_head),
+            head_in(K_ptr, K_strides, first_key, kv_head),
+            head_in(V_ptr, V_strides, first_key, kv_head),
             O_ptr + (first_query * N_HEADS + head) * D, L_ptr + head * TOTAL_QUERIES + first_query, N_HEADS * D,
-            query_tile, Problem(num_queries, num_keys, scale_log2, ZERO), TILES, IS_CAUSAL, True, TMA, False,
+            query_tile, Problem(num_queries, num_keys, scale_log2, ZERO), TILES, IS_CAUSAL, True,
         )  # fmt: skip
 
 
@@ -122,12 +126,9 @@ def varlen_forward_kernel(
 def varlen_dkdv_kernel(
     Q_ptr, K_ptr, V_ptr, dO_ptr, Q_documents, dO_documents, L_ptr, delta_ptr, dK_ptr, dV_ptr, cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
-    stride_qs, stride_qh, stride_qd,
-    stride_ks, stride_kh, stride_kd,
-    stride_vs, stride_vh, stride_vd,
-    stride_dos, stride_doh, stride_dod,
+    Q_strides, K_strides, V_strides, dO_strides,
     N_DOCUMENTS, N_KV_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale, scale_log2, ZERO,
-    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (total_keys, kv_heads, D), L and delta (heads, total_queries) are contiguous."""
     D: tl.constexpr = TILES.D
@@ -140,15 +141,15 @@ def varlen_dkdv_kernel(
     if (key_tile >= 0) & (key_tile * K_TILE_SIZE < num_keys):
         output_base = (first_key * N_KV_HEADS + kv_head) * D
         differentiate_keys(
-            head_of(K_ptr, first_key, kv_head, stride_ks, stride_kh, stride_ks, stride_kd, False),
-            head_of(V_ptr, first_key, kv_head, stride_vs, stride_vh, stride_vs, stride_vd, False),
-            head_of(Q_documents, first_query, 0, stride_qs, stride_qh, stride_qs, stride_qd, TMA),
-            head_of(dO_documents, first_query, 0, stride_dos, stride_doh, stride_dos, stride_dod, TMA),
-            head_of(Q_ptr, first_query, 0, stride_qs, stride_qh, stride_qs, stride_qd, False),
-            head_of(dO_ptr, first_query, 0, stride_dos, stride_doh, stride_dos, stride_dod, False),
+            head_in(K_ptr, K_strides, first_key, kv_head),
+            head_in(V_ptr, V_strides, first_key, kv_head),
+            head_in(Q_documents, Q_strides, first_query, 0),
+            head_in(dO_documents, dO_strides, first_query, 0),
+            head_in(Q_ptr, Q_strides, first_query, 0),
+            head_in(dO_ptr, dO_strides, first_query, 0),
             L_ptr + first_query, delta_ptr + first_query, TOTAL_QUERIES,
             dK_ptr + output_base, dV_ptr + output_base, N_KV_HEADS * D, kv_head * GROUP, key_tile, scale,
-            Problem(num_queries, num_keys, scale_log2, ZERO), GROUP, TILES, IS_CAUSAL, False, TMA, False, OVERLAP,
+            Problem(num_queries, num_keys, scale_log2, ZERO), GROUP, TILES, IS_CAUSAL, False, OVERLAP,
         )  # fmt: skip
     else:  # a spare slot: dQ may not start before the preprocess has ended
         await_previous(OVERLAP)
@@ -158,12 +159,9 @@ def varlen_dkdv_kernel(
 @triton.jit
 def varlen_dq_kernel(
     Q_ptr, K_ptr, V_ptr, dO_ptr, K_documents, V_documents, L_ptr, delta_ptr, dQ_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    stride_qs, stride_qh, stride_qd,
-    stride_ks, stride_kh, stride_kd,
-    stride_vs, stride_vh, stride_vd,
-    stride_dos, stride_doh, stride_dod,
+    Q_strides, K_strides, V_strides, dO_strides,
     N_DOCUMENTS, N_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale, scale_log2, ZERO,
-    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dQ (total_queries, heads, D), L and delta (heads, total_queries) are contiguous."""
     D: tl.constexpr = TILES.D
@@ -177,14 +175,14 @@ def varlen_dq_kernel(
         kv_head = head // GROUP
         row_base = head * TOTAL_QUERIES + first_query
         differentiate_queries(
-            head_of(Q_ptr, first_query, head, stride_qs, stride_qh, stride_qs, stride_qd, False),
-            head_of(dO_ptr, first_query, head, stride_dos, stride_doh, stride_dos, stride_dod, False),
-            head_of(K_documents, first_key, kv_head, stride_ks, stride_kh, stride_ks, stride_kd, TMA),
-            head_of(V_documents, first_key, kv_head, stride_vs, stride_vh, stride_vs, stride_vd, TMA),
-            head_of(K_ptr, first_key, kv_head, stride_ks, stride_kh, stride_ks, stride_kd, False),
-            head_of(V_ptr, first_key, kv_head, stride_vs, stride_vh, stride_vs, stride_vd, False),
+            head_in(Q_ptr, Q_strides, first_query, head),
+            head_in(dO_ptr, dO_strides, first_query, head),
+            head_in(K_documents, K_strides, first_key, kv_head),
+            head_in(V_documents, V_strides, first_key, kv_head),
+            head_in(K_ptr, K_strides, first_key, kv_head),
+            head_in(V_ptr, V_strides, first_key, kv_head),
             L_ptr + row_base, delta_ptr + row_base, dQ_ptr + (first_query * N_HEADS + head) * D, N_HEADS * D,
-            query_tile, scale, Problem(num_queries, num_keys, scale_log2, ZERO), TILES, IS_CAUSAL, TMA, False,
+            query_tile, scale, Problem(num_queries, num_keys, scale_log2, ZERO), TILES, IS_CAUSAL,
         )  # fmt: skip
         await_previous(OVERLAP)
     else:  # behind both branches it would take registers from the loops
@@ -202,7 +200,7 @@ def launch_varlen_forward(
         launch(
             varlen_forward_kernel, _grid(q, cu_seqlens_q, config.query_tile),
             (q, k, v, *described(config, packed=True, k=k, v=v), output, lse, cu_seqlens_q, cu_seqlens_k),
-            (*q.stride(), *k.stride(), *v.stride(), len(cu_seqlens_q) - 1, q.shape[1],
+            (q.stride(), k.stride(), v.stride(), len(cu_seqlens_q) - 1, q.shape[1],
              heads_together(q.shape[1], k.transpose(0, 1)), q.shape[0], k.shape[0], scale * LOG2_E.value, 0.0),
             _options(q, k, is_causal, config),
         )  # fmt: skip
@@ -221,7 +219,7 @@ def launch_varlen_backward(
         None if grad_lse is None else grad_lse[None], padded=False,
     )  # fmt: skip
     inputs, cu_seqlens = (q, k, v, grad_output), (cu_seqlens_q, cu_seqlens_k)
-    strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
+    strides = (q.stride(), k.stride(), v.stride(), grad_output.stride())
     totals_and_scales = (q.shape[0], k.shape[0], scale, scale * LOG2_E.value, 0.0)
     documents, heads, kv_heads = len(cu_seqlens_q) - 1, q.shape[1], k.shape[1]
     overlap = overlap_options(q.device, follows=True)
