@@ -21,7 +21,7 @@ from cs336_systems.experiments.spec import turns_cell
 from cs336_systems.experiments.turns import MOST_CALLS, AttentionByTurns, Call, Turn, captured
 from cs336_systems.measure.timing import synchronize, time_calls
 
-# (batch, heads, length, head_dim, causal): one head, as the handout's grid has it; some heads; and a call of 1 ms.
+# (batch, heads, length, head_dim, causal): one head, as the handout's grid has it; some heads; and calls of up to 1 ms.
 SHAPES = {
     **SMALL,
     "handout": (
@@ -31,6 +31,7 @@ SHAPES = {
         (1, 1, 2048, 128, True),
         (1, 8, 1024, 64, True),
         (1, 16, 512, 64, True),
+        (16, 12, 1000, 64, True),
         (8, 16, 2048, 128, True),
     ),
 }
