@@ -14,7 +14,7 @@ from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, DTypeName, R
 from cs336_systems.experiments import attention
 from cs336_systems.experiments.attention import FORWARD
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.implementations import Built, build, flash_attention_4, whole_keys
+from cs336_systems.experiments.implementations import Built, build, whole_keys
 from cs336_systems.experiments.short_calls import GRAPH_FORWARD, graph_times
 from cs336_systems.experiments.spec import Cell, Sample, problem
 from cs336_systems.experiments.tables import Pivot
@@ -108,8 +108,6 @@ class FewQueries(attention.AttentionExperiment):
 
 def build_forward(name: str, shape: AttentionShape, device: str) -> Built:
     """The forward `name`, and the name of its kernel, which ends with the number of parts if there are several."""
-    if name == "fa4":  # which splits the keys where it is told to choose
-        return replace(build(name, shape, device), attend=flash_attention_4(shape, device, num_splits=0))
     built = build("triton" if name == WHOLE else name, shape, device)
     kernels = built.kernel.split()
     kernel = " ".join(kernels[: 2 if kernels[:1] == ["interpreter"] else 1])
