@@ -70,7 +70,7 @@ def show(arch: str, kind: str, launch: Callable[[], Any]) -> None:
         compiled_launches(arch, "", launch)
     for launched in filter(None, recording.launches):
         compiled = launched.compiled
-        parameters = [kind for kind, _ in parameters_of(launched) or ()]
+        parameters = [name for name, _ in parameters_of(launched) or ()]
         line = {"arch": arch, "kind": kind, "kernel": compiled.metadata.name, "early": compiled.metadata.launch_pdl,
                 "events": events_of(compiled.asm["ptx"]), "parameters": parameters}  # fmt: skip
         print(json.dumps(line), flush=True)

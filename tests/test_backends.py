@@ -6,7 +6,8 @@ import ast
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,23 @@ def gpu(name: str = "NVIDIA H200", capability: tuple[int, int] | None = (9, 0)) 
 
 
 # Which back ends run
+
+
+def test_the_inputs_own_gpu_is_asked(monkeypatch):
+    """And not the one that is current."""
+    capabilities, current = {0: (7, 5), 1: (9, 0)}, [0]
+
+    @contextmanager
+    def on(chosen: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], chosen.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(backends, "get_device_info", lambda kind: gpu(capability=capabilities[current[0]]))
+    asked = backends.available_here.__wrapped__
+    found = [asked(torch.device("cuda", index), False)["hopper"] for index in (0, 1)]
+    assert "compute capability 9.0" in found[0] and "compute capability 9.0" not in found[1]
 
 
 @pytest.fixture

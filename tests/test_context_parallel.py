@@ -111,7 +111,8 @@ def ring_on_rank(rank: int, num_ranks: int) -> list[list[Tensor]]:
         whole = whole_inputs(num_ranks, dtype, kv_heads)
         q, k, v, grad_output = (zigzag_split(x, rank, num_ranks, dim=-2) for x in whole)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        output = ring_attention(*leaves, is_causal=is_causal, backend=backend, enable_gqa=kv_heads < 4)
+        options = {"is_causal": is_causal, "scale": 0.3, "enable_gqa": kv_heads < 4}
+        output = ring_attention(*leaves, backend=backend, **options)
         output.backward(grad_output)
         found.append([output.detach(), *(leaf.grad for leaf in leaves)])
     return found
@@ -125,6 +126,19 @@ def test_gradients_are_not_differentiated_in_silence(rank: int, num_ranks: int) 
     grads = torch.autograd.grad(output.sum(), (q, k, v), create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward is not supported here"):
         torch.autograd.grad(grads[0].square().sum(), q)
+
+
+@THREE_RANKS.check
+def test_any_leading_dimensions(rank: int, num_ranks: int) -> None:
+    """Of three-dimensional inputs the backward took rows for heads, and repeated them."""
+    leaves = [draw(2, 16, 8, seed=3 * rank + seed).requires_grad_() for seed in range(3)]
+    expected = ring_attention(*(x[None] for x in leaves), is_causal=True, backend="tiled")[0]
+    for lead in ((), (1, 1)):
+        output = ring_attention(*(x.view(*lead, *x.shape) for x in leaves), is_causal=True, backend="tiled")
+        assert output.shape == (*lead, 2, 16, 8)
+        torch.testing.assert_close(output.view_as(expected), expected, rtol=0, atol=0)
+        ours, theirs = (torch.autograd.grad(x.sin().sum(), leaves, retain_graph=True) for x in (output, expected))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 @THREE_RANKS.check
@@ -153,7 +167,7 @@ def assert_one_process_attention(results: list[list[list[Tensor]]]) -> None:
         whole = whole_inputs(num_ranks, dtype, kv_heads)
         leaves = [x.double().requires_grad_() for x in whole[:3]]
         every = [x.repeat_interleave(4 // x.shape[1], 1) for x in leaves]
-        expected = attention_reference(*every, is_causal=is_causal)
+        expected = attention_reference(*every, is_causal=is_causal, scale=0.3)
         expected.backward(whole[3].double())
         for place, wanted in enumerate([expected.detach(), *(leaf.grad for leaf in leaves)]):
             ours = zigzag_join([results[rank][case][place] for rank in range(num_ranks)], dim=-2)
@@ -169,7 +183,7 @@ def test_three_ranks_are_one_process_forward_and_backward():
 def test_D9_one_rank_is_one_process_attention(alone_in_a_group):
     assert_one_process_attention([ring_on_rank(0, 1)])
     test_gradients_are_not_differentiated_in_silence(0, 1)
-    leaves = [draw(1, 1, 8, 16, seed=seed).requires_grad_() for seed in range(3)]
+    leaves = [draw(1, 1, 8, 16, seed=seed, dtype=torch.float32).requires_grad_() for seed in range(3)]
     with torch.autocast("cpu", torch.bfloat16):
         outputs = [call(*leaves, is_causal=True) for call in (ring_attention, flash_attention)]
     ours, plain = (torch.autograd.grad(output, leaves, torch.ones_like(output)) for output in outputs)

@@ -296,6 +296,8 @@ def test_inconsistent_fields_are_refused(change, error, message):
     lists = mask.lists._replace(**{name: tensor for name, tensor in change.items() if name != "seq_lengths"})
     with pytest.raises(error, match=message):
         replace(mask, lists=lists, seq_lengths=change.get("seq_lengths", mask.seq_lengths))
+    with pytest.raises(TypeError, match="BlockMask.lists must be TileLists, got tuple"):
+        replace(mask, lists=tuple(mask.lists))
 
 
 @pytest.mark.parametrize("huge", [2**31, 2**63 + 2, 2**200])

@@ -312,7 +312,8 @@ def draw(mask: BlockMask) -> str:
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="192" viewBox="-1 -1 {keys + 2} {queries + 2}">']
     parts.append(f'<rect x="-1" y="-1" width="{keys + 2}" height="{queries + 2}" fill="#fff"/>')
     listed = []
-    partial, full = (mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)
+    lists = mask.lists
+    partial, full = (lists.kv_num_blocks, lists.kv_indices), (lists.full_kv_num_blocks, lists.full_kv_indices)
     for counts, indices in (partial, full):
         for line, count in enumerate(counts[0, 0].tolist()):
             listed += [(line, column) for column in indices[0, 0, line, :count].tolist()]

@@ -247,12 +247,15 @@ def _refusal(
         return f"{kernels} takes {', '.join(limits.dtypes)}, not {dtype}"
     most = limits.head_dim if block_size is None else limits.masked_head_dim
     if head_dim > most:
-        return f"{kernels} takes a head_dim of at most {most}{LAYOUT_WORDS[layout]}, not {head_dim}"
+        where = LAYOUT_WORDS[layout] if most < limits.head_dim else ""
+        return f"{kernels} takes a head_dim of at most {most}{where}, not {head_dim}"
     return INTERPRETER_BFLOAT16 if device_kind != "cuda" and dtype == "bfloat16" else None
 
 
 def hopper_refusal(q: Tensor) -> str | None:
     """Why q (..., head_dim), and what goes with it, cannot be attended by the Hopper kernels; None if it can."""
+    if q.device.type not in ("cpu", "cuda"):
+        return f"hopper kernels run on CUDA devices, and the inputs are on {q.device.type}"
     dtype = str(q.dtype).removeprefix("torch.")
     return _refusal("hopper", available_here(q.device, interpreter_is_on()), q.device.type, dtype, q.shape[-1])
 

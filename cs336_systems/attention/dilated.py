@@ -9,7 +9,13 @@ one phase, and a phase attends itself: r sequences of w / r tokens cost w² / r 
 Source: LongNet (Ding et al. 2023, sections 2.2 and 2.3). There head h keeps one phase only, h modulo r, and the other
 tokens have no output from it: `phases="by_head"`, r² times fewer FLOPs. The oracle of both is
 `BlockMask.dilated(...).to_dense()`. LongNet mixes several segment lengths and rates, each weighed by its softmax
-denominators (equations 10 and 11): `merge_attention` of `distributed.context_parallel` on their (output, log-sum-exp).
+denominators (equations 10 and 11); `merge_attention` of `cs336_systems.distributed` does so:
+
+    branches = [
+        dilated_attention(q, k, v, length, rate, phases="by_head", return_lse=True)
+        for length, rate in [(2048, 1), (4096, 2), (8192, 4)]
+    ]
+    output, _ = reduce(lambda one, other: merge_attention(*one, *other), branches)
 """
 
 from __future__ import annotations

@@ -96,12 +96,13 @@ def diagnose(mask: BlockMask) -> dict[str, str]:
 
 def picture(mask: BlockMask) -> list[str]:
     """The first head's tiles, a row of tiles a line: █ full, ▒ partial, · dead; nothing for a large mask."""
-    rows, columns = mask.kv_num_blocks.shape[2], mask.q_num_blocks.shape[2]
+    tiles = mask.lists
+    rows, columns = tiles.kv_num_blocks.shape[2], tiles.q_num_blocks.shape[2]
     if max(rows, columns) > LARGEST_PICTURE:
         return []
     lines = [["·"] * columns for _ in range(rows)]
-    lists = ((mask.kv_num_blocks, mask.kv_indices, "▒"), (mask.full_kv_num_blocks, mask.full_kv_indices, "█"))
-    for counts, indices, mark in lists:
+    marked = ((tiles.kv_num_blocks, tiles.kv_indices, "▒"), (tiles.full_kv_num_blocks, tiles.full_kv_indices, "█"))
+    for counts, indices, mark in marked:
         for row in range(rows):
             for column in indices[0, 0, row, : int(counts[0, 0, row])].tolist():
                 lines[row][column] = mark

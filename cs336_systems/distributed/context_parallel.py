@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,8 +44,9 @@ def merge_attention(
 ) -> Pair:
     """Attention over two disjoint sets of keys from attention over each: (output, log-sum-exp), differentiable.
 
-    A part without keys has output 0 and log-sum-exp -inf, and changes nothing. Accumulated in the log-sum-exps' dtype,
-    float32 or wider; the output is in output_1's. ValueError where shapes do not match.
+    A part without keys has output 0 and log-sum-exp -inf, and changes nothing; a key that is in both counts twice.
+    Accumulated in the log-sum-exps' dtype, float32 or wider; the output is in output_1's. ValueError where shapes do
+    not match.
     """
     if output_1.shape != output_2.shape or lse_1.shape != output_1.shape[:-1] or lse_2.shape != lse_1.shape:
         shapes = ", ".join(str(tuple(one.shape)) for one in (output_1, lse_1, output_2, lse_2))
@@ -77,16 +78,16 @@ def zigzag_join(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def ring_attention(
-    q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
-    v: Float[Tensor, "batch kv_heads keys head_dim"],
+    q: Float[Tensor, "... heads queries head_dim"],
+    k: Float[Tensor, "... kv_heads keys head_dim"],
+    v: Float[Tensor, "... kv_heads keys head_dim"],
     *,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     group: Group = None,
     backend: str = "auto",
-) -> Float[Tensor, "batch heads queries head_dim"]:
+) -> Float[Tensor, "... heads queries head_dim"]:
     """This rank's rows of attention over the keys of all ranks of `group`; every rank calls it, with equal shapes.
 
     q, k and v are its part of the sequence: with `is_causal`, the top-left mask of the whole sequence, its
@@ -99,8 +100,11 @@ def ring_attention(
     if is_causal and (q.shape[-2] != k.shape[-2] or q.shape[-2] % 2):
         numbers = f"{q.shape[-2]} and {k.shape[-2]}"
         raise ValueError(f"q and k must have the same even number of positions under a causal mask, got {numbers}")
-    inputs = (to_autocast_dtype(x) for x in (q, k, v))
-    return cast(Tensor, _RingAttention.apply(*inputs, is_causal, scale, enable_gqa, group, backend))
+    inputs = [to_autocast_dtype(x) for x in (q, k, v)]
+    if q.ndim != 4 and all(x.ndim > 2 for x in inputs):
+        inputs = [x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) for x in inputs]
+    output: Tensor = _RingAttention.apply(*inputs, is_causal, scale, enable_gqa, group, backend)
+    return output.view(q.shape)
 
 
 class _RingAttention(torch.autograd.Function):

@@ -118,7 +118,7 @@ from cs336_systems.attention.hopper.columns import (
 )
 from cs336_systems.attention.hopper.descriptors import document_descriptor, readable, tile_descriptor
 from cs336_systems.attention.hopper.light import convert, preprocess, transposed_words
-from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, LATE_FROM, columns
+from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, LATE_FROM, columns_of
 from cs336_systems.attention.hopper.walk import Documents, key_place, query_place
 from cs336_systems.attention.hopper.wide_backward import gradients_of_keys, hopper_wide_backward
 from cs336_systems.attention.tiles import head_tile
@@ -649,8 +649,9 @@ def hopper_backward(
     way = dq_way(head_tile(width), is_causal, num_queries, deterministic, listed=lists is not None)
     block_size = (0, 0) if lists is None else lists.block_size
     plan = BackwardPlan(
-        head_tile(width), columns(width), query_tile, group, is_causal, no_missing_keys, way, deterministic, *block_size
-    )
+        head_tile(width), columns_of(width), query_tile, group, is_causal, no_missing_keys, way, deterministic,
+        *block_size,
+    )  # fmt: skip
 
     grad_q = empty_like(q)
     grad_k, grad_v = gradients_of_keys(k, num_key_tiles * key_tile)
@@ -707,7 +708,7 @@ def hopper_packed_backward(
     no_missing_keys = is_causal and cu_seqlens_q is cu_seqlens_k
     way = dq_way(head_tile(width), is_causal, max_seqlen_q, False, packed=True)
     plan = BackwardPlan(
-        head_tile(width), columns(width), query_tile, group, is_causal, no_missing_keys, way, False, packed=True
+        head_tile(width), columns_of(width), query_tile, group, is_causal, no_missing_keys, way, False, packed=True
     )
 
     grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)

@@ -33,7 +33,7 @@ TILE_COST_STEPS = {"tiles": 1.7, "pairs": 0.8, "dynamic": 0.8}
 START_COST_STEPS = TILE_COST_STEPS["tiles"] - TILE_COST_STEPS["dynamic"] + 2
 
 
-def columns(width: int) -> int:
+def columns_of(width: int) -> int:
     """Columns of the matmuls for heads of `width`: at 96 they leave out the last of a head tile (`columns.py`)."""
     return 96 if 64 < width <= 96 else head_tile(width)
 
@@ -251,7 +251,7 @@ def plan_forward(
     together = max(1, L2_SHARE_BYTES // key_head_bytes) * group if in_turns else 1
     launches = [
         Launch(
-            schedule=schedule, columns=columns(head_dim), is_causal=is_causal, order=order, num_queries=num_queries,
+            schedule=schedule, columns=columns_of(head_dim), is_causal=is_causal, order=order, num_queries=num_queries,
             num_keys=num_keys, batch_heads=batch_heads, heads_together=min(together, batch_heads),
             block_size=block_size or (0, 0),
         )

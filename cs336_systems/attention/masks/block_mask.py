@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -75,8 +75,8 @@ MAX_LIST_DENSITY = 0.95
 class BlockMask:
     """Which queries attend which keys. `a & b` attends what both attend, `a | b` what either does.
 
-    Fields put together by hand must agree: kernels follow the lists wherever they lead. Shapes are checked; values
-    on the CPU alone, and only that tiles and patterns exist. On a GPU a look would stall the host: they are trusted.
+    TileLists put together by hand must agree: kernels follow them wherever they lead. Shapes are checked; values on the
+    CPU alone, and only that tiles and patterns exist. On a GPU a look would stall the host: they are trusted.
     """
 
     lists: TileLists  # what kernels walk
@@ -88,6 +88,8 @@ class BlockMask:
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
+        if not isinstance(self.lists, TileLists):
+            raise TypeError(f"BlockMask.lists must be TileLists, got {type(self.lists).__name__}")
         leading = self.lists.kv_num_blocks.shape[:2]
         bits = (None, self.block_size[0], words_per_row(self.block_size[1]))
         num_patterns = len(self._check("token_bits", bits))
@@ -104,11 +106,13 @@ class BlockMask:
             with torch.inference_mode(False):
                 object.__setattr__(self, "lists", TileLists(*(x.clone() for x in self.lists)))
 
-    def __getattr__(self, name: str) -> Tensor:
-        """A list by its name, as of torch's FlexAttention: `mask.kv_indices`."""
-        if name in TileLists._fields:
-            return getattr(self.lists, name)
-        raise AttributeError(f"BlockMask has no attribute {name!r}")
+    if not TYPE_CHECKING:  # to which any name would be a list's
+
+        def __getattr__(self, name: str) -> Tensor:
+            """A list by its name, as of torch's FlexAttention: `mask.kv_indices`."""
+            if name in TileLists._fields:
+                return getattr(self.lists, name)
+            raise AttributeError(f"BlockMask has no attribute {name!r}")
 
     def _check(self, name: str, shape: Sequence[int | None], largest: int | None = None) -> Tensor:
         """The tensor `name`, int32 on the mask's device and of `shape`, where None is any length from 1 on.
