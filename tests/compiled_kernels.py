@@ -155,7 +155,10 @@ def main() -> None:
             show(arch, kind, partial(launch, request))
     hopper = partial(reports.HopperRequest, head_dim=64, dtype="bfloat16")
     for request in (
-        hopper(kernel="forward", is_causal=True, config=SCHEDULES[64][0].name("tiles")),
+        hopper(kernel="forward", is_causal=True, config=SCHEDULES[64][0].name("dynamic")),
+        hopper(kernel="forward", is_causal=False, walk="listed", query_block=64),
+        hopper(kernel="forward", is_causal=True, walk="packed"),
+        hopper(kernel="wide_dkdv", is_causal=True, head_dim=256),
         hopper(kernel="backward", is_causal=True),
         hopper(kernel="backward", is_causal=False, walk="listed"),
         hopper(kernel="backward", is_causal=True, walk="packed"),

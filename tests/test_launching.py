@@ -52,11 +52,16 @@ KERNELS = {
     "block_sparse_dkdv_kernel": DKDV,
     "block_sparse_dq_kernel": DQ,
     "hopper_forward_kernel": ALONE,
+    "hopper_listed_forward_kernel": ALONE,
+    "hopper_packed_forward_kernel": ALONE,
+    "hopper_counter_kernel": ALONE,
     "hopper_backward_preprocess_kernel": (False, ["start", "end"]),
     "hopper_backward_kernel": (True, ["end", "await", "start", "read", "await"]),  # in producer and senders
     "hopper_listed_backward_kernel": (True, ["await", "start", "read", "await", "end"]),
     "hopper_packed_backward_kernel": (True, ["end", "await", "start", "read", "await"]),
     "hopper_transpose_bits_kernel": ALONE,
+    "hopper_wide_dkdv_kernel": ALONE,
+    "hopper_wide_dq_kernel": ALONE,
     "hopper_backward_convert_kernel": (True, ["await", "read", "end"]),
 }
 
