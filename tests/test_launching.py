@@ -60,8 +60,8 @@ KERNELS = {
     "hopper_listed_backward_kernel": (True, ["await", "start", "read", "await", "end"]),
     "hopper_packed_backward_kernel": (True, ["end", "await", "start", "read", "await"]),
     "hopper_transpose_bits_kernel": ALONE,
-    "hopper_wide_dkdv_kernel": ALONE,
-    "hopper_wide_dq_kernel": ALONE,
+    "hopper_wide_dkdv_kernel": (False, ["read", "end"]),
+    "hopper_wide_dq_kernel": (False, ["read", "end", "read"]),
     "hopper_backward_convert_kernel": (True, ["await", "read", "end"]),
 }
 
