@@ -306,4 +306,6 @@ def predicted_peak_bytes(case: Any, implementation: str, modes: Iterable[str]) -
     if implementation in QUADRATIC.get(type(case), ()):
         shape = case.shape if isinstance(case, MaskCase) else case
         return eager_attention_bytes(shape, max(modes, key=MODES.index))
+    if isinstance(case, AttentionShape) and ":" not in implementation:  # of a reader's own nothing is known
+        return flash_attention_bytes(case, max(modes, key=MODES.index))
     return int(getattr(case, "predicted_bytes", 0))

@@ -69,6 +69,10 @@ def test_a_counter_that_the_gpu_lacks_has_no_number(absent):
 
 
 def test_other_units_are_refused_and_no_table_is_no_kernel():
+    with pytest.raises(ValueError, match="ncu's gpu__time_duration.sum must be numbers, got '\\(!\\) n/a'"):
+        parse_counters(ncu_page({"a": a_kernel("(!) n/a")}))
+    with pytest.raises(ValueError, match="ncu's gpu__time_duration.sum must be in ns, got ''"):
+        parse_counters(ncu_page({"a": a_kernel("5")}, UNITS | {"gpu__time_duration.sum": ""}))
     with pytest.raises(ValueError, match="ncu's gpu__time_duration.sum must be in ns, got 'us'"):
         parse_counters(ncu_page({"a": a_kernel("5")}, UNITS | {"gpu__time_duration.sum": "us"}))
     assert parse_counters("==PROF== Disconnected\nnothing was profiled\n").empty
@@ -100,7 +104,7 @@ def test_the_longest_kernels_of_both_passes_are_recorded(monkeypatch):
     def read(arguments: list[str]) -> pd.DataFrame:
         asked.append(arguments)
         forward = [kernel("copy", 0.1), kernel("attend", 2.0)]
-        both = [*forward, kernel("delta", 0.2), kernel("dkv", 1.0)]
+        both = [*forward, kernel("delta", 0.2), kernel("dkv", 1.0), kernel("not timed", float("nan"))]
         return pd.DataFrame(forward if "forward" in arguments else both)
 
     monkeypatch.setattr(kernel_counters, "read_counters", read)

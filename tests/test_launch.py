@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -101,6 +102,15 @@ def sleep_long(rank: int, num_ranks: int, folder: str) -> None:
     time.sleep(600)
 
 
+def raise_at_length(rank: int, num_ranks: int) -> None:
+    raise ValueError("x" * 9_000_000)
+
+
+def fail_without_sockets(rank: int, num_ranks: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+    raise ValueError("no file more")
+
+
 def return_a_generator(rank: int, num_ranks: int) -> object:
     return (number for number in range(3))
 
@@ -196,7 +206,10 @@ def test_D6_ranks_die_with_their_parent(start_method, tmp_path):
     ("function", "error_type", "message"),
     [
         (return_a_generator, "TypeError", "cannot pickle 'generator' object"),
-        (raise_mute, "Mute", "Mute.*in raise_mute"),  # its rank had "died (exit code 1)"
+        # Of these a rank had "died (exit code 1)", the last one after minutes.
+        (raise_mute, "Mute", "Mute.*in raise_mute"),
+        (raise_at_length, "ValueError", "xxx"),
+        (fail_without_sockets, "ValueError", "no file more"),
     ],
 )
 def test_a_result_that_cannot_be_sent_and_an_exception_without_a_text_are_told(function, error_type, message):

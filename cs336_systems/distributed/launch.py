@@ -29,7 +29,6 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from cs336_systems.device import get_device_info
 DEFAULT_TIMEOUT_S = 120.0  # that a collective waits for the other ranks
 START_TIMEOUT = timedelta(seconds=300)  # that a rank waits for the others to be up: importing torch on a cold disk
 POLL_S = 0.02
+MOST_SHOWN = 100_000  # characters of an error: the store takes some millions
 GRACE_S = 2.0  # after the first failure, in which the others may say more about it
 START_METHOD = "spawn"  # where the caller names none
 PRELOADED = ["torch._dynamo", "cs336_systems.distributed.launch"]  # the first is what an optimizer imports
@@ -119,11 +119,11 @@ def _rank_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     end_with_parent()
     num_ranks, backend, device, timeout_s = job
-    connect = partial(dist.TCPStore, "127.0.0.1", port, is_master=False, timeout=START_TIMEOUT)
+    # The second is for a failure: a thread may be waiting in the first, and later there may be no socket left.
+    store, reporting = (dist.TCPStore("127.0.0.1", port, is_master=False, timeout=START_TIMEOUT) for _ in range(2))
     try:
         if device == "cpu":
             _share_cores(num_ranks)
-        store = connect()
         if store.add("up", 1) == num_ranks:  # a short time-out of collectives need not cover the start of a process
             store.set("all up", "")
         store.wait(["all up"])
@@ -133,7 +133,7 @@ def _rank_main(
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException as error:
-        connect().set(f"failure of {rank}", json.dumps(_describe(error)))  # in `store` a thread may be waiting
+        reporting.set(f"failure of {rank}", json.dumps(_describe(error)))
         _leave(1)
         raise
     _leave(0)
@@ -154,12 +154,12 @@ def _leave(code: int) -> None:
 
 def _describe(error: BaseException) -> dict[str, Any]:
     """A failure as the parent reads it."""
-    shown = "".join(traceback.format_exception_only(error)).strip()  # also where str(error) raises
+    shown = "".join(traceback.format_exception_only(error)).strip()[:MOST_SHOWN]  # also where str(error) raises
     reason = shown.partition(": ")[2]
     # gloo raises plain RuntimeErrors that name its source file; the others have a class.
     is_consequence = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in reason)
     line = shown.splitlines()[0]  # what fits into a table
-    text = f"failed: {line}\n" + "".join(traceback.format_exception(error)).rstrip()
+    text = f"failed: {line}\n" + "".join(traceback.format_exception(error)).rstrip()[:MOST_SHOWN]
     is_argument_error = isinstance(error, ValueError | TypeError | OSError)
     told = {"error_type": type(error).__name__, "reason": reason, "is_argument_error": is_argument_error}
     # Kinds, the most telling first: 0 is an error of its own, 1 a death, 2 a consequence of another rank's end.

@@ -11,13 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, DTypeName, RunConfig
-from cs336_systems.experiments import attention
+from cs336_systems.experiments import Bars, Cell, Pivot, Sample, attention, problem
 from cs336_systems.experiments.attention import FORWARD
-from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import Built, build, whole_keys
 from cs336_systems.experiments.short_calls import GRAPH_FORWARD, graph_times
-from cs336_systems.experiments.spec import Cell, Sample, problem
-from cs336_systems.experiments.tables import Pivot
 
 WHOLE = "triton_whole"  # the Triton forward without splitting
 SIXTEEN_BIT = (WHOLE, "triton", "sdpa_flash", "sdpa_cudnn", "fa4")

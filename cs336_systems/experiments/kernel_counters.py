@@ -49,6 +49,7 @@ class KernelCounts(AttentionExperiment):
             raise Unsupported(str(error)) from error
         longest = {}
         for mode, kernels in zip(MODES, (forward, both[~both["name"].isin(forward["name"])])):
+            kernels = kernels.dropna(subset="kernel_time")
             if kernels.empty:
                 raise RuntimeError(f"ncu saw no kernel of the {mode} pass")
             longest[mode] = dicts(kernels.sort_values("kernel_time"))[-1]

@@ -71,18 +71,20 @@ def parse_counters(text: str) -> pd.DataFrame:
     """A row for each kernel on ncu's raw CSV page, in order: its `name`, and the quantities of COUNTERS in our units.
 
     The page stands between whatever else the program printed. A counter that the GPU lacks is NaN; ValueError where ncu
-    has one in another unit than COUNTERS.
+    has one in another unit than COUNTERS, or in words.
     """
     lines = [line for line in text.splitlines() if line.startswith('"')]
     while lines and not lines[0].startswith('"ID"'):
         del lines[0]
     page = io.StringIO("\n".join(lines or ['"Kernel Name"']))
-    units = pd.read_csv(page, nrows=1)  # the row below the header
+    units = pd.read_csv(page, nrows=1, dtype=str, keep_default_na=False)  # the row below the header
     page.seek(0)
     kernels = pd.read_csv(page, skiprows=[1], thousands=",")
     found = pd.DataFrame({"name": kernels["Kernel Name"]})
     for quantity, (metric, unit, _, factor) in COUNTERS.items():
         values = kernels.get(metric, pd.Series(dtype=float))
+        if not pd.api.types.is_numeric_dtype(values):
+            raise ValueError(f"ncu's {metric} must be numbers, got {', '.join(map(repr, values))}")
         if unit and values.notna().any() and units[metric][0].lower() != unit:
             raise ValueError(f"ncu's {metric} must be in {unit}, got {units[metric][0]!r}")
         found[quantity] = values * factor
