@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import vl_convert
 from markupsafe import Markup
 
 from cs336_systems.experiments.figures import spec_of
@@ -45,6 +44,8 @@ def write_report(folder: Path, published: Path | None = None, only: Collection[s
     )  # fmt: skip
     library = ""
     if any(section["figures"] for section in sections):  # Vega, Vega-Lite and Vega-Embed, once a page
+        import vl_convert  # measuring needs none of it, on machines that have none
+
         script = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # without one: all three
         library = Markup(script.replace("</script", "<\\/script"))
     text = environment.get_template(PAGE).render(
