@@ -783,7 +783,7 @@ def test_the_model_attends_with_the_hopper_kernels():
     for name, expected in grads["sdpa"].items():
         assert (grads["hopper"][name] - expected).norm() <= 0.05 * expected.norm(), name
     model = build_model(CONFIG, attention="hopper", device="cuda", seed=0)
-    with pytest.raises(ValueError, match="hopper takes float16 and bfloat16, not float32"):
+    with pytest.raises(ValueError, match="hopper takes float16, bfloat16, not float32"):
         model(tokens)
 
 
