@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import pytest
 
-GROUP = 6  # tests that stay together: neighbours use the same kernels, compiled once a process
+GROUP = 3  # tests that stay together: neighbours use the same kernels, and the slowest are neighbours too
 RECORD = "results/nvidia-h200/tests.jsonl"
 NO_TESTS_RAN = 5  # pytest's exit code
 
