@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import re
 import runpy
 import subprocess
@@ -43,6 +44,13 @@ def test_the_fsdp_script_trains_goes_on_and_exports(tmp_path):
     assert f"`{load}`" in page
     subprocess.run([sys.executable, "-c", f"from train import *\n{load}"], cwd=tmp_path, check=True, timeout=60)
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000010", "step-00000020"]
+
+
+def test_the_script_for_a_long_sequence_trains(tmp_path):
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    (tmp_path / "long.py").write_text(PYTHON.findall(page)[-1])
+    losses = subprocess.check_output([sys.executable, "long.py"], cwd=tmp_path, timeout=120, text=True)
+    assert all(5 < loss < 6 for loss in json.loads(losses))  # about ln 256
 
 
 def test_the_readme_stays_short():

@@ -239,6 +239,7 @@ def test_a_cell_that_broke_midway_does_not_count_as_ok():
     assert sweep_module.cell_status(["ok", "ok"]) == "ok"
     assert sweep_module.cell_status(["ok", "oom", "oom"]) == "partly oom"
     assert sweep_module.cell_status(["failed", "failed"]) == "failed"
+    assert sweep_module.cell_status(["skipped", "ok", "failed"]) == "partly failed"  # of several by turns
 
 
 @pytest.mark.parametrize("masking", ["full", "causal", "token mask"])

@@ -52,7 +52,7 @@ TOOLS = {
 def profile(
     case: Annotated[str, typer.Argument(help="A model size (xl, small-proxy) or an attention shape (1x16x4096x64).")],
     mode: Annotated[str, typer.Option(help="forward, backward, forward_backward or train_step.")] = "forward_backward",
-    implementation: Annotated[str, typer.Option(help="eager or compiled; of a shape, any attention.")] = "eager",
+    implementation: Annotated[str, typer.Option(help="eager, compiled; of a shape, any in its tables.")] = "eager",
     attention: Annotated[
         str, typer.Option(help="Attention inside of a model: reference, triton, hopper, sdpa, ...")
     ] = "reference",

@@ -14,7 +14,13 @@ from cs336_systems.distributed.collectives import (
     rank_in,
     reduce_scatter_mean_flat,
 )
-from cs336_systems.distributed.context_parallel import merge_attention, ring_attention, split_context, zigzag_split
+from cs336_systems.distributed.context_parallel import (
+    merge_attention,
+    ring_attention,
+    split_context,
+    zigzag_join,
+    zigzag_split,
+)
 from cs336_systems.distributed.ddp_bucketed import BucketedDDP
 from cs336_systems.distributed.ddp_flat import FlatDDP
 from cs336_systems.distributed.ddp_naive import NaiveDDP
@@ -29,5 +35,6 @@ __all__ = [
     "FSDP", "BucketedDDP", "CheckpointError", "FlatDDP", "LossScaler", "NaiveDDP", "OverlapDDP", "RankError",
     "ShardedOptimizer", "Zero1Optimizer", "all_gather_flat", "all_reduce_mean", "broadcast_parameters", "checkpoints",
     "is_torchrun", "launch", "load_checkpoint", "merge_attention", "num_ranks", "rank_in", "reduce_scatter_mean_flat",
-    "ring_attention", "run_ranks", "save_checkpoint", "split_context", "wrap_blocks", "zigzag_split",
+    "ring_attention", "run_ranks", "save_checkpoint", "split_context", "wrap_blocks", "zigzag_join",
+    "zigzag_split",
 ]  # fmt: skip

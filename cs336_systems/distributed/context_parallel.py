@@ -91,10 +91,12 @@ def ring_attention(
     """This rank's rows of attention over the keys of all ranks of `group`; every rank calls it, with equal shapes.
 
     q, k and v are its part of the sequence: with `is_causal`, the top-left mask of the whole sequence, its
-    `zigzag_split`, otherwise any. The other arguments are those of `flash_attention`.
+    `zigzag_split`, otherwise any. Nothing tells of another split: rows are then wrong. `scale`, `enable_gqa` and
+    `backend` are as `flash_attention` takes them.
 
-    Raises RuntimeError without a process group, ValueError on a rank that is not of `group`, and with `is_causal` if
-    the parts cannot be a zig-zag split; differentiated twice, NotImplementedError.
+    Raises RuntimeError without a process group, ValueError on a rank that is not of `group`, and with `is_causal` for
+    an odd number of positions or unlike ones of q and k; differentiated twice, NotImplementedError. Ranks whose shapes
+    or dtypes differ hang, or gloo ends their processes.
     """
     rank_in(group)  # raises
     if is_causal and (q.shape[-2] != k.shape[-2] or q.shape[-2] % 2):

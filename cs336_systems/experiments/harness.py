@@ -294,12 +294,16 @@ def predicted_overflow(num_bytes: int, device: DeviceInfo) -> str:
 
 
 def cell_status(statuses: Iterable[str]) -> str:
-    """What a cell came to by its rows' statuses: ok, why nothing was measured, or `partly` and why not all."""
+    """What a cell came to by its rows' statuses: ok, why nothing was measured, or `partly` and why not all.
+
+    A failure before all: beside it a kernel that this machine lacks is nothing to tell.
+    """
     statuses = list(statuses)
     others = [status for status in statuses if status != "ok"]
     if not others:
         return "ok"
-    return others[0] if len(others) == len(statuses) else f"partly {others[0]}"
+    worst = "failed" if "failed" in others else others[0]
+    return worst if len(others) == len(statuses) else f"partly {worst}"
 
 
 def _without_paths(message: str) -> str:

@@ -141,7 +141,11 @@ def _own(name: str, causal: bool) -> AttentionFunction:
     As the handout has it: q, k, v are (batch, n, d), so that heads are folded into the batch.
     """
     own = load_name(name)
-    call = getattr(own, "apply", own)
+    call: Any = own
+    if isinstance(own, type):
+        if not issubclass(own, torch.autograd.Function):
+            raise Unsupported(f"{name} must be an autograd.Function or a function of (q, k, v, is_causal)")
+        call = own.apply
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if k.shape[1] != q.shape[1]:

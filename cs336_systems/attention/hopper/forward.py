@@ -637,7 +637,7 @@ def hopper_forward(
 ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
     """Contiguous O in q's dtype and the log-sum-exp in float32, natural log.
 
-    Inputs are validated, non-empty, of 16 bits, with a head_dim up to 128, and on the current device, of sm_90.
+    Inputs are validated, non-empty, of 16 bits, with a head_dim up to 256, and on the current device, of sm_90.
     `config` may name a schedule and an order of tiles (`schedule.plan_forward`); other kernels' configurations in it
     are left alone. A causal row's last bits may depend on the schedule, and so on how many heads a call has.
     `lists`, without `is_causal`, are those of a `BlockMask` whose tiles hold whole tiles of the kernel's.

@@ -34,7 +34,7 @@ START_COST_STEPS = TILE_COST_STEPS["tiles"] - TILE_COST_STEPS["dynamic"] + 2
 
 
 def columns_of(width: int) -> int:
-    """Columns of the matmuls for heads of `width`: at 96 they leave out the last of a head tile (`columns.py`)."""
+    """Columns that are multiplied for heads of `width`: at 96 not the last of a head tile (`columns.py`)."""
     return 96 if 64 < width <= 96 else head_tile(width)
 
 
