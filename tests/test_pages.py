@@ -219,6 +219,11 @@ def test_a_page_that_cannot_be_made_names_itself(book, tmp_path):
     for text, message in (
         ('{{ time("hopper") }}', "records of attention_shapes have {'quantity': 'time', 'implementation': 'hop"),
         ('{{ tme("hopper") }}', "'tme' is undefined"),
+        # One H100's rings of four ranks are another run than those of one: the page had "–× as fast".
+        (
+            '{{ of("context_parallel", "nvidia-h100").number("time", column="of_one", length=524288, kv_heads=8, '
+            'num_ranks=4, mode="forward_backward") }}', "of_one of time of None is no number",
+        ),
         ('{{ table("speed") }}', "no table 'speed'; there are forward, backward"),
         ('{{ figure("speed") }}', "no figure 'speed'"),
         ('{{ table("forward", columns=["no"]) }}', r"has no columns \['no'\]"),

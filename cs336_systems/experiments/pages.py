@@ -12,6 +12,7 @@ a handout or another's measurement, with its source.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -294,7 +295,10 @@ class Page:
     ) -> Any:  # fmt: skip
         """The median (or another `column`) of one record as a number, to calculate with: `{{ (a / b) | digits }}`."""
         row = self._one(quantity, implementation, where)
-        return in_unit(row[column], row["unit"], unit) if column == "median" else row[column]
+        found = in_unit(row[column], row["unit"], unit) if column == "median" else row[column]
+        if isinstance(found, float) and math.isnan(found):  # as a ratio to a record of another run is
+            raise ValueError(f"{column} of {quantity} of {implementation} is no number")
+        return found
 
     def value(
         self, quantity: str, implementation: str | None = None, *, unit: str | None = None, column: str = "median",
