@@ -70,7 +70,7 @@ def test_every_suite_has_the_dense_kernel_that_auto_takes_and_no_unknown_name(pr
 
 @pytest.fixture
 def block_sparse():
-    return load_frame(PROBLEMS["block_sparse"], read_records(Path("results/nvidia-h200/records/block_sparse.jsonl")))
+    return load_frame(PROBLEMS["block_sparse"], read_records(Path("results/nvidia-h100/records/block_sparse.jsonl")))
 
 
 @pytest.mark.parametrize(

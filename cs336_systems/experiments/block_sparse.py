@@ -54,7 +54,7 @@ class BlockSparse(MaskExperiment):
             value="tflops",
             unit="TFLOP/s",
             where={"quantity": "time", "seqlen_q": SUITE_LENGTH},
-            ratios=(("triton", "flex"),),
+            ratios=(("triton", "flex"), ("hopper", "flex")),
         )
     }
     figures = {

@@ -37,7 +37,7 @@ class DenseMasks(MaskExperiment):
                 yield mask_case(run, mask, seqlen, heads=64, head_dim=128), names_of(run, peers, ours)
 
     tables = rate_tables(
-        (("hopper", "triton"), *(("triton", peer) for peer in ("torch_varlen", "flex", "sdpa_padded", "sdpa_cudnn"))),
+        tuple(("hopper", peer) for peer in ("triton", "torch_varlen", "flex", "sdpa_padded", "sdpa_cudnn")),
         DOWN,
     ) | {"mask_time": MASK_TIMES(title="building the mask's lists", down=DOWN)}
     figures = {

@@ -30,7 +30,7 @@ class DilatedAttention(masks.MaskExperiment):
             x_title="rate",
             y="over_dense",
             y_title="times as fast as dense",
-            color="family",
-            where=BOTH_TIMES | {"implementation": "triton", "number": lambda rate: rate > 1},
+            facet="family",
+            where=BOTH_TIMES | {"implementation": ("triton", "hopper"), "number": lambda rate: rate > 1},
         )
     }

@@ -64,11 +64,11 @@ from cs336_systems.measure.stages import stage
 
 DenseForm = Literal["full", "causal"]
 DEFAULT_BLOCK = 128
-# A list costs an indirect load for each tile, so a mask that skips little is slower than dense attention. On an H200
-# (`block_sparse`: S=16384, d=128, forward and backward) lists of nine tenths of the tiles still take less time than
-# dense attention, by about half of what they skip; all tiles take slightly more. The two meet between. `doctor --mask`
-# says on which side a mask is. Only exactly full and causal masks have a dense kernel to give way to (`dense_form`).
-MAX_LIST_DENSITY = 0.95
+# A list costs an indirect load for each tile, so a mask that skips little is slower than dense attention. On an H100
+# (`block_sparse`: S=16384, d=128, forward and backward of `hopper`) lists of nine tenths of the tiles take as long as
+# dense attention; all tiles take 6 % longer. `doctor --mask` says on which side a mask is. Only exactly full and causal
+# masks have a dense kernel to give way to (`dense_form`).
+MAX_LIST_DENSITY = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
