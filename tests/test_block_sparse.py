@@ -340,7 +340,6 @@ def check(mask: BlockMask, expected: Tensor) -> None:
     assert (mask.num_full, mask.num_partial) == (full.sum(), partial.sum())
     assert mask.num_dead == full.numel() - mask.num_full - mask.num_partial
     assert mask.num_attended == dense.sum() and mask.empty_rows == (~dense.any(-1)).sum()
-    assert torch.equal(mask.rows_with_keys(), dense.any(-1))
 
 
 # A9: the mask of shared keys

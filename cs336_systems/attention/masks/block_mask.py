@@ -179,23 +179,18 @@ class BlockMask:
     ) -> BlockMask:
         """What FlexAttention's `mask_mod(batch, head, query, key)` attends: the reverse of `to_flex`.
 
-        The function gets scalar index tensors under vmap, as from torch's `create_block_mask`. Every pair is looked at,
-        and kept as a bool meanwhile: O(queries · keys) memory.
+        The function gets scalar index tensors under vmap, from torch's `create_mask`. All pairs are looked at together:
+        O(queries · keys) memory.
         """
         if not callable(mask_mod):
             raise TypeError(f"mask_mod must be callable, got {mask_mod!r}")
+        from torch.nn.attention.flex_attention import create_mask
+
         lengths = check_seqlens(seqlen_q, seqlen_k)
-        rows, _ = check_block_size(block_size)
-        leading = check_count("batch", batch, 1), check_count("heads", heads, 1)
-        mask = torch.ones(*leading, *lengths, dtype=torch.bool, device=device)
-        attends: Any = mask_mod
-        for mapped in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
-            attends = torch.vmap(attends, in_dims=mapped)
-        batches, all_heads, queries, keys = (torch.arange(count, device=device) for count in mask.shape)
-        if mask.numel():
-            parts = [attends(batches, all_heads, part, keys).expand(*leading, -1, -1) for part in queries.split(rows)]
-            mask = torch.cat(parts, dim=2)
-        return cls.from_dense(mask, block_size)
+        shape = check_count("batch", batch, 1), check_count("heads", heads, 1), *lengths
+        if not math.prod(lengths):  # nothing to ask the function about
+            return cls.from_dense(torch.ones(shape, dtype=torch.bool, device=device), block_size)
+        return cls.from_dense(create_mask(mask_mod, *shape, torch.device(device)), block_size)
 
     @classmethod
     def causal(
@@ -488,16 +483,12 @@ class BlockMask:
     @property
     def empty_rows(self) -> int:
         """Query rows that attend no key, over all batch entries and heads of the mask."""
-        return int((~self.rows_with_keys()).sum())
-
-    def rows_with_keys(self) -> Bool[Tensor, "b h queries"]:
-        """True for each query that attends at least one key."""
         pattern, token_bits = self._pattern_map()
         has_keys = (token_bits != 0).any(-1)  # (patterns, query_block)
         rows = torch.zeros((*pattern.shape[:3], self.block_size[0]), dtype=torch.bool, device=self.device)
         for column in pattern.unbind(3):
             rows |= has_keys[column]
-        return rows.flatten(2)[..., : self.seq_lengths[0]]
+        return int((~rows.flatten(2)[..., : self.seq_lengths[0]]).sum())
 
     def to(self, device: Device) -> BlockMask:
         """The same mask on `device`."""
@@ -518,19 +509,16 @@ class BlockMask:
             raise TypeError(f"mask_mod must be callable or None, got {mask_mod!r}")
         from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-        lists: dict[str, Any] = {}
-        for side, tiles in (("kv", self.lists.q_num_blocks.shape[2]), ("q", self.lists.kv_num_blocks.shape[2])):
-            for name in (side, f"full_{side}"):
-                indices = getattr(self.lists, f"{name}_indices")
-                missing = max(0, tiles - indices.shape[3])  # its lists have room for every tile
-                lists[f"{name}_num_blocks"] = getattr(self.lists, f"{name}_num_blocks")
-                lists[f"{name}_indices"] = torch.nn.functional.pad(indices, (0, missing))
-        return FlexBlockMask(
-            seq_lengths=self.seq_lengths,
-            BLOCK_SIZE=self.block_size,
-            mask_mod=self._token_lookup() if mask_mod is None else mask_mod,
-            **lists,
-        )
+        lists, columns = self.lists, self.lists.q_num_blocks.shape[2]
+
+        def with_room(indices: Tensor) -> Tensor:  # for every tile
+            return torch.nn.functional.pad(indices, (0, max(0, columns - indices.shape[3])))
+
+        return FlexBlockMask.from_kv_blocks(
+            lists.kv_num_blocks, with_room(lists.kv_indices), lists.full_kv_num_blocks,
+            with_room(lists.full_kv_indices), self.block_size,
+            self._token_lookup() if mask_mod is None else mask_mod, self.seq_lengths,
+        )  # fmt: skip
 
     def __and__(self, other: BlockMask) -> BlockMask:
         """What both masks attend; batch and heads broadcast. Block sizes and lengths must be equal."""
