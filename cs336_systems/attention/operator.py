@@ -30,10 +30,6 @@ from cs336_systems.attention.validation import (
     refuse_forward_mode,
 )
 
-# The least normal float32: kernels take the scale in float32, where less loses its digits and in the end is 0, which
-# makes NaN of a hidden score of -inf.
-SMALLEST_SCALE = 2.0**-126
-
 
 class AttentionOperator:
     """Two launchers as one operation: (q, k, v, *extras, is_causal, scale, config) -> (output, lse).
@@ -44,8 +40,8 @@ class AttentionOperator:
     `extras` are further arguments without a gradient in PyTorch's schema language, tensors first.
     `launch_forward(q, k, v, *extras, is_causal, scale, config)` returns (output, lse), and `launch_backward(q, k, v,
     output, lse, grad_output, grad_lse or None, *extras, is_causal, scale, config)` the gradients of q, k and v. They
-    see non-empty inputs and scales from SMALLEST_SCALE on only. `replays(forward, backward)` has both for plain calls
-    of the same facts on a GPU. Registered as `cs336_systems::<name>` and `cs336_systems::<name>_backward`.
+    see non-empty inputs only. `replays(forward, backward)` has both for plain calls of the same facts on a GPU.
+    Registered as `cs336_systems::<name>` and `cs336_systems::<name>_backward`.
     """
 
     def __init__(
@@ -107,19 +103,11 @@ class AttentionOperator:
         if q.numel() == 0 or k.numel() == 0:
             output, lse = _empty_results(q, self._packed)
             return output.zero_(), lse.fill_(-torch.inf)
-        *others, scale, config = arguments
-        if scale < SMALLEST_SCALE:
-            return self._forward(q * (scale / SMALLEST_SCALE), k, v, *others, SMALLEST_SCALE, config)
         return self._forward(q, k, v, *arguments)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         if q.numel() == 0 or k.numel() == 0:
             return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-        *others, scale, config = arguments
-        if scale < SMALLEST_SCALE:
-            missing = scale / SMALLEST_SCALE
-            grad_q, grad_k, grad_v = self._backward(q * missing, k, v, *others, SMALLEST_SCALE, config)
-            return grad_q * missing, grad_k, grad_v
         return self._backward(q, k, v, *arguments)
 
     def gradients(

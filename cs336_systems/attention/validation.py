@@ -6,7 +6,6 @@ Nothing is launched before all checks pass.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
@@ -159,16 +158,16 @@ def check_documents(
 def resolve_scale(scale: float | None, head_dim: int) -> float:
     """`scale`, or 1/sqrt(head_dim) when it is None.
 
-    Must be positive and finite, in the kernels' float32 too: they take row maxima before it, and multiply it by log₂e.
+    Must be positive: kernels take row maxima before it. They multiply it by log₂e, in float32, where neither may
+    overflow, and a scale that is subnormal loses its digits.
     """
     if scale is None:
         return 1 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
-    if not 0 < scale < math.inf or scale > sys.float_info.max:
-        raise ValueError(f"scale must be positive and finite, got {brief(scale)}")
-    if scale * math.log2(math.e) > torch.finfo(torch.float32).max:
-        raise ValueError(f"scale must be positive and finite in float32, times log2(e) too, got {scale}")
+    limits = torch.finfo(torch.float32)
+    if not limits.tiny <= scale <= limits.max / math.log2(math.e):
+        raise ValueError(f"scale must be positive and a normal float32, times log2(e) too, got {brief(scale)}")
     return float(scale)
 
 
