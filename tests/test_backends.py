@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from cs336_systems import device
-from cs336_systems.attention import AttentionConfig, api, backends, flash_attention, flash_attention_varlen, varlen
+from cs336_systems.attention import AttentionConfig, api, backends, flash_attention, flash_attention_varlen
 from cs336_systems.attention.backends import (
     BACKENDS,
-    GLUON_PIECES,
+    HOPPER_KERNELS,
     INTERPRETER_HINT,
     LIMITS,
     available_backends,
@@ -135,38 +135,25 @@ def test_reasons(machine: Callable[..., None], setup: dict[str, Any], info: Devi
     assert states[name] == reason and states["reference"] == states["tiled"] == "ok"
 
 
-@pytest.fixture
-def triton_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A triton of this version whose Gluon has these names; None: it has no Gluon."""
-
-    def install(version: str, names: tuple[str, ...] | None) -> None:
-        def import_module(name: str) -> SimpleNamespace:
-            if name == "triton":
-                return SimpleNamespace(__version__=version)
-            if names is None:
-                raise ModuleNotFoundError("No module named 'triton.experimental.gluon'")
-            return SimpleNamespace(**dict.fromkeys(names))
-
-        monkeypatch.setattr(backends.importlib, "import_module", import_module)
-
-    return install
-
-
 @pytest.mark.parametrize(
-    ("version", "names", "reason"),
+    ("version", "missing", "reason"),
     [
-        ("3.6.0", GLUON_PIECES, None),
-        ("3.7.1+git0123", GLUON_PIECES, None),
-        ("3.5.1", GLUON_PIECES, "hopper kernels need triton 3.6 or later, this is 3.5.1"),
-        ("3.6.0", ("mbarrier", "tma"),
-         "the Gluon of triton 3.6.0 lacks fence_async_shared, warpgroup_mma, warpgroup_mma_wait"),
-        ("3.2.0", None, "this triton has no Gluon for Hopper (No module named 'triton.experimental.gluon')"),
+        ("3.6.0", None, None),
+        ("3.7.1+git0123", None, None),
+        ("3.5.1", None, "hopper kernels need triton 3.6 or later, this is 3.5.1"),
+        ("3.6.0", "cannot import name 'mbarrier'",
+         "the Gluon of this triton lacks what the hopper kernels are written in (cannot import name 'mbarrier')"),
     ],
 )  # fmt: skip
 def test_gluon_is_looked_at_before_it_is_promised(
-    triton_of: Callable[..., None], version: str, names: tuple[str, ...] | None, reason: str | None
+    monkeypatch: pytest.MonkeyPatch, version: str, missing: str | None, reason: str | None
 ) -> None:
-    triton_of(version, names)
+    def import_module(name: str) -> SimpleNamespace:
+        if name == HOPPER_KERNELS and missing:
+            raise ImportError(missing)
+        return SimpleNamespace(__version__=version)
+
+    monkeypatch.setattr(backends.importlib, "import_module", import_module)
     assert backends._gluon_reason() == reason
 
 
@@ -322,13 +309,12 @@ def test_tiles_of_triton_ask_for_triton(monkeypatch: pytest.MonkeyPatch) -> None
     """Where `auto` would take another back end, as on this CPU and on a Hopper GPU."""
     asked = []
 
-    def explain(q: Any, k: Any, *, backend: str, **_: Any) -> tuple[str, str]:
-        asked.append(backend)
+    def select(*, requested: str, **_: Any) -> tuple[str, str]:
+        asked.append(requested)
         raise ValueError("enough")
 
     q, ends = torch.zeros(1, 2, 64, 16), torch.tensor([0, 64], dtype=torch.int32)
-    for module in (api, varlen):
-        monkeypatch.setattr(module, "explain_backend", explain)
+    monkeypatch.setattr(api, "select_backend", select)
     for config in (None, AttentionConfig()):
         with pytest.raises(ValueError, match="enough"):
             flash_attention(q, q, q, config=config)

@@ -304,10 +304,8 @@ def test_of_no_documents_both_results_have_a_graph(backend):
         assert all(torch.equal(grad, torch.zeros(3, 2, 8)) for grad in grads)
 
 
-def test_fake_tensors_have_a_shape_and_no_documents():
-    """The packed kernels need no values from the host; the other stages loop over them."""
+def test_fake_tensors_have_a_shape():
+    """The packed kernels need no values from the host."""
     with FakeTensorMode():
         x, ends = torch.empty(10, 2, 16), torch.empty(3, dtype=torch.int32)
         assert flash_attention_varlen(x, x, x, ends, ends, 6, 6, backend="triton").shape == x.shape
-        with pytest.raises(TypeError, match="cu_seqlens_q must have values for backend 'tiled', .*got a fake tensor"):
-            flash_attention_varlen(x, x, x, ends, ends, 6, 6, backend="tiled")

@@ -140,12 +140,11 @@ def flash_attention(
         check_block_mask(block_mask, q, k, is_causal=is_causal)
         if backend == "auto" and config is None and block_mask.dense_form is not None:
             is_causal, block_mask = block_mask.dense_form == "causal", None
-    if backend == "auto" and config is not None:
-        backend = "triton"
     layout: AttentionLayout = "dense" if block_mask is None else "block_mask"
     size = None if block_mask is None else block_mask.block_size
-    backend, _ = explain_backend(q, k, backend=backend, is_causal=is_causal, layout=layout, block_size=size)
-    check_config(config, backend)
+    backend, _ = explain_backend(
+        q, k, backend=backend, is_causal=is_causal, layout=layout, block_size=size, config=config
+    )
 
     leading, dense_mask = q.shape[:-3], None
     if backend not in ("triton", "hopper"):  # which take grouped heads, and lists of tiles
@@ -245,23 +244,22 @@ def is_deterministic(asked: bool | None) -> bool:
     return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
 
-def check_config(config: AttentionConfig | None, backend: str) -> None:
-    """Raise TypeError or ValueError unless `config` is one and `backend` takes it."""
-    if config is not None and not isinstance(config, AttentionConfig):
-        raise TypeError(f"config must be an AttentionConfig or None, got {type(config).__name__}")
-    if config is not None and backend != "triton":
-        raise ValueError(f"config chooses the tiles of backend 'triton', got backend {backend!r}")
-
-
 def explain_backend(
     q: Tensor, k: Tensor, *, backend: str = "auto", is_causal: bool = False, layout: AttentionLayout = "dense",
     block_size: tuple[int, int] | None = None, longest: tuple[int, int] | None = None,
+    config: AttentionConfig | None = None,
 ) -> tuple[str, str]:  # fmt: skip
     """(name, reason) of the back end that `flash_attention` uses for these inputs; ValueError if it refuses.
 
     `layout` is `block_mask` for a call with one, of this `block_size`, and `packed` for `flash_attention_varlen`, whose
-    longest document has `longest` queries and keys.
+    longest document has `longest` queries and keys. A `config` is for `triton` alone, which `auto` then takes.
     """
+    if config is not None:
+        if not isinstance(config, AttentionConfig):
+            raise TypeError(f"config must be an AttentionConfig or None, got {type(config).__name__}")
+        if backend not in ("auto", "triton"):
+            raise ValueError(f"config chooses the tiles of backend 'triton', got backend {backend!r}")
+        backend = "triton"
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q must be on a cpu or cuda device, got {q.device}")
     return select_backend(

@@ -37,8 +37,7 @@ INTERPRETER_BFLOAT16 = "Triton's CPU interpreter computes wrong bfloat16 product
 MIN_TRITON_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies, which the kernels are written for
 HOPPER_CAPABILITY = (9, 0)  # sm_90a has instructions (wgmma, setmaxnreg) that neither older nor newer GPUs run
 MIN_HOPPER_TRITON = (3, 6)  # older Gluons launch the partitions of a kernel in another way
-GLUON_FOR_HOPPER = "triton.experimental.gluon.language.nvidia.hopper"
-GLUON_PIECES = ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
+HOPPER_KERNELS = "cs336_systems.attention.hopper.function"
 MIN_COMPILE_CAPABILITY = (7, 0)  # torch.compile's own bound on CUDA
 
 
@@ -46,7 +45,7 @@ def available_backends(info: DeviceInfo | None = None) -> dict[str, str]:
     """For each attention back end "ok" or the reason why it does not run on `info`'s device (default: the auto one).
 
     Looks for packages and compilers without importing or running them; only on a GPU that could run the Hopper kernels
-    Triton is imported, to see whether it has what they are written in.
+    they are imported, to see whether Triton has what they are written in.
     """
     info = get_device_info() if info is None else info
     reasons = {
@@ -97,16 +96,15 @@ def _hopper_reason(info: DeviceInfo) -> str | None:
 
 
 def _gluon_reason() -> str | None:
-    """Why the installed Triton cannot compile the Hopper kernels, found by importing what they import."""
+    """Why the installed Triton cannot compile the Hopper kernels, found by importing them."""
     try:
         version = importlib.import_module("triton").__version__
-        hopper = importlib.import_module(GLUON_FOR_HOPPER)
+        if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_HOPPER_TRITON:
+            return "hopper kernels need triton {}.{} or later, this is {}".format(*MIN_HOPPER_TRITON, version)
+        importlib.import_module(HOPPER_KERNELS)
     except ImportError as error:
-        return f"this triton has no Gluon for Hopper ({error})"
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_HOPPER_TRITON:
-        return "hopper kernels need triton {}.{} or later, this is {}".format(*MIN_HOPPER_TRITON, version)
-    missing = [name for name in GLUON_PIECES if not hasattr(hopper, name)]
-    return f"the Gluon of triton {version} lacks {', '.join(missing)}" if missing else None
+        return f"the Gluon of this triton lacks what the hopper kernels are written in ({error})"
+    return None
 
 
 # Which one to take

@@ -15,9 +15,8 @@ import math
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from cs336_systems.attention.api import check_config, explain_backend, flash_attention, is_deterministic, operator_of
+from cs336_systems.attention.api import explain_backend, flash_attention, is_deterministic, operator_of
 from cs336_systems.attention.tiles import AttentionConfig
 from cs336_systems.attention.validation import (
     check_attention_inputs,
@@ -76,13 +75,10 @@ def flash_attention_varlen(
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa, packed=True)
     check_documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale = resolve_scale(scale, q.shape[2])
-    if backend == "auto" and config is not None:
-        backend = "triton"
     backend, _ = explain_backend(
         q.transpose(0, 1), k.transpose(0, 1), backend=backend, is_causal=is_causal, layout="packed",
-        longest=(max_seqlen_q, max_seqlen_k),
+        longest=(max_seqlen_q, max_seqlen_k), config=config,
     )  # fmt: skip
-    check_config(config, backend)
     if backend in ("triton", "hopper"):
         refuse_forward_mode(q, k, v)
         output, lse = operator_of(backend, "packed")(
@@ -100,24 +96,21 @@ def _each_document(
     backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`flash_attention` of one document after the other: what the packed kernels are tested against."""
-    for name, boundaries in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if isinstance(boundaries, FakeTensor):
-            raise TypeError(f"{name} must have values for backend {backend!r}, which reads them, got a fake tensor")
-    boundaries_q, boundaries_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    behind_q, behind_k = len(q) - sum(lengths_q), len(k) - sum(lengths_k)
+    queries = q.split([*lengths_q, behind_q])
+    keys, values = (x.split([*lengths_k, behind_k]) for x in (k, v))
     # Of no documents, too, output and log-sum-exp depend on all inputs, with gradients of zero.
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     nothing = q[:0] + k[:0].sum() + v[:0].sum()
     outputs, lses = [nothing], [nothing.sum(-1).transpose(0, 1).to(lse_dtype)]
-    for document in range(len(boundaries_q) - 1):
-        queries = slice(*boundaries_q[document : document + 2])
-        keys = slice(*boundaries_k[document : document + 2])
+    for document in zip(queries[:-1], keys, values):
         output, lse = flash_attention(
-            q[queries].transpose(0, 1), k[keys].transpose(0, 1), v[keys].transpose(0, 1),
+            *(x.transpose(0, 1) for x in document),
             is_causal=is_causal, scale=scale, enable_gqa=True, return_lse=True, backend=backend,
         )  # fmt: skip
         outputs.append(output.transpose(0, 1))
         lses.append(lse)
-    behind = q[boundaries_q[-1] :]
-    outputs.append(torch.zeros_like(behind))
-    lses.append(behind.new_full((q.shape[1], len(behind)), -math.inf, dtype=lse_dtype))
+    outputs.append(torch.zeros_like(queries[-1]))
+    lses.append(q.new_full((q.shape[1], behind_q), -math.inf, dtype=lse_dtype))
     return torch.cat(outputs), torch.cat(lses, dim=1)

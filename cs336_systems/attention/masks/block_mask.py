@@ -33,6 +33,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from cs336_systems.attention.masks import patterns
 from cs336_systems.attention.masks.checks import (
     FLOATING_DTYPES,
     Device,
@@ -46,7 +47,6 @@ from cs336_systems.attention.masks.checks import (
     check_tensor,
     has_values,
 )
-from cs336_systems.attention.masks.patterns import PATTERNS, band
 from cs336_systems.attention.masks.tiles import (
     DEAD,
     FULL,
@@ -385,7 +385,7 @@ class BlockMask:
 
     @classmethod
     def _make(cls, pattern: str, plane: Plane, data: list[Tensor] | Device, *numbers: int) -> BlockMask:
-        """The mask `PATTERNS[pattern](plane, data, *numbers)`; a pattern without tensors is given a device alone."""
+        """The mask `pattern(plane, data, *numbers)` of `patterns.py`; a pattern without tensors gets a device alone."""
         if not isinstance(data, list):
             data = [torch.empty(0, dtype=torch.int32, device=data)]
         if data[0].is_meta:
@@ -421,7 +421,7 @@ class BlockMask:
         if attended != num_masks * (visible * (visible + 1) // 2 + (queries - visible) * keys):
             return None
         plane = Plane((1, 1), self.seq_lengths, self.block_size)
-        causal = band(plane, [torch.empty(0, device=self.device)], 0, queries + keys, 0)
+        causal = patterns.band(plane, [torch.empty(0, device=self.device)], 0, queries + keys, 0)
         common = combine(self._tile_map(), causal, self.block_size, either=False)
         return "causal" if count_attended(common, self.block_size) == attended else None
 
@@ -590,7 +590,7 @@ def make_lists(
 ) -> list[Tensor]:  # fmt: skip
     """`TileLists`, as an operator returns them."""
     plane = Plane((leading[0], leading[1]), (lengths[0], lengths[1]), (block_size[0], block_size[1]))
-    tiles, token_bits = PATTERNS[pattern](plane, data, *numbers)
+    tiles, token_bits = getattr(patterns, pattern)(plane, data, *numbers)
     if not len(token_bits):
         token_bits = token_bits.new_zeros(1, *token_bits.shape[1:])
     lists = []

@@ -1,4 +1,4 @@
-"""The masks themselves, each a function (plane, data, numbers...) -> TileMap that `BlockMask` finds by its name.
+"""The masks themselves, each a function (plane, data, numbers...) -> TileMap that `make_lists` finds by its name.
 
 None of them makes a (queries, keys) tensor but where the caller hands one in: bands (causal, sliding window) are
 classified by arithmetic on tile corners, others by looking at the tokens of those tiles alone that corners cannot
@@ -177,15 +177,6 @@ def top_keys(plane: Plane, data: Sequence[Tensor], num_keys: int, is_causal: int
 def combined(plane: Plane, data: Sequence[Tensor], either: int) -> TileMap:
     """data: tiles and token bits of one mask, and of another; pairs that both attend, or `either` of them."""
     return combine(TileMap(*data[:2]), TileMap(*data[2:]), plane.block_size, either=bool(either))
-
-
-PATTERNS = {
-    pattern.__name__: pattern
-    for pattern in (
-        dense, blocks, band, prefix, documents, dilated, neighbourhood, random_blocks, random_tokens, top_blocks,
-        top_keys, combined,
-    )
-}  # fmt: skip
 
 
 def _by_ids(plane: Plane, ids: Int[Tensor, "batch 1 tokens"], is_causal: int) -> tuple[Tensor, Tensor]:
