@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from cs336_systems.attention.backends import AttentionLayout, available_here, select_backend
 from cs336_systems.attention.compiled import compiled_reference
-from cs336_systems.attention.masks import BlockMask
+from cs336_systems.attention.masks.block_mask import BlockMask, check_block_mask, from_attn_mask
 from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiled import tiled_attention
@@ -28,9 +28,7 @@ from cs336_systems.attention.tiles import AttentionConfig
 from cs336_systems.attention.validation import (
     are_plain,
     check_attention_inputs,
-    check_block_mask,
     check_flags,
-    from_attn_mask,
     has_hooks,
     refuse_forward_mode,
     resolve_scale,

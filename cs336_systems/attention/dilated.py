@@ -28,8 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.api import flash_attention
-from cs336_systems.attention.masks.checks import check_count
-from cs336_systems.attention.validation import check_attention_inputs, check_flags
+from cs336_systems.attention.validation import check_attention_inputs, check_count, check_flags
 
 Phases = Literal["all", "by_head"]
 

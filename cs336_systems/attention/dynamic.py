@@ -20,8 +20,7 @@ from cs336_systems.attention.api import flash_attention
 from cs336_systems.attention.backends import available_here
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK
-from cs336_systems.attention.masks.checks import check_count, check_tensor
-from cs336_systems.attention.validation import check_attention_inputs, check_flags
+from cs336_systems.attention.validation import check_attention_inputs, check_count, check_flags, check_tensor
 from cs336_systems.device import interpreter_is_on
 
 Positions = Int[Tensor, "batch heads chosen"]  # of keys

@@ -12,7 +12,6 @@ from numbers import Real
 from typing import Any
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 from torch._C._functorch import (
     get_unwrapped,
@@ -24,16 +23,64 @@ from torch._C._functorch import (
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from cs336_systems.attention.masks import BlockMask
-from cs336_systems.attention.masks.checks import (
-    brief,
-    check_count,
-    check_flag,
-    check_tensor,
-    has_values,
-    kind_of,
-)
 from cs336_systems.measure.stages import stage
+
+FLOATING_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # torch computes with no others
+MOST = 2**31 - 1  # tokens, batch entries or heads: kernels number them in 32 bits
+
+
+# One argument
+
+
+def check_tensor(
+    name: str, tensor: Tensor, shapes: dict[int, str] | None = None, dtypes: tuple[torch.dtype, ...] = FLOATING_DTYPES
+) -> Tensor:
+    """`tensor` if it is dense, of one of `dtypes` and one of `shapes` (dimensions: how to write them)."""
+    if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} must be a tensor of {wanted}, got {kind_of(tensor)}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind_found = "a nested one" if tensor.is_nested else tensor.layout
+        raise TypeError(f"{name} must be a dense strided tensor, got {kind_found}")
+    if shapes is not None and tensor.ndim not in shapes:
+        raise ValueError(f"{name} must have shape {' or '.join(shapes.values())}, got {tuple(tensor.shape)}")
+    return tensor
+
+
+def check_count(name: str, value: int, least: int = 0, most: int | None = MOST) -> int:
+    """`value` if it is an int from `least` to `most`; of what may be more than there are, `most` is None."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < least:
+        raise ValueError(f"{name} must be an int from {least} on, got {brief(value)}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {brief(value)}")
+    return value
+
+
+def check_flag(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+    return value
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether the host can look at `tensor` for nothing: it is on the CPU, real, and nobody traces."""
+    if not tensor.is_cpu or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return type(tensor) is Tensor and not torch._C._len_torch_dispatch_stack()
+
+
+def brief(value: object) -> str:
+    """`value` for a message; of a very large integer how large it is."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
+
+
+def kind_of(value: object) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+# Those of a call
 
 
 def check_flags(**flags: bool) -> None:
@@ -73,52 +120,6 @@ def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool 
     if v.shape != k.shape:
         hint = "; a value head dim other than the key's is not supported" if v.shape[:-1] == k.shape[:-1] else ""
         raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}{hint}")
-
-
-def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor, *, is_causal: bool) -> None:
-    """Raise TypeError or ValueError unless `block_mask` is one for q and k, (..., heads, seq, head_dim) each."""
-    if not isinstance(block_mask, BlockMask):
-        kind = type(block_mask).__name__
-        raise TypeError(f"block_mask must be a BlockMask or None, got {kind}; BlockMask.from_dense takes a bool tensor")
-    if is_causal:
-        raise ValueError(
-            "is_causal must be False with a mask, got True: put it into the mask, as in attn_mask.tril() or "
-            "block_mask & BlockMask.causal(seqlen_q, seqlen_k, block_size=block_mask.block_size)"
-        )
-    if block_mask.device != q.device:
-        raise ValueError(f"block_mask must be on q's device {q.device}, got {block_mask.device}")
-    if block_mask.seq_lengths != (q.shape[-2], k.shape[-2]):
-        raise ValueError(
-            f"block_mask must be made for {q.shape[-2]} queries and {k.shape[-2]} keys, "
-            "got one for {} and {}".format(*block_mask.seq_lengths)
-        )
-    for name, size, expected in zip(("batch", "heads"), block_mask.shape, (math.prod(q.shape[:-3]), q.shape[-3])):
-        if size not in (1, expected):
-            raise ValueError(f"block_mask must have {name} 1 or q's {expected}, got {size}")
-
-
-def from_attn_mask(attn_mask: Bool[Tensor, "... queries keys"], q: Tensor, k: Tensor) -> BlockMask:
-    """The tiles of `attn_mask`, True where attended, which broadcasts to (..., heads, queries, keys) of q and k.
-
-    Its leading dimensions are all 1 or all q's. TypeError for an additive mask of floats; ValueError for other shapes.
-    """
-    if not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool:
-        raise TypeError(
-            f"attn_mask must be a bool tensor, True where attended, got {kind_of(attn_mask)}; "
-            "additive masks are not supported"
-        )
-    wanted = (*q.shape[:-1], k.shape[-2])
-    shape = (1,) * (len(wanted) - attn_mask.ndim) + tuple(attn_mask.shape)
-    leading, heads = shape[:-3], shape[-3] if len(shape) > 2 else 1
-    fits = attn_mask.ndim >= 2 and len(shape) == len(wanted)
-    fits = fits and all(size in (1, most) for size, most in zip(shape, wanted))
-    if not fits or leading not in ((1,) * len(leading), wanted[:-3]):
-        raise ValueError(
-            f"attn_mask must broadcast to (..., heads, queries, keys) = {wanted}, "
-            f"its batch dimensions all 1 or all q's, got {tuple(attn_mask.shape)}"
-        )
-    mask = attn_mask.expand(*attn_mask.shape[:-2], *wanted[-2:])
-    return BlockMask.from_dense(mask.reshape(math.prod(leading), heads, *wanted[-2:]))
 
 
 def check_documents(

@@ -28,7 +28,7 @@ def show_mask(pattern: str, *, seqlen: int | None, block_size: int | None, heads
     ValueError for a pattern that is none, and for more tiles or pairs of tokens than are looked at one by one.
     """
     from cs336_systems.attention.masks import parse_mask
-    from cs336_systems.attention.masks.checks import check_block_size
+    from cs336_systems.attention.masks.tiles import check_block_size
 
     seqlen = DEFAULT_SEQLEN if seqlen is None else seqlen
     size = check_block_size(DEFAULT_BLOCK if block_size is None else block_size)

@@ -34,19 +34,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cs336_systems.attention.masks import patterns
-from cs336_systems.attention.masks.checks import (
-    FLOATING_DTYPES,
-    Device,
-    check_block_size,
-    check_count,
-    check_document_lengths,
-    check_draw,
-    check_flag,
-    check_lengths,
-    check_seqlens,
-    check_tensor,
-    has_values,
-)
 from cs336_systems.attention.masks.tiles import (
     DEAD,
     FULL,
@@ -54,14 +41,24 @@ from cs336_systems.attention.masks.tiles import (
     Plane,
     TileLists,
     TileMap,
+    check_block_size,
     combine,
     count_attended,
     num_blocks,
     unpack_tokens,
     words_per_row,
 )
+from cs336_systems.attention.validation import (
+    FLOATING_DTYPES,
+    check_count,
+    check_flag,
+    check_tensor,
+    has_values,
+    kind_of,
+)
 from cs336_systems.measure.stages import stage
 
+Device = torch.device | str
 DenseForm = Literal["full", "causal"]
 DEFAULT_BLOCK = 128
 # A list costs an indirect load for each tile, so a mask that skips little is slower than dense attention. On an H100
@@ -652,3 +649,91 @@ def _four_dimensions(
 def _plane(leading: Sequence[int], lengths: Sequence[int], block_size: int | BlockSize) -> Plane:
     """The plane of `lengths`, queries and keys, of each of batch · heads masks, which `leading` says."""
     return Plane((leading[0], leading[1]), (lengths[0], lengths[1]), check_block_size(block_size))
+
+
+# What constructors and attention calls are given
+
+
+def check_seqlens(seqlen_q: int, seqlen_k: int | None) -> tuple[int, int]:
+    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+    return check_count("seqlen_q", seqlen_q), check_count("seqlen_k", seqlen_k)
+
+
+def check_lengths(tiles: Tensor, block_size: BlockSize, seq_lengths: tuple[int, int] | None) -> tuple[int, int]:
+    """`seq_lengths`, or those of whole tiles; they must be cut into as many tiles as `tiles` has."""
+    shape = tuple(tiles.shape[-2:])
+    if seq_lengths is None:
+        return shape[0] * block_size[0], shape[1] * block_size[1]
+    if not isinstance(seq_lengths, tuple) or len(seq_lengths) != 2:
+        raise TypeError(f"seq_lengths must be a tuple of queries and keys, got {seq_lengths!r}")
+    lengths = check_count("seq_lengths", seq_lengths[0]), check_count("seq_lengths", seq_lengths[1])
+    wanted = tuple(map(num_blocks, lengths, block_size))
+    if wanted != shape:
+        raise ValueError(f"seq_lengths {lengths} are {wanted} tiles of {block_size}, got {shape} tiles")
+    return lengths
+
+
+def check_document_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
+    """The lengths as a list of ints."""
+    if isinstance(lengths, Tensor):
+        lengths = check_tensor("lengths", lengths, {1: "(documents,)"}, (torch.int32, torch.int64)).tolist()
+    if not isinstance(lengths, Sequence) or isinstance(lengths, str):
+        raise TypeError(f"lengths must be a sequence of ints, got {kind_of(lengths)}")
+    found = [check_count("lengths", length) for length in lengths]
+    check_count("the sum of lengths", sum(found))
+    return found
+
+
+def check_draw(density: float, seed: int, batch: int, heads: int) -> None:
+    """What a random mask is drawn with."""
+    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 <= density <= 1:
+        raise ValueError(f"density must be between 0 and 1, got {density!r}")
+    check_count("seed", seed, -(2**63), 2**63 - 1)
+    check_count("batch", batch, 1)
+    check_count("heads", heads, 1)
+
+
+def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor, *, is_causal: bool) -> None:
+    """Raise TypeError or ValueError unless `block_mask` is one for q and k, (..., heads, seq, head_dim) each."""
+    if not isinstance(block_mask, BlockMask):
+        kind = type(block_mask).__name__
+        raise TypeError(f"block_mask must be a BlockMask or None, got {kind}; BlockMask.from_dense takes a bool tensor")
+    if is_causal:
+        raise ValueError(
+            "is_causal must be False with a mask, got True: put it into the mask, as in attn_mask.tril() or "
+            "block_mask & BlockMask.causal(seqlen_q, seqlen_k, block_size=block_mask.block_size)"
+        )
+    if block_mask.device != q.device:
+        raise ValueError(f"block_mask must be on q's device {q.device}, got {block_mask.device}")
+    if block_mask.seq_lengths != (q.shape[-2], k.shape[-2]):
+        raise ValueError(
+            f"block_mask must be made for {q.shape[-2]} queries and {k.shape[-2]} keys, "
+            "got one for {} and {}".format(*block_mask.seq_lengths)
+        )
+    for name, size, expected in zip(("batch", "heads"), block_mask.shape, (math.prod(q.shape[:-3]), q.shape[-3])):
+        if size not in (1, expected):
+            raise ValueError(f"block_mask must have {name} 1 or q's {expected}, got {size}")
+
+
+def from_attn_mask(attn_mask: Bool[Tensor, "... queries keys"], q: Tensor, k: Tensor) -> BlockMask:
+    """The tiles of `attn_mask`, True where attended, which broadcasts to (..., heads, queries, keys) of q and k.
+
+    Its leading dimensions are all 1 or all q's. TypeError for an additive mask of floats; ValueError for other shapes.
+    """
+    if not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool:
+        raise TypeError(
+            f"attn_mask must be a bool tensor, True where attended, got {kind_of(attn_mask)}; "
+            "additive masks are not supported"
+        )
+    wanted = (*q.shape[:-1], k.shape[-2])
+    shape = (1,) * (len(wanted) - attn_mask.ndim) + tuple(attn_mask.shape)
+    leading, heads = shape[:-3], shape[-3] if len(shape) > 2 else 1
+    fits = attn_mask.ndim >= 2 and len(shape) == len(wanted)
+    fits = fits and all(size in (1, most) for size, most in zip(shape, wanted))
+    if not fits or leading not in ((1,) * len(leading), wanted[:-3]):
+        raise ValueError(
+            f"attn_mask must broadcast to (..., heads, queries, keys) = {wanted}, "
+            f"its batch dimensions all 1 or all q's, got {tuple(attn_mask.shape)}"
+        )
+    mask = attn_mask.expand(*attn_mask.shape[:-2], *wanted[-2:])
+    return BlockMask.from_dense(mask.reshape(math.prod(leading), heads, *wanted[-2:]))

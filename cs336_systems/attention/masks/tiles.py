@@ -88,6 +88,17 @@ def num_blocks(seqlen: int, block: int) -> int:
     return -(-seqlen // block)
 
 
+def check_block_size(block_size: int | BlockSize) -> BlockSize:
+    """(query_block, key_block), powers of two from MIN_BLOCK to MAX_BLOCK; one int is both."""
+    sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
+    if len(sizes) != 2 or not whole or any(not MIN_BLOCK <= n <= MAX_BLOCK or n & (n - 1) for n in sizes):
+        raise ValueError(
+            f"block_size must be a power of two from {MIN_BLOCK} to {MAX_BLOCK}, or two of them, got {block_size!r}"
+        )
+    return sizes[0], sizes[1]
+
+
 def words_per_row(key_block: int) -> int:
     """Words of 32 bits that hold a tile's row of `key_block` keys."""
     return -(-key_block // BITS)
