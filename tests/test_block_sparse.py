@@ -305,18 +305,6 @@ def test_a_nan_gradient_of_a_row_without_keys_goes_nowhere(result, backend, devi
         assert expected.isfinite().all() and torch.equal(ours, expected), f"gradient of {name}"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
-def test_empty_inputs(empty, backend):
-    batch, seqlen_q, seqlen_k = (0 if empty == name else 5 for name in ("batch", "queries", "keys"))
-    q, k, v, grad_output = inputs(batch, 2, 2, seqlen_q, seqlen_k, 16, torch.float32, "cpu")
-    mask = BlockMask.from_dense(torch.ones(seqlen_q, seqlen_k, dtype=torch.bool), BLOCK)
-    results = run(q, k, v, grad_output, backend=backend, block_mask=mask)
-    assert results["output"].shape == q.shape and not results["output"].any()
-    assert (results["lse"] == -math.inf).all()
-    assert not any(results[f"grad_{name}"].any() for name in "qkv")
-
-
 def check(mask: BlockMask, expected: Tensor) -> None:
     """`mask` attends exactly `expected`, both directions of its lists say so, and its own counts are true."""
     dense = mask.to_dense()
@@ -410,36 +398,3 @@ def test_longer_sequences(kind, block, head_dim, dtype):
         mask = BlockMask.from_dense(dense.cuda(), block)
     tensors = inputs(1, 4, 2, *mask.seq_lengths, head_dim, DTYPES[dtype], "cuda")
     assert worst_error(*tensors, mask, backend="triton", enable_gqa=True) <= 1
-
-
-# Refusals
-
-CAUSAL = BlockMask.causal(8, 9, block_size=BLOCK)
-REFUSALS = {
-    "bool-tensor": ({"block_mask": torch.ones(8, 9)}, TypeError, r"block_mask must be a BlockMask or None, got Tensor"),
-    "causal-twice": ({"is_causal": True}, ValueError, r"is_causal must be False with a mask, got True"),
-    "device": ({"block_mask": CAUSAL.to("meta")}, ValueError, r"block_mask must be on q's device cpu, got meta"),
-    "lengths": (
-        {"block_mask": BlockMask.causal(9, 9, block_size=BLOCK)}, ValueError,
-        r"block_mask must be made for 8 queries and 9 keys, got one for 9 and 9",
-    ),
-    "batch": (
-        {"block_mask": BlockMask.from_dense(torch.ones(3, 1, 8, 9, dtype=torch.bool), BLOCK)}, ValueError,
-        r"block_mask must have batch 1 or q's 2, got 3",
-    ),
-    "heads": (
-        {"block_mask": BlockMask.from_dense(torch.ones(2, 2, 8, 9, dtype=torch.bool), BLOCK)}, ValueError,
-        r"block_mask must have heads 1 or q's 4, got 2",
-    ),
-    "small-tiles": (
-        {"block_mask": BlockMask.causal(8, 9, block_size=32), "backend": "triton"}, ValueError,
-        r"triton walks lists of tiles of at least \(64, 64\), and the mask's are \(32, 32\)",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("options, error, message", REFUSALS.values(), ids=REFUSALS.keys())
-def test_wrong_masks_are_named(options, error, message):
-    q, k, v, _ = inputs(2, 4, 4, 8, 9, 16, torch.float32, "cpu")
-    with pytest.raises(error, match=message):
-        flash_attention(q, k, v, **{"block_mask": CAUSAL, **options})

@@ -11,6 +11,7 @@ from cs336_systems.attention import flash_attention, flash_attention_varlen
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import shared_keys_attention
 from cs336_systems.attention.masks import BlockMask, neighbourhood_mask, parse_mask
+from cs336_systems.attention.masks.block_mask import from_attn_mask
 from cs336_systems.grids import hilbert_order, neighbourhood_block_density, row_major_order
 
 
@@ -144,24 +145,14 @@ def test_a_bool_attn_mask_is_sdpas(shape, backend):
     assert ((lse == -torch.inf) == ~rows).all()
 
 
-ONES = torch.ones(8, 8, dtype=torch.bool)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"attn_mask": torch.zeros(8, 8)}, TypeError, "attn_mask must be a bool tensor.*additive masks are not supp"),
-        ({"attn_mask": ONES[:, :7]}, ValueError, r"must broadcast to .* = \(2, 2, 3, 8, 8\), .*got \(8, 7\)"),
-        ({"attn_mask": ONES[0]}, ValueError, "attn_mask must broadcast"),
-        ({"attn_mask": ONES.expand(2, 1, 1, 8, 8)}, ValueError, "its batch dimensions all 1 or all q's, got"),
-        ({"attn_mask": ONES, "block_mask": BlockMask.causal(8)}, ValueError, "attn_mask must be None with a block_"),
-        ({"attn_mask": ONES, "is_causal": True}, ValueError, r"put it into the mask, as in attn_mask.tril\(\)"),
-    ],
-)
-def test_other_attn_masks_are_refused(options, error, message):
-    q = randn(2, 2, 3, 8, 16)
-    with pytest.raises(error, match=message):
-        flash_attention(q, q, q, **options)
+def test_an_attn_mask_may_share_some_of_the_leading_dimensions():
+    q, mask = randn(2, 3, 2, 20, 16), randn(2, 1, 1, 20, 20) > 0
+    mask[..., 0] = True
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    torch.testing.assert_close(flash_attention(q, q, q, attn_mask=mask), theirs)
+    shared = from_attn_mask(mask[0], q, q)
+    assert shared.shape == (1, 1, 20, 20) and from_attn_mask(mask[:, :, 0], q[:, 0], q[:, 0]).shape == (2, 1, 20, 20)
+    assert from_attn_mask(mask[:0], q[:0], q[:0]).shape == (0, 1, 20, 20)
 
 
 # Neighbourhoods

@@ -250,13 +250,15 @@ def test_leading_dimensions(backend):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("empty", ["batch", "heads", "query heads", "queries", "keys"])
-def test_empty_inputs(empty, backend, device):
+def test_empty_inputs(empty, masked, backend, device):
     """A shape without heads was refused with the sentence that it must have it."""
     batch, seqlen_q, seqlen_k = (0 if empty == name else 5 for name in ("batch", "queries", "keys"))
     heads, kv_heads = {"heads": (0, 0), "query heads": (0, 3)}.get(empty, (2, 2))
     q, k, v, grad_output = inputs(batch, heads, kv_heads, seqlen_q, seqlen_k, 16, torch.float32, device)
-    results = run(q, k, v, grad_output, backend=backend, enable_gqa=True)
+    mask = BlockMask.causal(seqlen_q, seqlen_k, device=device) if masked else None
+    results = run(q, k, v, grad_output, backend=backend, enable_gqa=True, block_mask=mask)
     for name, like in (("output", q), ("grad_q", q), ("grad_k", k), ("grad_v", v)):
         assert results[name].shape == like.shape
         assert not results[name].any(), f"{name} must be zero"
@@ -465,6 +467,8 @@ def good() -> dict[str, Tensor]:
     return dict(zip("qkv", inputs(2, 4, 4, 8, 9, 16, torch.float32, "cpu")[:3]))
 
 
+MASK = BlockMask.causal(8, 9, block_size=64)
+BOOLS = torch.ones(8, 9, dtype=torch.bool)
 REFUSALS = {
     "not-a-tensor": ({"k": [1.0]}, {}, TypeError, r"k must be a tensor of float64 or .*, got list"),
     "integers": ({"q": torch.ones(2, 4, 8, 16).long()}, {}, TypeError, r"q must be a tensor of .*, got torch"),
@@ -488,6 +492,38 @@ REFUSALS = {
     "meta": (
         {name: torch.ones(2, 4, 8, 16, device="meta") for name in "qkv"}, {}, ValueError,
         r"q must be on a cpu or cuda device, got meta",
+    ),
+    "mask-type": ({}, {"block_mask": BOOLS}, TypeError, r"block_mask must be a BlockMask or None, got Tensor"),
+    "mask-causal": (
+        {}, {"block_mask": MASK, "is_causal": True}, ValueError,
+        r"is_causal must be False with a mask, got True: put it into the mask, as in attn_mask.tril\(\)",
+    ),
+    "mask-device": ({}, {"block_mask": MASK.to("meta")}, ValueError, "block_mask must be on q's device cpu, got meta"),
+    "mask-lengths": (
+        {}, {"block_mask": BlockMask.causal(9)}, ValueError,
+        "block_mask must be made for 8 queries and 9 keys, got one for 9 and 9",
+    ),
+    "mask-batch": (
+        {}, {"block_mask": BlockMask.from_dense(BOOLS.expand(3, 1, -1, -1))}, ValueError,
+        "block_mask must have batch 1 or q's 2, got 3",
+    ),
+    "mask-heads": (
+        {}, {"block_mask": BlockMask.from_dense(BOOLS.expand(2, 2, -1, -1))}, ValueError,
+        "block_mask must have heads 1 or q's 4, got 2",
+    ),
+    "mask-small-tiles": (
+        {}, {"block_mask": BlockMask.causal(8, 9, block_size=32), "backend": "triton"}, ValueError,
+        r"triton walks lists of tiles of at least \(64, 64\), and the mask's are \(32, 32\)",
+    ),
+    "attn-mask-floats": (
+        {}, {"attn_mask": BOOLS.float()}, TypeError, "attn_mask must be a bool tensor.*additive masks are not supp",
+    ),
+    "attn-mask-keys": (
+        {}, {"attn_mask": BOOLS[:, :7]}, ValueError, r"must broadcast to .* = \(2, 4, 8, 9\), .*got \(8, 7\)",
+    ),
+    "attn-mask-rank": ({}, {"attn_mask": BOOLS.expand(2, 2, 4, 8, 9)}, ValueError, "attn_mask must broadcast"),
+    "attn-mask-twice": (
+        {}, {"attn_mask": BOOLS, "block_mask": MASK}, ValueError, "attn_mask must be None with a block_mask, got both",
     ),
     "config-type": ({}, {"backend": "triton", "config": "x"}, TypeError, r"config must be an AttentionConfig or None"),
     "config-for-tiled": ({}, {"backend": "tiled", "config": True}, ValueError, r"config chooses the tiles of backend"),

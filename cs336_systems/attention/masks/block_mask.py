@@ -718,7 +718,8 @@ def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor, *, is_causal: 
 def from_attn_mask(attn_mask: Bool[Tensor, "... queries keys"], q: Tensor, k: Tensor) -> BlockMask:
     """The tiles of `attn_mask`, True where attended, which broadcasts to (..., heads, queries, keys) of q and k.
 
-    Its leading dimensions are all 1 or all q's. TypeError for an additive mask of floats; ValueError for other shapes.
+    What batch entries or heads share is looked at once. TypeError for an additive mask of floats; ValueError for other
+    shapes.
     """
     if not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool:
         raise TypeError(
@@ -726,14 +727,14 @@ def from_attn_mask(attn_mask: Bool[Tensor, "... queries keys"], q: Tensor, k: Te
             "additive masks are not supported"
         )
     wanted = (*q.shape[:-1], k.shape[-2])
-    shape = (1,) * (len(wanted) - attn_mask.ndim) + tuple(attn_mask.shape)
-    leading, heads = shape[:-3], shape[-3] if len(shape) > 2 else 1
-    fits = attn_mask.ndim >= 2 and len(shape) == len(wanted)
-    fits = fits and all(size in (1, most) for size, most in zip(shape, wanted))
-    if not fits or leading not in ((1,) * len(leading), wanted[:-3]):
+    try:
+        mask = attn_mask.expand(wanted)
+    except RuntimeError:
         raise ValueError(
-            f"attn_mask must broadcast to (..., heads, queries, keys) = {wanted}, "
-            f"its batch dimensions all 1 or all q's, got {tuple(attn_mask.shape)}"
-        )
-    mask = attn_mask.expand(*attn_mask.shape[:-2], *wanted[-2:])
-    return BlockMask.from_dense(mask.reshape(math.prod(leading), heads, *wanted[-2:]))
+            f"attn_mask must broadcast to (..., heads, queries, keys) = {wanted}, got {tuple(attn_mask.shape)}"
+        ) from None
+    if mask.stride(-3) == 0:
+        mask = mask[..., :1, :, :]
+    if not any(mask.stride()[:-3]):
+        mask = mask[(slice(1),) * (mask.ndim - 3)]
+    return BlockMask.from_dense(mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:]))
