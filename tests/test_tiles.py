@@ -227,9 +227,9 @@ def test_names_spell_the_configuration():
 
 @pytest.mark.parametrize(("name", "message"), [
     ("sm90_forward_64x64_w8_s3_tf32x3_tma", "config must be named like"),
-    ("sm90_forward_96x64_w8_s3", "query_tile must be a power of two from 16 on, got 96"),
-    ("sm90_dq_64x64_w1024_s1", "num_warps must be at most 32, got 1024"),
-    ("sm90_dq_64x64_w4_s0", "num_stages must be a positive int, got 0"),
+    ("sm90_forward_96x64_w8_s3", "query_tile must be one of 16, 32, .*, 4096, got 96"),
+    ("sm90_dq_64x64_w1024_s1", "num_warps must be one of 1, 2, 4, 8, 16, 32, got 1024"),
+    ("sm90_dq_64x64_w4_s0", "num_stages must be one of 1, 2, .*, 8, got 0"),
     ("sm90_forward_64x64_w8_s3_tf32", "precision must be one of ieee, tf32x3"),
 ])  # fmt: skip
 def test_names_of_no_configuration_are_refused(name, message):

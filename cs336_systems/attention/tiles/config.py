@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 KERNELS = ("forward", "dkdv", "dq")
-MIN_TILE = 16  # rows: fewer no tensor core multiplies
+TILE_ROWS = tuple(2**power for power in range(4, 13))  # fewer no tensor core multiplies
 MIN_HEAD_TILE = 64
-MAX_WARPS = 32  # of a program: 1,024 threads
-MAX_STAGES = 32  # far more than shared memory has room for
+NUM_WARPS = (1, 2, 4, 8, 16, 32)  # of a program: at most 1,024 threads
+NUM_STAGES = tuple(range(1, 9))  # more than shared memory has room for
 MAX_HEAD_DIM = 256
 TMA_ALIGNMENT_BYTES = 16  # where rows that Hopper's copy engine reads may begin
 # Rows that programs running at one time should share: about half of the L2 cache of an H200 or a B200 (50 to 126 MB);
@@ -49,19 +49,13 @@ class KernelConfig:
     precision: str = "ieee"  # of float32 dots: ieee on the FMA units, tf32x3 as three products on the tensor cores
 
     def __post_init__(self) -> None:
-        if self.kernel not in KERNELS:
-            raise ValueError(f"KernelConfig.kernel must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
-        for field, least in (("query_tile", MIN_TILE), ("key_tile", MIN_TILE), ("num_warps", 1)):
+        for field, choices in (
+            ("kernel", KERNELS), ("query_tile", TILE_ROWS), ("key_tile", TILE_ROWS), ("num_warps", NUM_WARPS),
+            ("num_stages", NUM_STAGES), ("precision", PRECISIONS),
+        ):  # fmt: skip
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least or value & (value - 1):
-                raise ValueError(f"KernelConfig.{field} must be a power of two from {least} on, got {value!r}")
-        if isinstance(self.num_stages, bool) or not isinstance(self.num_stages, int) or self.num_stages < 1:
-            raise ValueError(f"KernelConfig.num_stages must be a positive int, got {self.num_stages!r}")
-        for field, most in (("num_warps", MAX_WARPS), ("num_stages", MAX_STAGES)):
-            if getattr(self, field) > most:
-                raise ValueError(f"KernelConfig.{field} must be at most {most}, got {getattr(self, field)}")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"KernelConfig.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+            if isinstance(value, bool) or not isinstance(value, type(choices[0])) or value not in choices:
+                raise ValueError(f"KernelConfig.{field} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
     @property
     def name(self) -> str:
