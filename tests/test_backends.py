@@ -55,7 +55,7 @@ def test_the_inputs_own_gpu_is_asked(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(backends, "get_device_info", lambda kind: gpu(capability=capabilities[current[0]]))
-    asked = backends.available_here.__wrapped__
+    asked = backends._asked_once.__wrapped__
     found = [asked(torch.device("cuda", index), False)["hopper"] for index in (0, 1)]
     assert "compute capability 9.0" in found[0] and "compute capability 9.0" not in found[1]
 

@@ -272,13 +272,5 @@ def explain_backend(
         is_causal=is_causal,
         block_size=block_size,
         longest=longest,
-        available=_available(q.device),
+        available=available_here(q.device),
     )
-
-
-def _available(device: torch.device) -> dict[str, str]:
-    return available_here(device, interpreter_is_on())
-
-
-# What `torch.compiler.assume_constant_result` does, but that loads the compiler: half of the time of importing this.
-_available._dynamo_marked_constant = True  # type: ignore[attr-defined]

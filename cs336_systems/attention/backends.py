@@ -255,7 +255,7 @@ def hopper_refusal(q: Tensor) -> str | None:
     if q.device.type not in ("cpu", "cuda"):
         return f"hopper kernels run on CUDA devices, and the inputs are on {q.device.type}"
     dtype = str(q.dtype).removeprefix("torch.")
-    return _refusal("hopper", available_here(q.device, interpreter_is_on()), q.device.type, dtype, q.shape[-1])
+    return _refusal("hopper", available_here(q.device), q.device.type, dtype, q.shape[-1])
 
 
 def refuse_hopper(q: Tensor) -> None:
@@ -264,8 +264,16 @@ def refuse_hopper(q: Tensor) -> None:
         raise ValueError(f"q cannot be attended by the Hopper kernels: {why}")
 
 
-@cache
-def available_here(device: torch.device, interpreter: bool) -> dict[str, str]:
+def available_here(device: torch.device) -> dict[str, str]:
     """`available_backends` of one of this machine's devices, asked once for each state of Triton's interpreter."""
+    return _asked_once(device, interpreter_is_on())
+
+
+# What `torch.compiler.assume_constant_result` does, but that loads the compiler: half of the time of importing this.
+available_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _asked_once(device: torch.device, interpreter: bool) -> dict[str, str]:
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         return available_backends(get_device_info(device.type))

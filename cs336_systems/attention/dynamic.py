@@ -21,7 +21,6 @@ from cs336_systems.attention.backends import available_here
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK
 from cs336_systems.attention.validation import check_attention_inputs, check_count, check_flags, check_tensor
-from cs336_systems.device import interpreter_is_on
 
 Positions = Int[Tensor, "batch heads chosen"]  # of keys
 Chosen = Bool[Tensor, "batch heads chosen"]
@@ -105,7 +104,7 @@ def mask_chosen(
         seen = seen.repeat_interleave(group, dim=1)
     # Inductor has Triton, too; what it compiles must not look for it.
     has_kernels = seen.is_cuda and (
-        torch.compiler.is_compiling() or available_here(seen.device, interpreter_is_on())["triton"] == "ok"
+        torch.compiler.is_compiling() or available_here(seen.device)["triton"] == "ok"
     )
     if has_kernels and seen.numel() and positions.shape[2]:
         from cs336_systems.attention.triton.staircase import launch_staircase
