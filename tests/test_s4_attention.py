@@ -526,7 +526,13 @@ REFUSALS = {
         {}, {"attn_mask": BOOLS, "block_mask": MASK}, ValueError, "attn_mask must be None with a block_mask, got both",
     ),
     "config-type": ({}, {"backend": "triton", "config": "x"}, TypeError, r"config must be an AttentionConfig or None"),
-    "config-for-tiled": ({}, {"backend": "tiled", "config": True}, ValueError, r"config chooses the tiles of backend"),
+    **{
+        f"config-for-{name}": (
+            {}, {"backend": name, "config": True}, ValueError,
+            f"config chooses the tiles of backend 'triton', got backend '{name}'",
+        )
+        for name in ("tiled", "hopper")
+    },
 }  # fmt: skip
 
 
