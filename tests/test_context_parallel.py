@@ -129,6 +129,16 @@ def test_gradients_are_not_differentiated_in_silence(rank: int, num_ranks: int) 
 
 
 @THREE_RANKS.check
+def test_ranks_with_other_shapes_are_told_so_in_their_first_call(rank: int, num_ranks: int) -> None:
+    """gloo ended their processes, without an exception."""
+    group = torch.distributed.new_group()
+    part = draw(1, 1, 4 + 2 * (rank == 1), 8)
+    message = r"rank 0 has 'q' of shape \(1, 1, 4, 8\), float64, rank 1 'q' of shape \(1, 1, 6, 8\)"
+    with pytest.raises(ValueError, match=message):
+        ring_attention(part, part, part, group=group)
+
+
+@THREE_RANKS.check
 def test_any_leading_dimensions(rank: int, num_ranks: int) -> None:
     """Of three-dimensional inputs the backward took rows for heads, and repeated them."""
     leaves = [draw(2, 16, 8, seed=3 * rank + seed).requires_grad_() for seed in range(3)]
