@@ -207,41 +207,39 @@ def test_what_is_frozen_or_thawed_after_wrapping_is_refused(scheme, change, alon
         optimizer.step() if optimizer else model.finish_gradient_synchronization()
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "fsdp"])
 def test_a_step_on_gradients_that_were_never_averaged_is_refused(wrapper, alone_in_a_group):
-    """The ranks of naive and flat trained apart in silence."""
-    wrapped = WRAPPERS[wrapper](nn.Linear(2, 2))
-    optimizer = torch.optim.AdamW(wrapped.parameters())
+    """The ranks of naive and flat trained apart in silence, and FSDP's replicated parameters.
+
+    A backward may be forgotten, one that warms up: a load of parameters was then taken for a step without averages.
+    """
+    wrapped: Any = WRAPPERS.get(wrapper, FSDP)(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+    state, optimizer = deepcopy(wrapped.state_dict()), torch.optim.AdamW(wrapped.parameters())
 
     def backward() -> None:
         wrapped(torch.ones(1, 2)).sum().backward()
 
     backward()
+    if wrapper in ("overlap", "bucketed, one", "bucketed, one a parameter", "bucketed, several"):  # which send it
+        wrapped.skip_step()
+    else:
+        wrapped.zero_grad()
+    wrapped.load_state_dict(state)
+    optimizer.step()  # of nothing
+    backward()
     wrapped.finish_gradient_synchronization()
     optimizer.step()
     with wrapped.no_sync():
         backward()
+        with pytest.raises(RuntimeError, match=r"must be outside of no_sync\(\)"):
+            wrapped.finish_gradient_synchronization()
+    if isinstance(wrapped, FSDP):
+        with pytest.raises(RuntimeError, match=r"gradients wait that no_sync put aside: call finish_gradient_sync"):
+            wrapped.clip_grad_norm_(1.0)
     backward()
     torch.optim.SGD(nn.Linear(2, 2).parameters()).step()  # of another model
     with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after the backward, before step"):
         optimizer.step()
-    wrapped.finish_gradient_synchronization()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_backward_may_be_forgotten_before_a_state_is_loaded(wrapper, alone_in_a_group):
-    """One that warms up; a write into parameters was taken for a step without averages."""
-    wrapped = WRAPPERS[wrapper](nn.Linear(2, 2))
-    state, optimizer = deepcopy(wrapped.state_dict()), torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    wrapped(torch.ones(1, 2)).sum().backward()
-    if wrapper in ("naive", "flat"):
-        optimizer.zero_grad()
-    else:  # which has sent them
-        wrapped.skip_step()
-    wrapped.load_state_dict(state)
-    optimizer.step()  # of nothing
-    wrapped(torch.ones(1, 2)).sum().backward()
     wrapped.finish_gradient_synchronization()
     optimizer.step()
 

@@ -166,14 +166,6 @@ def test_what_optimizers_refuse(alone_in_a_group):
         zero1.finish_gradient_synchronization()
 
 
-@TWO_RANKS.check
-def test_D8_ranks_with_other_shapes_are_refused(rank: int, num_ranks: int) -> None:
-    """D8: shapes (4,) and (5,) once trained on in silence, and left an element that no rank updated."""
-    for build in (ShardedOptimizer, Zero1Optimizer):
-        with pytest.raises(ValueError, match="rank"):
-            build([nn.Parameter(torch.zeros(4 + rank))], AdamW)
-
-
 # Prediction
 
 
