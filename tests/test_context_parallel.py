@@ -157,10 +157,12 @@ def test_a_model_of_split_contexts_has_one_processs_gradients(rank: int, num_ran
     torch.manual_seed(0)
     alone = TransformerLM.from_config(TINY).double()
     model = deepcopy(alone)
-    make_whole = split_context(model, backend="tiled")
+    make_whole = split_context(model, torch.distributed.new_group(), backend="tiled")
+    part, wanted = (zigzag_split(x, rank, num_ranks, dim=1) for x in (tokens, targets))
+    compiled = torch.compile(model, backend="eager")(part)  # the first call on the group
+    torch.testing.assert_close(compiled, model(part))
     model = OverlapDDP(model)
     cross_entropy(alone(tokens), targets).backward()
-    part, wanted = (zigzag_split(x, rank, num_ranks, dim=1) for x in (tokens, targets))
     cross_entropy(model(part), wanted).backward()
     model.finish_gradient_synchronization()
     for own, one in zip(model.parameters(), alone.parameters(), strict=True):

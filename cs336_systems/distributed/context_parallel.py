@@ -102,7 +102,7 @@ def ring_attention(
     processes.
     """
     group = as_group(group)
-    if group not in _CHECKED:  # once, since it is a message, for which the host waits
+    if not torch.compiler.is_compiling() and group not in _CHECKED:  # once: it is a message, for which the host waits
         check_same_shapes({"q": q, "k": k, "v": v}.items(), group)
         _CHECKED.add(group)
     if is_causal and (q.shape[-2] != k.shape[-2] or q.shape[-2] % 2):
