@@ -182,6 +182,15 @@ def test_a_run_resumes_to_the_losses_it_would_have_had(tmp_path, whole):
         assert not list(folder.glob(".*.partial"))
 
 
+def test_a_run_whose_losses_are_no_numbers_can_be_saved_and_resumed(tmp_path):
+    """A checkpoint has them, as JSON, which has no NaN."""
+    config = replace(SHORT, learning_rate=1e30, final_learning_rate=1e30, clip_norm=None)
+    before = train(config, RunOptions(out=tmp_path, stop_after=4, checkpoint_every=4)).losses
+    assert math.isnan(before[3])
+    after = train(config, RunOptions(out=tmp_path, resume=True))
+    assert after.first_step == 4 and str(after.losses[:4]) == str(before)
+
+
 def test_a_run_killed_while_it_claims_its_folder_leaves_no_half_of_a_config(tmp_path, monkeypatch):
     """Half of a config.json once kept the folder from being resumed and from being used anew."""
 

@@ -71,10 +71,9 @@ class RunFolder:
 
     def save(self, trainee: Trainee, losses: list[float]) -> None:
         """Write the state after the steps of `losses`."""
-        step = len(losses)
-        at = {"sequence": step * self.config.batch, "loss_scale": trainee.scaler.state_dict()}
-        at["losses"] = [*map(str, losses)]  # JSON has no NaN
-        save_checkpoint(self.out / "checkpoints", step, trainee.module, trainee.optimizer, position=at, keep=KEPT)
+        at = {"loss_scale": trainee.scaler.state_dict(), "losses": [*map(str, losses)]}  # JSON has no NaN
+        path, step = self.out / "checkpoints", len(losses)
+        save_checkpoint(path, step, trainee.module, trainee.optimizer, position=at, keep=KEPT)
 
     def write_losses(self, first_step: int, losses: list[float]) -> None:
         """Append the losses of the steps from `first_step` on to those before, which are none for the first."""
