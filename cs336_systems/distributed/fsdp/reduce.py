@@ -43,16 +43,15 @@ class GradientReducer:
         weight.accumulated = total.to(self.reduce_dtype or total.dtype)
 
     @torch.no_grad()
-    def reduce(self, weights: list[ShardedWeight]) -> None:
-        """Start reducing the gradients of `weights` into those of their shards, where they are added."""
+    def reduce(self, gradients: dict[ShardedWeight, Tensor]) -> None:
+        """Start reducing whole gradients into those of the weights' shards, where they are added."""
         self.wait()
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
         padded: list[Tensor] = []  # what is copied: where to, and from where
         sources: list[Tensor] = []
         results: list[tuple[Tensor, Tensor]] = []  # where one comes out, and where it goes
-        for weight in weights:
-            gradient = weight.take_gradient()
+        for weight, gradient in gradients.items():
             dtype = self.reduce_dtype or gradient.dtype
             is_padded = len(weight.gathered) != len(gradient)
             if is_padded or gradient.dtype != dtype or not gradient.is_contiguous():
@@ -72,13 +71,13 @@ class GradientReducer:
             if padded:
                 torch._foreach_copy_(padded, sources)
             reduce_rows_mean(outputs, inputs, self.group)
-            for weight, (own, place) in zip(weights, results):
+            for weight, (own, place) in zip(gradients, results):
                 if weight.shard.grad is not None:
                     place.add_(own)
                 elif place is not own:
                     place.copy_(own)
             self._under_way = self.lane.mark()
-        for weight, (_, place) in zip(weights, results):
+        for weight, (_, place) in zip(gradients, results):
             weight.shard.grad = place
         self._in_use = [*inputs, *outputs, *sources]
 
