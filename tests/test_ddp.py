@@ -15,13 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.distributed import FSDP, BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP, Zero1Optimizer
 from cs336_systems.distributed.ddp import DataParallel, dense_gradient
-from cs336_systems.distributed.ddp_bucketed import BucketedDDP, plan_buckets
-from cs336_systems.distributed.ddp_flat import FlatDDP
-from cs336_systems.distributed.ddp_naive import NaiveDDP
-from cs336_systems.distributed.ddp_overlap import OverlapDDP
-from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.zero1 import Zero1Optimizer
+from cs336_systems.distributed.ddp_bucketed import plan_buckets
 from cs336_systems.grading.counting import SENT, count_messages
 from tests.one_job import OneJob
 from tests.sharding_models import RaiseInBackward

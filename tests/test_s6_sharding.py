@@ -12,11 +12,7 @@ from torch.optim import LBFGS, SGD, Adafactor
 
 from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
-from cs336_systems.distributed.ddp_overlap import OverlapDDP
-from cs336_systems.distributed.fsdp.wrapper import FSDP
-from cs336_systems.distributed.loss_scale import LossScaler
-from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
-from cs336_systems.distributed.zero1 import Zero1Optimizer
+from cs336_systems.distributed import FSDP, LossScaler, OverlapDDP, ShardedOptimizer, Zero1Optimizer
 from cs336_systems.experiments import parallel_step
 from cs336_systems.experiments.harness import planned_cells
 from cs336_systems.experiments.parallel_step import check_training

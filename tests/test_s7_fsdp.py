@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.device import has_cxx_compiler
-from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
+from cs336_systems.distributed import FSDP, run_ranks, wrap_blocks
 from cs336_systems.distributed.fsdp.life import watch
 from cs336_systems.distributed.fsdp.plan import chunk_rows, own_rows, plan_units
-from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.grading.counting import LiveBytes
 from cs336_systems.model import AdamW, TransformerLM
 from tests.module_kinds import Net
