@@ -58,7 +58,7 @@ def as_group(group: Group) -> dist.ProcessGroup:
     found = dist.group.WORLD if group is None else group
     if found is None:
         raise RuntimeError("there is no process group: start the ranks with run_ranks, or by launch under torchrun")
-    if found == dist.GroupMember.NON_GROUP_MEMBER:
+    if not isinstance(found, dist.ProcessGroup):  # but torch's NON_GROUP_MEMBER
         raise ValueError(f"this process must be a member of the process group, and rank {dist.get_rank()} is none")
     return found
 
