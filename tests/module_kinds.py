@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,27 +26,6 @@ from cs336_systems.model import TransformerLM
 
 WIDTH, HIDDEN, VOCABULARY, LENGTH = 5, 7, 11, 3
 Inputs = Callable[[torch.Generator, int], tuple[Tensor, ...]]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """`build` makes a model from the current seed; `inputs(generator, samples)` are its arguments."""
-
-    build: Callable[[], nn.Module]
-    inputs: Inputs
-
-
-class Net(nn.Module):
-    """Parts by name, and a function of (module, *inputs) for a forward."""
-
-    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
-        super().__init__()
-        for name, value in parts.items():
-            setattr(self, name, value)
-        self.run = run
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        return self.run(self, *inputs, **named)
 
 
 @dataclass
@@ -75,6 +55,32 @@ def tokens(generator: torch.Generator, samples: int) -> tuple[Tensor, ...]:
     return (torch.randint(VOCABULARY, (samples, LENGTH), generator=generator),)
 
 
+@dataclass(frozen=True)
+class Kind:
+    """`build` makes a model from the current seed; `inputs(generator, samples)` are its arguments."""
+
+    build: Callable[[], nn.Module]
+    inputs: Inputs = vectors
+
+
+class Net(nn.Module):
+    """Parts by name, and a function of (module, *inputs) for a forward."""
+
+    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        for name, value in parts.items():
+            setattr(self, name, value)
+        self.run = run
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.run(self, *inputs, **named)
+
+
+def of(run: Callable[..., Any], inputs: Inputs = vectors, **parts: Callable[[], Any]) -> Kind:
+    """The kind of a `Net` whose parts are made by these."""
+    return Kind(lambda: Net(run, **{name: make() for name, make in parts.items()}), inputs)
+
+
 # Parts
 
 
@@ -94,9 +100,14 @@ def matrix(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*(shape or (WIDTH, WIDTH))) / 2)
 
 
-def residual(blocks: Any, x: Tensor) -> Tensor:
-    for block in blocks:
-        x = x + block(x)
+def several(count: int, make: Callable[[], nn.Module]) -> Callable[[], nn.ModuleList]:
+    return lambda: nn.ModuleList(make() for _ in range(count))
+
+
+def residual(model: Any, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        for inner in block if isinstance(block, nn.ModuleList) else [block]:
+            x = x + inner(x)
     return x
 
 
@@ -133,13 +144,16 @@ def transformer(num_layers: int = 2) -> nn.Module:
     )  # fmt: skip
 
 
+def attention() -> nn.Module:
+    return nn.MultiheadAttention(WIDTH, 1, batch_first=True)
+
+
 def encoder_layer() -> nn.Module:
     return nn.TransformerEncoderLayer(6, 3, 10, dropout=0.0, batch_first=True)
 
 
-def owns_and_calls() -> nn.Module:
-    """Owns a matrix, and uses it after a child has run: a unit within which another unit runs."""
-    return Net(lambda m, x: torch.tanh(m.inner(x)) @ m.weight, inner=linear(), weight=matrix())
+OWNS_AND_CALLS = of(lambda m, x: torch.tanh(m.inner(x)) @ m.weight, inner=linear, weight=matrix)
+owns_and_calls = OWNS_AND_CALLS.build  # a matrix is used after a child has run: a unit within which another runs
 
 
 def recursive(depth: int) -> nn.Module:
@@ -162,12 +176,6 @@ def filled(model: Any, x: Tensor) -> list[Tensor]:
     for block in model.blocks:
         x = block(x, losses, found)
     return [x, *losses, found["last"]]
-
-
-def alternates() -> nn.Module:
-    """Takes another of its branches in every second step, on all ranks alike; who trains it sets `step`."""
-    branches = nn.ModuleList([linear(), linear()])
-    return Net(lambda m, x: m.branches[m.step % 2](x).tanh(), branches=branches, step=0)
 
 
 def routed(model: Any, x: Tensor) -> Tensor:
@@ -215,19 +223,18 @@ def cell_loop(model: Any, x: Tensor) -> Tensor:
     return state
 
 
-def recurrent(model: Any, x: Tensor) -> Tensor:
-    return model.rnn(x)[0]
-
-
 def language_model(model: Any, t: Tensor) -> Tensor:
-    return model.head(residual(model.blocks, model.embedding(t)))
+    return model.head(residual(model, model.embedding(t)))
 
 
-def language_parts(blocks: int) -> dict[str, nn.Module]:
-    return {
-        "embedding": embedding(), "blocks": nn.ModuleList(mlp() for _ in range(blocks)),
-        "head": linear(WIDTH, VOCABULARY, bias=False),
-    }  # fmt: skip
+def tied_language_model(blocks: int) -> Kind:
+    untied = of(language_model, tokens, **language_parts(blocks))
+    return Kind(lambda: tie(untied.build(), to="head", from_="embedding"), tokens)
+
+
+def language_parts(blocks: int) -> dict[str, Callable[[], nn.Module]]:
+    head = partial(linear, WIDTH, VOCABULARY, bias=False)
+    return {"embedding": embedding, "blocks": several(blocks, mlp), "head": head}
 
 
 def in_place_scaling(model: Any, x: Tensor) -> Tensor:
@@ -249,30 +256,19 @@ def _through(block: nn.Module, x: Tensor) -> Tensor:
 
 KINDS: dict[str, Kind] = {
     # layers
-    "linear without bias": Kind(lambda: linear(bias=False), vectors),
-    "one output": Kind(lambda: nn.Sequential(linear(WIDTH, 1), nn.Tanh(), linear(1, 1)), vectors),
-    "mlp": Kind(mlp, vectors),
+    "linear without bias": Kind(lambda: linear(bias=False)),
+    "one output": Kind(lambda: nn.Sequential(linear(WIDTH, 1), nn.Tanh(), linear(1, 1))),
+    "mlp": Kind(mlp),
     "conv2d": Kind(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), linear(27, 3)), images),
     "layer norm": Kind(lambda: nn.Sequential(nn.LayerNorm(WIDTH), linear(), nn.LayerNorm(WIDTH)), sequences),
-    "batch norm": Kind(lambda: nn.Sequential(linear(), FrozenStatistics(WIDTH), linear()), vectors),
-    "padding index": Kind(
-        lambda: Net(lambda m, t: m.head(m.table(t)), table=embedding(padding_idx=2), head=linear()), tokens
-    ),
+    "batch norm": Kind(lambda: nn.Sequential(linear(), FrozenStatistics(WIDTH), linear())),
+    "padding index": Kind(lambda: nn.Sequential(embedding(padding_idx=2), linear()), tokens),
     "max norm": Kind(lambda: nn.Sequential(embedding(max_norm=0.5), linear()), tokens),
     "sparse embedding": Kind(lambda: nn.Sequential(embedding(sparse=True), linear()), tokens),
-    "lstm": Kind(lambda: Net(recurrent, rnn=nn.LSTM(WIDTH, 4, batch_first=True)), sequences),
-    "gru cell": Kind(lambda: Net(cell_loop, cell=nn.GRUCell(WIDTH, WIDTH)), sequences),
-    "multihead attention": Kind(
-        lambda: Net(lambda m, x: m.attention(x, x, x)[0], attention=nn.MultiheadAttention(WIDTH, 1, batch_first=True)),
-        sequences,
-    ),
-    "attention in a list": Kind(
-        lambda: Net(
-            lambda m, x: m.blocks[0](x, x, x)[0],
-            blocks=nn.ModuleList([nn.MultiheadAttention(WIDTH, 1, batch_first=True)]),
-        ),
-        sequences,
-    ),
+    "lstm": of(lambda m, x: m.rnn(x)[0], sequences, rnn=lambda: nn.LSTM(WIDTH, 4, batch_first=True)),
+    "gru cell": of(cell_loop, sequences, cell=lambda: nn.GRUCell(WIDTH, WIDTH)),
+    "multihead attention": of(lambda m, x: m.attention(x, x, x)[0], sequences, attention=attention),
+    "attention in a list": of(lambda m, x: m.blocks[0](x, x, x)[0], sequences, blocks=several(1, attention)),
     "encoder": Kind(
         lambda: nn.Sequential(linear(WIDTH, 6), nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)),
         sequences,
@@ -280,132 +276,86 @@ KINDS: dict[str, Kind] = {
     # models
     "transformer": Kind(transformer, tokens),
     "one block": Kind(lambda: transformer(1), tokens),
-    "tied embedding and head": Kind(
-        lambda: tie(Net(language_model, **language_parts(2)), to="head", from_="embedding"), tokens
+    "tied embedding and head": tied_language_model(2),
+    "tied and deep": tied_language_model(9),
+    "head by the embedding's weight": of(
+        lambda m, t: F.linear(m.inner(m.table(t)), m.table.weight), tokens, table=embedding, inner=linear
     ),
-    "tied and deep": Kind(lambda: tie(Net(language_model, **language_parts(9)), to="head", from_="embedding"), tokens),
-    "head by the embedding's weight": Kind(
-        lambda: Net(lambda m, t: F.linear(m.inner(m.table(t)), m.table.weight), table=embedding(), inner=linear()),
-        tokens,
+    "tied autoencoder": of(
+        lambda m, x: F.linear(m.encoder(x).tanh(), m.encoder.weight.t()), encoder=partial(linear, WIDTH, HIDDEN)
     ),
-    "tied autoencoder": Kind(
-        lambda: Net(lambda m, x: F.linear(m.encoder(x).tanh(), m.encoder.weight.t()), encoder=linear(WIDTH, HIDDEN)),
-        vectors,
-    ),
-    "mixture of experts": Kind(
-        lambda: Net(mixture, gate=linear(WIDTH, 3), experts=nn.ModuleList(linear() for _ in range(3))), vectors
-    ),
+    "mixture of experts": of(mixture, gate=partial(linear, WIDTH, 3), experts=several(3, linear)),
     # how parameters are held
-    "shared layer": Kind(lambda: Net(lambda m, x: m.inner(m.inner(x).tanh()), inner=linear()), vectors),
-    "shared weight": Kind(lambda: tie(nn.Sequential(linear(), nn.Tanh(), linear()), to="2", from_="0"), vectors),
-    "shared block": Kind(
-        lambda: Net(lambda m, x: residual(m.blocks, x), blocks=nn.ModuleList([mlp(), *[mlp()] * 2])), vectors
-    ),
-    "frozen first": Kind(lambda: freeze(nn.Sequential(linear(), nn.Tanh(), linear()), "0"), vectors),
+    "shared layer": of(lambda m, x: m.inner(m.inner(x).tanh()), inner=linear),
+    "shared weight": Kind(lambda: tie(nn.Sequential(linear(), nn.Tanh(), linear()), to="2", from_="0")),
+    "shared block": of(residual, blocks=lambda: nn.ModuleList([mlp(), *[mlp()] * 2])),
+    "frozen first": Kind(lambda: freeze(nn.Sequential(linear(), nn.Tanh(), linear()), "0")),
     "only the head trained": Kind(
-        lambda: freeze(Net(language_model, **language_parts(2)), "embedding", "blocks"), tokens
+        lambda: freeze(of(language_model, **language_parts(2)).build(), "embedding", "blocks"), tokens
     ),
-    "scalar": Kind(
-        lambda: Net(lambda m, x: m.inner(x) * m.scale, inner=linear(), scale=nn.Parameter(torch.tensor(1.5))), vectors
+    "scalar": of(lambda m, x: m.inner(x) * m.scale, inner=linear, scale=lambda: nn.Parameter(torch.tensor(1.5))),
+    "empty": of(lambda m, x: m.inner(x) + m.none.sum(), inner=linear, none=partial(matrix, 0, 4)),
+    "own matrix": of(lambda m, x: x @ m.weight, weight=matrix),
+    "buffer": of(lambda m, x: m.inner(x + m.shift), inner=linear, shift=lambda: nn.Buffer(torch.ones(WIDTH))),
+    "parameter list": of(
+        lambda m, x: (x @ m.weights[0]).tanh() @ m.weights[1], weights=lambda: nn.ParameterList([matrix(), matrix()])
     ),
-    "empty": Kind(lambda: Net(lambda m, x: m.inner(x) + m.none.sum(), inner=linear(), none=matrix(0, 4)), vectors),
-    "own matrix": Kind(lambda: Net(lambda m, x: x @ m.weight, weight=matrix()), vectors),
-    "buffer": Kind(
-        lambda: Net(lambda m, x: m.inner(x + m.shift), inner=linear(), shift=nn.Buffer(torch.ones(WIDTH))), vectors
+    "parameter dict": of(lambda m, x: x @ m.weights["in"], weights=lambda: nn.ParameterDict({"in": matrix()})),
+    "module dict": of(
+        lambda m, x: m.parts["out"](m.parts["in"](x)), parts=lambda: nn.ModuleDict({"in": linear(), "out": linear()})
     ),
-    "parameter list": Kind(
-        lambda: Net(
-            lambda m, x: (x @ m.weights[0]).tanh() @ m.weights[1], weights=nn.ParameterList([matrix(), matrix()])
-        ),
-        vectors,
+    "lists of lists": of(residual, blocks=several(2, lambda: nn.ModuleList([mlp(), linear()]))),
+    "complex": of(
+        lambda m, x: torch.view_as_real(x.to(torch.complex128) @ m.weight),
+        weight=lambda: nn.Parameter(torch.randn(WIDTH, 3, dtype=torch.complex64)),
     ),
-    "parameter dict": Kind(
-        lambda: Net(lambda m, x: x @ m.weights["in"], weights=nn.ParameterDict({"in": matrix()})), vectors
+    "owns and calls": OWNS_AND_CALLS,
+    "nested units": of(residual, blocks=several(2, owns_and_calls)),
+    "recursive": Kind(lambda: recursive(2)),
+    "unused layer": of(lambda m, x: m.used(x), used=linear, unused=linear),
+    # Takes another of its branches in every second step, on all ranks alike; who trains it sets `step`.
+    "alternating branches": of(
+        lambda m, x: m.branches[m.step % 2](x).tanh(), branches=several(2, linear), step=lambda: 0
     ),
-    "module dict": Kind(
-        lambda: Net(
-            lambda m, x: m.parts["out"](m.parts["in"](x)), parts=nn.ModuleDict({"in": linear(), "out": linear()})
-        ),
-        vectors,
-    ),
-    "lists of lists": Kind(
-        lambda: Net(
-            lambda m, x: residual((block for stage in m.stages for block in stage), x),
-            stages=nn.ModuleList(nn.ModuleList([mlp(), linear()]) for _ in range(2)),
-        ),
-        vectors,
-    ),
-    "complex": Kind(
-        lambda: Net(
-            lambda m, x: torch.view_as_real(x.to(torch.complex128) @ m.weight),
-            weight=nn.Parameter(torch.randn(WIDTH, 3, dtype=torch.complex64)),
-        ),
-        vectors,
-    ),
-    "owns and calls": Kind(owns_and_calls, vectors),
-    "nested units": Kind(
-        lambda: Net(lambda m, x: residual(m.blocks, x), blocks=nn.ModuleList([owns_and_calls(), owns_and_calls()])),
-        vectors,
-    ),
-    "recursive": Kind(lambda: recursive(2), vectors),
-    "unused layer": Kind(lambda: Net(lambda m, x: m.used(x), used=linear(), unused=linear()), vectors),
-    "alternating branches": Kind(alternates, vectors),
-    "routed samples": Kind(lambda: Net(routed, inner=linear(), branch=linear()), vectors),
-    "mixed dtypes": Kind(lambda: Net(single_among_double, inner=linear(), single=matrix(WIDTH)), vectors),
+    "routed samples": of(routed, inner=linear, branch=linear),
+    "mixed dtypes": of(single_among_double, inner=linear, single=partial(matrix, WIDTH)),
     # parametrizations and hooks
-    "weight norm": Kind(lambda: nn.Sequential(parametrizations.weight_norm(linear()), nn.Tanh(), linear()), vectors),
-    "legacy weight norm": Kind(lambda: nn.Sequential(legacy_weight_norm(linear()), nn.Tanh(), linear()), vectors),
-    "gradient hook": Kind(lambda: hooked(nn.Sequential(linear(), linear())), vectors),
+    "weight norm": Kind(lambda: nn.Sequential(parametrizations.weight_norm(linear()), nn.Tanh(), linear())),
+    "legacy weight norm": Kind(lambda: nn.Sequential(legacy_weight_norm(linear()), nn.Tanh(), linear())),
+    "gradient hook": Kind(lambda: hooked(nn.Sequential(linear(), linear()))),
     # what goes in and out
-    "list and dict arguments": Kind(
-        lambda: Net(filled, blocks=nn.ModuleList(Net(fills_a_list, inner=linear()) for _ in range(2))), vectors
+    "list and dict arguments": of(filled, blocks=several(2, of(fills_a_list, inner=linear).build)),
+    "dict output": of(lambda m, x: {"a": m.a(x), "rest": [m.b(x)]}, a=linear, b=linear),
+    "dataclass output": of(
+        lambda m, x: m.block(x).logits,
+        block=of(lambda m, x: Output(hidden=x, logits=m.inner(x) @ m.weight), inner=linear, weight=matrix).build,
     ),
-    "dict output": Kind(lambda: Net(lambda m, x: {"a": m.a(x), "rest": [m.b(x)]}, a=linear(), b=linear()), vectors),
-    "dataclass output": Kind(
-        lambda: Net(
-            lambda m, x: m.block(x).logits,
-            block=Net(lambda m, x: Output(hidden=x, logits=m.inner(x) @ m.weight), inner=linear(), weight=matrix()),
-        ),
-        vectors,
+    "unused output": of(
+        lambda m, x: m.head(m.block(x)[0]), block=of(lambda m, x: (m.a(x), m.a(x)), a=linear).build, head=linear
     ),
-    "unused output": Kind(
-        lambda: Net(
-            lambda m, x: m.head(m.block(x)[0]), block=Net(lambda m, x: (m.a(x), m.a(x)), a=linear()), head=linear()
-        ),
-        vectors,
+    "view scaled in place": of(in_place_scaling, sequences, linear=linear),
+    "arguments changed in place": of(
+        lambda m, x: m.blocks[1](x=m.blocks[0](x=m.start(x) * 1)),
+        start=linear,
+        blocks=several(2, of(lambda m, x: x.add_(m.inner(x.tanh())), inner=linear).build),
     ),
-    "view scaled in place": Kind(lambda: Net(in_place_scaling, linear=linear()), sequences),
-    "arguments changed in place": Kind(
-        lambda: Net(
-            lambda m, x: m.blocks[1](x=m.blocks[0](x=m.start(x) * 1)),
-            start=linear(),
-            blocks=nn.ModuleList(Net(lambda m, x: x.add_(m.inner(x.tanh())), inner=linear()) for _ in range(2)),
-        ),
-        vectors,
+    "view of a view changed in place": of(
+        lambda m, x: _through(m.block, m.start(x) * 1),
+        start=linear,
+        block=of(lambda m, x: x[:, :].add_(m.inner(x.tanh())), inner=linear).build,
     ),
-    "view of a view changed in place": Kind(
-        lambda: Net(
-            lambda m, x: _through(m.block, m.start(x) * 1),
-            start=linear(),
-            block=Net(lambda m, x: x[:, :].add_(m.inner(x.tanh())), inner=linear()),
-        ),
-        vectors,
-    ),
-    "losses kept on blocks": Kind(
-        lambda: Net(
-            lambda m, x: m.blocks[1](m.blocks[0](x)) + m.blocks[0].loss + m.blocks[1].loss,
-            blocks=nn.ModuleList(Net(keeps_a_loss, a=linear(), b=linear()) for _ in range(2)),
-        ),
-        vectors,
+    "losses kept on blocks": of(
+        lambda m, x: m.blocks[1](m.blocks[0](x)) + m.blocks[0].loss + m.blocks[1].loss,
+        blocks=several(2, of(keeps_a_loss, a=linear, b=linear).build),
     ),
     "in-place relu": Kind(lambda: nn.Sequential(linear(), nn.ReLU(inplace=True), linear()), sequences),
     # checkpoints within
-    "checkpointed": Kind(lambda: checkpointed(False, mlp(), mlp(), mlp()), vectors),
-    "checkpointed reentrantly": Kind(lambda: checkpointed(True, mlp(), mlp(), mlp()), vectors),
-    "checkpointed nested units": Kind(lambda: checkpointed(False, owns_and_calls(), recursive(1)), vectors),
-    "reentrantly checkpointed nested units": Kind(lambda: checkpointed(True, owns_and_calls(), recursive(1)), vectors),
-    "checkpointed shared block": Kind(lambda: checkpointed(False, *[mlp()] * 2), vectors),
-    "reentrantly checkpointed shared block": Kind(lambda: checkpointed(True, *[mlp()] * 2), vectors),
+    "checkpointed": Kind(lambda: checkpointed(False, mlp(), mlp(), mlp())),
+    "checkpointed reentrantly": Kind(lambda: checkpointed(True, mlp(), mlp(), mlp())),
+    "checkpointed nested units": Kind(lambda: checkpointed(False, owns_and_calls(), recursive(1))),
+    "reentrantly checkpointed nested units": Kind(lambda: checkpointed(True, owns_and_calls(), recursive(1))),
+    "checkpointed shared block": Kind(lambda: checkpointed(False, *[mlp()] * 2)),
+    "reentrantly checkpointed shared block": Kind(lambda: checkpointed(True, *[mlp()] * 2)),
 }
 
 

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.config import ModelConfig
+from cs336_systems.distributed import FSDP, OverlapDDP, ShardedOptimizer, Zero1Optimizer
 from cs336_systems.distributed.ddp import DataParallel
-from cs336_systems.distributed.ddp_overlap import OverlapDDP
-from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
-from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.model import TransformerLM
 from tests.module_kinds import Net, tie
 

@@ -124,6 +124,13 @@ def test_D8_ranks_built_differently_are_told_the_parameter(rank: int, ranks: int
         module = nn.Sequential(nn.Linear(3, 4), *(layers if rank == 1 else [nn.Linear(4, 2)]))
         with pytest.raises(ValueError, match=message):
             check_same_shapes(module.named_parameters())
+    parameters = [nn.Parameter(torch.zeros(4 + rank))]  # (4,) and (5,) once trained on in silence
+    for build in (ShardedOptimizer, Zero1Optimizer):
+        with pytest.raises(ValueError, match=r"rank 0 has .* of shape \(4,\), float32, rank 1 .* of shape \(5,\)"):
+            build(parameters, torch.optim.SGD)
+    for wrap in (NaiveDDP, FSDP):
+        with pytest.raises(ValueError, match=r"rank 0 has 'weight' of shape \(4, 4\), float32, rank 1 'weight' of"):
+            wrap(nn.Linear(4, 4 + rank))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -129,6 +129,16 @@ def test_gradients_are_not_differentiated_in_silence(rank: int, num_ranks: int) 
 
 
 @THREE_RANKS.check
+def test_ranks_with_other_shapes_are_told_so_in_their_first_call(rank: int, num_ranks: int) -> None:
+    """gloo ended their processes, without an exception."""
+    group = torch.distributed.new_group()
+    part = draw(1, 1, 4 + 2 * (rank == 1), 8)
+    message = r"rank 0 has 'q' of shape \(1, 1, 4, 8\), float64, rank 1 'q' of shape \(1, 1, 6, 8\)"
+    with pytest.raises(ValueError, match=message):
+        ring_attention(part, part, part, group=group)
+
+
+@THREE_RANKS.check
 def test_any_leading_dimensions(rank: int, num_ranks: int) -> None:
     """Of three-dimensional inputs the backward took rows for heads, and repeated them."""
     leaves = [draw(2, 16, 8, seed=3 * rank + seed).requires_grad_() for seed in range(3)]
@@ -147,10 +157,12 @@ def test_a_model_of_split_contexts_has_one_processs_gradients(rank: int, num_ran
     torch.manual_seed(0)
     alone = TransformerLM.from_config(TINY).double()
     model = deepcopy(alone)
-    make_whole = split_context(model, backend="tiled")
+    make_whole = split_context(model, torch.distributed.new_group(), backend="tiled")
+    part, wanted = (zigzag_split(x, rank, num_ranks, dim=1) for x in (tokens, targets))
+    compiled = torch.compile(model, backend="eager")(part)  # the first call on the group
+    torch.testing.assert_close(compiled, model(part))
     model = OverlapDDP(model)
     cross_entropy(alone(tokens), targets).backward()
-    part, wanted = (zigzag_split(x, rank, num_ranks, dim=1) for x in (tokens, targets))
     cross_entropy(model(part), wanted).backward()
     model.finish_gradient_synchronization()
     for own, one in zip(model.parameters(), alone.parameters(), strict=True):

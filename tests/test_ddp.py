@@ -5,23 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs336_systems.distributed import FSDP, BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP, Zero1Optimizer
 from cs336_systems.distributed.ddp import DataParallel, dense_gradient
-from cs336_systems.distributed.ddp_bucketed import BucketedDDP, plan_buckets
-from cs336_systems.distributed.ddp_flat import FlatDDP
-from cs336_systems.distributed.ddp_naive import NaiveDDP
-from cs336_systems.distributed.ddp_overlap import OverlapDDP
-from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.zero1 import Zero1Optimizer
+from cs336_systems.distributed.ddp_bucketed import plan_buckets
+from cs336_systems.grading.counting import SENT, count_messages
 from tests.one_job import OneJob
 from tests.sharding_models import RaiseInBackward
 
@@ -38,21 +35,7 @@ WRAPPERS: dict[str, Callable[..., DataParallel]] = {
 # What is sent, and when
 
 
-@contextmanager
-def recorded_sizes() -> Iterator[list[int]]:
-    """The elements of each all-reduce that any process group is asked for."""
-    sizes: list[int] = []
-    original = dist.ProcessGroup.__dict__["allreduce"]  # the method; as an attribute of the class it is a function
-
-    def allreduce(group: dist.ProcessGroup, tensors: list[Tensor], *options: Any) -> Any:
-        sizes.append(sum(tensor.numel() for tensor in tensors))
-        return original.__get__(group)(tensors, *options)
-
-    dist.ProcessGroup.allreduce = allreduce  # type: ignore[assignment]
-    try:
-        yield sizes
-    finally:
-        dist.ProcessGroup.allreduce = original  # type: ignore[method-assign]
+count_messages_once = cache(count_messages)
 
 
 def record_sends(rank: int, ranks: int, order: tuple[int, ...]) -> dict[str, list[tuple[list[int], list[int]]]]:
@@ -60,6 +43,7 @@ def record_sends(rank: int, ranks: int, order: tuple[int, ...]) -> dict[str, lis
 
     The layers run in `order`.
     """
+    count_messages_once()
     sent: dict[str, list[tuple[list[int], list[int]]]] = {}
     for name, wrap in WRAPPERS.items():
         layers = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 32), nn.Linear(32, 4)])
@@ -70,10 +54,11 @@ def record_sends(rank: int, ranks: int, order: tuple[int, ...]) -> dict[str, lis
             x: Any = 0.0
             for index in order:  # a chain that has no other order backwards
                 x = layers[index](torch.ones(2, layers[index].in_features) + x).sum()
-            with recorded_sizes() as sizes:
-                x.backward()
-                during = len(sizes)
-                wrapped.finish_gradient_synchronization()
+            SENT.clear()
+            x.backward()
+            during = len(SENT)
+            wrapped.finish_gradient_synchronization()
+            sizes = [num_bytes // 4 for num_bytes in SENT]
             sent[name].append((sizes[:during], sizes[during:]))
     return sent
 
@@ -207,41 +192,39 @@ def test_what_is_frozen_or_thawed_after_wrapping_is_refused(scheme, change, alon
         optimizer.step() if optimizer else model.finish_gradient_synchronization()
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "fsdp"])
 def test_a_step_on_gradients_that_were_never_averaged_is_refused(wrapper, alone_in_a_group):
-    """The ranks of naive and flat trained apart in silence."""
-    wrapped = WRAPPERS[wrapper](nn.Linear(2, 2))
-    optimizer = torch.optim.AdamW(wrapped.parameters())
+    """The ranks of naive and flat trained apart in silence, and FSDP's replicated parameters.
+
+    A backward may be forgotten, one that warms up: a load of parameters was then taken for a step without averages.
+    """
+    wrapped: Any = WRAPPERS.get(wrapper, FSDP)(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+    state, optimizer = deepcopy(wrapped.state_dict()), torch.optim.AdamW(wrapped.parameters())
 
     def backward() -> None:
         wrapped(torch.ones(1, 2)).sum().backward()
 
     backward()
+    if wrapper in ("overlap", "bucketed, one", "bucketed, one a parameter", "bucketed, several"):  # which send it
+        wrapped.skip_step()
+    else:
+        wrapped.zero_grad()
+    wrapped.load_state_dict(state)
+    optimizer.step()  # of nothing
+    backward()
     wrapped.finish_gradient_synchronization()
     optimizer.step()
     with wrapped.no_sync():
         backward()
+        with pytest.raises(RuntimeError, match=r"must be outside of no_sync\(\)"):
+            wrapped.finish_gradient_synchronization()
+    if isinstance(wrapped, FSDP):
+        with pytest.raises(RuntimeError, match=r"gradients wait that no_sync put aside: call finish_gradient_sync"):
+            wrapped.clip_grad_norm_(1.0)
     backward()
     torch.optim.SGD(nn.Linear(2, 2).parameters()).step()  # of another model
     with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after the backward, before step"):
         optimizer.step()
-    wrapped.finish_gradient_synchronization()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_backward_may_be_forgotten_before_a_state_is_loaded(wrapper, alone_in_a_group):
-    """One that warms up; a write into parameters was taken for a step without averages."""
-    wrapped = WRAPPERS[wrapper](nn.Linear(2, 2))
-    state, optimizer = deepcopy(wrapped.state_dict()), torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    wrapped(torch.ones(1, 2)).sum().backward()
-    if wrapper in ("naive", "flat"):
-        optimizer.zero_grad()
-    else:  # which has sent them
-        wrapped.skip_step()
-    wrapped.load_state_dict(state)
-    optimizer.step()  # of nothing
-    wrapped(torch.ones(1, 2)).sum().backward()
     wrapped.finish_gradient_synchronization()
     optimizer.step()
 

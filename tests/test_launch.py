@@ -223,7 +223,6 @@ def test_arguments_are_checked_before_anything_starts(monkeypatch):
     cases = [
         (0, {}, "num_ranks must be a positive int, got 0"),
         (True, {}, "num_ranks must be a positive int, got True"),
-        (2, {"timeout_s": "1"}, "timeout_s must be a positive number, got '1'"),
         (2, {"backend": "mpi"}, "backend must be gloo, or nccl with device 'cuda', got 'mpi' and 'cpu'"),
         (2, {"device": "tpu"}, "backend must be gloo, or nccl with device 'cuda', got 'gloo' and 'tpu'"),
         (2, {"backend": "nccl"}, "backend must be gloo, or nccl with device 'cuda', got 'nccl' and 'cpu'"),
@@ -233,8 +232,6 @@ def test_arguments_are_checked_before_anything_starts(monkeypatch):
     for num_ranks, options, message in cases:
         with pytest.raises(ValueError, match=message):
             run_ranks(own_place, num_ranks, **options)
-    with pytest.raises(ValueError, match="function must be callable, got 'train'"):
-        run_ranks("train", 2)
     with pytest.raises(ValueError, match="function must be at the top level of a module, .*, got .*<lambda>"):
         run_ranks(lambda rank, num_ranks: rank, 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.device import has_cxx_compiler
-from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
+from cs336_systems.distributed import FSDP, run_ranks, wrap_blocks
 from cs336_systems.distributed.fsdp.life import watch
 from cs336_systems.distributed.fsdp.plan import chunk_rows, own_rows, plan_units
-from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.grading.counting import LiveBytes
 from cs336_systems.model import AdamW, TransformerLM
 from tests.module_kinds import Net
@@ -136,7 +135,6 @@ def test_D8_D14_D16_what_cannot_be_served_is_refused_by_name(rank: int, num_rank
         x = torch.ones(2, 4, requires_grad=True)
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
-    refused("parameters must be the same on all ranks: rank 0 has 'weight' of", lambda: nn.Linear(4, 4 + rank))
     refused("parameter '0.weight' must have no gradient hooks: FSDP would drop them", hooked)
     refused("parameter '0.weight' must have no gradient hooks: FSDP never calls them", in_a_sequence, hook_later)
     message = "parameter 'weight' must not be changed in a forward, as max_norm does"
@@ -395,30 +393,6 @@ def test_D16_optimizers_that_would_move_no_rows_or_move_them_wrongly_are_refused
             step()
 
 
-def test_a_step_before_the_end_of_the_synchronization_is_refused(alone_in_a_group):
-    """Replicated parameters took each rank's own gradients, in silence."""
-    wrapped = FSDP(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-
-    def backward() -> None:
-        wrapped(torch.randn(3, 4)).square().sum().backward()
-
-    backward()
-    backward()  # accumulates
-    with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after the backward, before step"):
-        optimizer.step()
-    wrapped.zero_grad()
-    optimizer.step()
-    with wrapped.no_sync():
-        backward()
-        with pytest.raises(RuntimeError, match=r"must be outside of no_sync\(\)"):
-            wrapped.finish_gradient_synchronization()
-    with pytest.raises(RuntimeError, match=r"gradients wait that no_sync put aside: call finish_gradient_sync"):
-        wrapped.clip_grad_norm_(1.0)
-    wrapped.finish_gradient_synchronization()
-    assert wrapped.clip_grad_norm_(1.0) > 0
-
-
 # Errors in a step, and orders that are not the expected ones (D4, D12)
 
 
@@ -451,8 +425,6 @@ def test_D12_surprises_do_not_widen_the_window(rank: int, num_ranks: int) -> Non
 
 
 BAD: list[tuple[Callable[[], object], str]] = [
-    (lambda: FSDP(3), "module must be an nn.Module, got int"),  # type: ignore[arg-type]
-    (lambda: FSDP(nn.Linear(3, 3), process_group=3), "group must be a process group or None, got 3"),  # type: ignore[arg-type]
     (lambda: FSDP(nn.Linear(3, 3), torch.int8), "compute_dtype must be a floating-point dtype, got torch.int8"),
     (lambda: FSDP(nn.Linear(3, 3), reduce_dtype="float16"), "reduce_dtype must be a floating-point dtype"),  # type: ignore[arg-type]
     (lambda: FSDP(nn.Linear(3, 3), granularity="row"), "granularity must be one of block, layer, got 'row'"),  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ from cs336_systems.distributed.checkpoint import checkpoints, folder_lock
 from cs336_systems.distributed.launch import TORCHRUN_VARIABLES
 from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, learning_rate, loop, train
 from cs336_systems.training.config import NANO, byte_model
+from cs336_systems.training.corpus import ALICE
 from cs336_systems.training.loop import RunOptions, train_rank
 
 SMALL = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
@@ -154,27 +155,6 @@ def test_clipping_and_autocast_reach_the_step(whole):
 # Resuming
 
 
-@pytest.mark.parametrize("damage", ["cut off", "infinite", "lost"])
-def test_a_damaged_list_of_losses_does_not_stop_a_resume(tmp_path, damage, whole, capsys):
-    """The checkpoints are intact, and once a last line without its end, or no file, kept the run from going on."""
-    train(SHORT, RunOptions(out=tmp_path / "run", checkpoint_every=2, stop_after=4))
-    losses = tmp_path / "run" / "losses.jsonl"
-    if damage == "cut off":
-        losses.write_text(losses.read_text()[:-8])
-    elif damage == "infinite":
-        losses.write_text(losses.read_text().replace('"step": 3', '"step": 1e999'))
-    else:
-        losses.unlink()
-    resumed = train(SHORT, RunOptions(out=tmp_path / "run", resume=True))
-    assert resumed.first_step == 4
-    assert resumed.losses[4:] == whole.losses[4:]
-    assert math.isnan(resumed.losses[3])
-    lost = 4 if damage == "lost" else 1
-    assert f"losses.jsonl has no loss of {lost} of the 4 steps that are done, which count as" in capsys.readouterr().err
-    written = losses.read_text().splitlines()
-    assert json.loads(written[-1])["loss"] == whole.losses[-1]  # on a line of its own
-
-
 def test_a_run_resumes_to_the_losses_it_would_have_had(tmp_path, whole):
     """From its newest checkpoint; where that is damaged or was not finished, from the one before, or from none."""
     options = RunOptions(out=tmp_path, checkpoint_every=2, log_every=1, resume=True)
@@ -188,6 +168,8 @@ def test_a_run_resumes_to_the_losses_it_would_have_had(tmp_path, whole):
     told = f"damaged.*; to go on from {names[0]}, remove .*{names[1]} or rename it"
     with pytest.raises(ValueError, match=told):  # its steps are not given up without a word
         train(SHORT, options)
+    written = tmp_path / "losses.jsonl"  # for the reader: once a damaged line of it kept a run from going on
+    written.write_text(written.read_text()[:-8])
     for unfinished, first_step in (((), 5), (names[1:], 4), (names, 0)):
         shutil.rmtree(folder)
         shutil.copytree(tmp_path / "kept", folder)
@@ -196,7 +178,18 @@ def test_a_run_resumes_to_the_losses_it_would_have_had(tmp_path, whole):
         resumed = train(SHORT, options)
         assert resumed.first_step == first_step and resumed.losses == whole.losses
         assert resumed.validation_loss == whole.validation_loss
+        entries = [json.loads(line) for line in written.read_text().splitlines()]
+        assert entries == [{"step": step, "loss": loss} for step, loss in enumerate(whole.losses)]
         assert not list(folder.glob(".*.partial"))
+
+
+def test_a_run_whose_losses_are_no_numbers_can_be_saved_and_resumed(tmp_path):
+    """A checkpoint has them, as JSON, which has no NaN."""
+    config = replace(SHORT, learning_rate=1e30, final_learning_rate=1e30, clip_norm=None)
+    before = train(config, RunOptions(out=tmp_path, stop_after=4, checkpoint_every=4)).losses
+    assert math.isnan(before[3])
+    after = train(config, RunOptions(out=tmp_path, resume=True))
+    assert after.first_step == 4 and str(after.losses[:4]) == str(before)
 
 
 def test_a_run_killed_while_it_claims_its_folder_leaves_no_half_of_a_config(tmp_path, monkeypatch):
@@ -215,38 +208,31 @@ def test_a_run_killed_while_it_claims_its_folder_leaves_no_half_of_a_config(tmp_
 
 
 def test_folders_of_other_runs_are_refused(tmp_path):
-    """D15: of two runs in one folder one died in FileNotFoundError, and both wrote losses until then."""
-    out = tmp_path / "run"
+    """D15: of two runs in one folder one died in FileNotFoundError, and both wrote losses until then.
 
-    def refused(message: str, config: TrainingConfig = SHORT, resume: bool = True) -> None:
+    Another text was once trained on without a word; a copy of the run's is its own.
+    """
+    out, copy, other = tmp_path / "run", tmp_path / "copy.txt", tmp_path / "other.txt"
+    copy.write_bytes(ALICE.read_bytes())
+    other.write_bytes(ALICE.read_bytes()[::-1])
+
+    def refused(message: str, config: TrainingConfig = SHORT, resume: bool = True, **options: Any) -> None:
         with pytest.raises(ValueError, match=message):
-            train(config, RunOptions(out=out, resume=resume))
+            train(config, RunOptions(out=out, resume=resume, **options))
 
     refused("out must hold a run, got .*run")
     train(SHORT, RunOptions(out=out, stop_after=1))
     refused("out must hold no other run, got .*run: resume it or name another folder", resume=False)
     with folder_lock(out):
         refused(f"^{out} is in use by another run$")
-    train(SHORT, RunOptions(out=out, resume=True, checkpoint_every=6))
+    train(SHORT, RunOptions(out=out, resume=True, checkpoint_every=6, text=copy))
+    refused("text must be the one of .*run to resume it, got .*other.txt", text=other)
     refused("steps must be at least those of .*step-00000006 to resume it, got 5", replace(SHORT, steps=5))
     refused("learning_rate must be 0.002 to resume .*run, got 0.1", replace(SHORT, learning_rate=0.1))
     config = out / "config.json"
+    assert json.loads(config.read_text())["text_sha256"] == hashlib.sha256(ALICE.read_bytes()).hexdigest()
     config.write_text(config.read_text()[:40])
     refused("config.json is damaged: ")
-
-
-def test_a_run_goes_on_with_its_own_text_only(tmp_path):
-    """Once another text was trained on from there without a word."""
-    own, copy, other = (tmp_path / name for name in ("own.txt", "copy.txt", "other.txt"))
-    for path, letters in ((own, b"abcdefg"), (copy, b"abcdefg"), (other, b"gfedcba")):
-        path.write_bytes(letters * 100)
-    out = tmp_path / "run"
-    train(SHORT, RunOptions(out=out, text=own, checkpoint_every=2, stop_after=2))
-    config = json.loads((out / "config.json").read_text())
-    assert config["text_sha256"] == hashlib.sha256(own.read_bytes()).hexdigest()
-    with pytest.raises(ValueError, match="text must be the one of .*run to resume it, got .*other.txt"):
-        train(SHORT, RunOptions(out=out, text=other, resume=True))
-    assert train(SHORT, RunOptions(out=out, text=copy, resume=True, stop_after=3)).first_step == 2
 
 
 def test_a_run_that_goes_on_for_more_steps_says_what_they_change(tmp_path, capsys):

@@ -53,14 +53,12 @@ def wait_for(works: list[Work]) -> None:
 def as_group(group: Group) -> dist.ProcessGroup:
     """`group`, or the default one.
 
-    RuntimeError where there is none, ValueError on a rank that `group` is without, TypeError for what is no group.
+    RuntimeError where there is none, ValueError on a rank that `group` is without.
     """
     found = dist.group.WORLD if group is None else group
     if found is None:
         raise RuntimeError("there is no process group: start the ranks with run_ranks, or by launch under torchrun")
-    if not isinstance(found, dist.ProcessGroup):
-        if found != dist.GroupMember.NON_GROUP_MEMBER:
-            raise TypeError(f"group must be a process group or None, got {found!r}")
+    if not isinstance(found, dist.ProcessGroup):  # but torch's NON_GROUP_MEMBER
         raise ValueError(f"this process must be a member of the process group, and rank {dist.get_rank()} is none")
     return found
 

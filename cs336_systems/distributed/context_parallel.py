@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -30,10 +31,11 @@ from torch import Tensor, nn
 
 from cs336_systems.attention.api import attention_backward, flash_attention
 from cs336_systems.attention.validation import refuse_double_backward, to_autocast_dtype
-from cs336_systems.distributed.collectives import Group, as_group, rank_in
+from cs336_systems.distributed.collectives import Group, as_group, check_same_shapes
 from cs336_systems.model import CausalMultiHeadSelfAttention, RotaryEmbedding
 
 Pair = tuple[Tensor, Tensor]
+_CHECKED: WeakSet[dist.ProcessGroup] = WeakSet()  # whose ranks had equal shapes in their first ring
 
 
 def merge_attention(
@@ -95,10 +97,14 @@ def ring_attention(
     `backend` are as `flash_attention` takes them.
 
     Raises RuntimeError without a process group, ValueError on a rank that is not of `group`, and with `is_causal` for
-    an odd number of positions or unlike ones of q and k; differentiated twice, NotImplementedError. Ranks whose shapes
-    or dtypes differ hang, or gloo ends their processes.
+    an odd number of positions or unlike ones of q and k; differentiated twice, NotImplementedError. ValueError on all
+    ranks if their shapes or dtypes differ in the first call on a group; in a later one they hang, or gloo ends their
+    processes.
     """
-    rank_in(group)  # raises
+    group = as_group(group)
+    if not torch.compiler.is_compiling() and group not in _CHECKED:  # once: it is a message, for which the host waits
+        check_same_shapes({"q": q, "k": k, "v": v}.items(), group)
+        _CHECKED.add(group)
     if is_causal and (q.shape[-2] != k.shape[-2] or q.shape[-2] % 2):
         numbers = f"{q.shape[-2]} and {k.shape[-2]}"
         raise ValueError(f"q and k must have the same even number of positions under a causal mask, got {numbers}")
@@ -114,17 +120,16 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool, group: Group,
-        backend: str,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool,
+        group: dist.ProcessGroup, backend: str,
     ) -> Tensor:  # fmt: skip
-        ring = _Ring(group)
         attend = partial(flash_attention, scale=scale, enable_gqa=enable_gqa, return_lse=True, backend=backend)
         output = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=output.dtype, device=q.device)
         kv = torch.stack([k, v])
-        for step in range(ring.size):
-            arriving = ring.pass_on(kv) if step + 1 < ring.size else None
-            rows, keys, triangle = _visible(step, ring, q.shape[-2], k.shape[-2], is_causal)
+        for step in range(group.size()):
+            arriving = _pass_on(kv, group) if step + 1 < group.size() else None
+            rows, keys, triangle = _visible(step, group.rank(), q.shape[-2], k.shape[-2], is_causal)
             part = attend(q[..., rows, :], kv[0][..., keys, :], kv[1][..., keys, :], is_causal=triangle)
             merged = merge_attention(output[..., rows, :], lse[..., rows], part[0].to(output.dtype), part[1])
             output[..., rows, :], lse[..., rows] = merged
@@ -144,12 +149,12 @@ class _RingAttention(torch.autograd.Function):
 @torch.no_grad()
 def _ring_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, output, lse = ctx.saved_tensors
-    ring = _Ring(ctx.group)
+    group: dist.ProcessGroup = ctx.group
     grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     kv, returning = torch.stack([k, v]), None
-    for step in range(ring.size):
-        arriving = ring.pass_on(kv) if step + 1 < ring.size else None
-        rows, keys, triangle = _visible(step, ring, q.shape[-2], k.shape[-2], ctx.is_causal)
+    for step in range(group.size()):
+        arriving = _pass_on(kv, group) if step + 1 < group.size() else None
+        rows, keys, triangle = _visible(step, group.rank(), q.shape[-2], k.shape[-2], ctx.is_causal)
         own = attention_backward(
             q[..., rows, :], kv[0][..., keys, :], kv[1][..., keys, :], output[..., rows, :], lse[..., rows],
             grad_output[..., rows, :], is_causal=triangle, scale=ctx.scale, backend=ctx.backend,
@@ -161,50 +166,42 @@ def _ring_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tenso
         grad_kv[1][..., keys, :] += own[2]
         if arriving is not None:
             kv = arriving()
-        returning = ring.pass_on(grad_kv)  # the last one brings them to their owner
+        returning = _pass_on(grad_kv, group)  # the last one brings them to their owner
     assert returning is not None
     grad_kv = returning()
     return grad_q.to(q.dtype), grad_kv[0].to(k.dtype), grad_kv[1].to(v.dtype)
 
 
-def _visible(step: int, ring: _Ring, num_queries: int, num_keys: int, is_causal: bool) -> tuple[slice, slice, bool]:
+def _visible(step: int, rank: int, num_queries: int, num_keys: int, is_causal: bool) -> tuple[slice, slice, bool]:
     """(query rows, keys, whether their mask is the triangle) for the keys that are here in `step`."""
     everything = slice(None)
     if step == 0 or not is_causal:
         return everything, everything, is_causal
-    if step <= ring.rank:  # the keys of a lower rank
+    if step <= rank:  # the keys of a lower rank
         return everything, slice(0, num_keys // 2), False
     return slice(num_queries // 2, None), everything, False
 
 
-class _Ring:
-    """The ranks of a group in a circle."""
+def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Start sending `tensor` to the next rank; what is returned waits for its like from the one before."""
+    sent = tensor.contiguous()
+    if group.size() == 1:
+        return lambda: sent
+    received = torch.empty_like(sent)
+    right, left = ((group.rank() + way) % group.size() for way in (1, -1))
+    operations = [
+        dist.P2POp(dist.isend, sent, group=group, group_peer=right),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=left),
+    ]
+    works = dist.batch_isend_irecv(operations)
 
-    def __init__(self, group: Group) -> None:
-        self.group = as_group(group)
-        self.rank, self.size = self.group.rank(), self.group.size()
-        members = dist.get_process_group_ranks(self.group)
-        self.right, self.left = members[(self.rank + 1) % self.size], members[self.rank - 1]
+    def wait() -> Tensor:
+        for work in works:
+            work.wait()
+        del works[:], operations[:]  # what was sent has lived until it was gone
+        return received
 
-    def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start sending `tensor` to the right; what is returned waits for its like from the left."""
-        sent = tensor.contiguous()
-        if self.size == 1:
-            return lambda: sent
-        received = torch.empty_like(sent)
-        operations = [
-            dist.P2POp(dist.isend, sent, self.right, self.group),
-            dist.P2POp(dist.irecv, received, self.left, self.group),
-        ]
-        works = dist.batch_isend_irecv(operations)
-
-        def wait() -> Tensor:
-            for work in works:
-                work.wait()
-            del works[:], operations[:]  # what was sent has lived until it was gone
-            return received
-
-        return wait
+    return wait
 
 
 # A whole model

@@ -77,9 +77,7 @@ class Accumulating(ABC):
 
 
 def check_unwrapped(module: nn.Module) -> None:
-    """ValueError if a wrapper in `module` averages the gradients already, TypeError if it is no module."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+    """ValueError if a wrapper in `module` averages the gradients already."""
     for inner in module.modules():
         if isinstance(inner, Accumulating):
             raise ValueError(f"module must not be wrapped twice, and {type(inner).__name__} wraps it already")

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 
 import torch
+from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from cs336_systems.distributed.collectives import all_reduce_mean
+from cs336_systems.distributed.collectives import Group, all_reduce_mean
 from cs336_systems.distributed.ddp import DataParallel, dense_gradient
 
 
@@ -19,11 +20,15 @@ class FlatDDP(DataParallel):
     """One all-reduce for all parameters of a dtype (and device)."""
 
     def _synchronize(self) -> None:
-        together = defaultdict(list)  # in the order of parameters, which is the same on every rank
-        for parameter in self.trainable:
-            if parameter.numel():
-                together[parameter.dtype, parameter.device].append(dense_gradient(parameter))
-        for gradients in together.values():
-            flat = _flatten_dense_tensors(gradients)
-            all_reduce_mean(flat, self.group)
-            torch._foreach_copy_(gradients, _unflatten_dense_tensors(flat, gradients))
+        average_flat([dense_gradient(parameter) for parameter in self.trainable if parameter.numel()], self.group)
+
+
+def average_flat(gradients: list[Tensor], group: Group) -> None:
+    """Replace gradients, in the same order on every rank, by their means: a message a dtype and device."""
+    together = defaultdict(list)
+    for gradient in gradients:
+        together[gradient.dtype, gradient.device].append(gradient)
+    for alike in together.values():
+        flat = _flatten_dense_tensors(alike)
+        all_reduce_mean(flat, group)
+        torch._foreach_copy_(alike, _unflatten_dense_tensors(flat, alike))

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -57,43 +57,31 @@ class RunFolder:
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.lock = ExitStack()  # keeps other runs out, from `begin` on until it is closed
 
-    def begin(self, trainee: Trainee, *, resume: bool) -> int:
-        """Claim the folder, or load its newest checkpoint; the step that comes next.
+    def begin(self, trainee: Trainee, *, resume: bool) -> list[float]:
+        """Claim the folder, or load its newest checkpoint; the losses of the steps that are done.
 
         Raises ValueError on every rank if `out` is in use or holds another run; on a resume if it holds none, one that
         differs in its text or in more than FREE, or a damaged checkpoint, whose steps are not given up without a word.
         """
         on_rank_0(lambda: self._claim(resume))
-        step = self._load(trainee) if resume and checkpoints(self.out / "checkpoints") else 0
+        losses = self._load(trainee) if resume and checkpoints(self.out / "checkpoints") else []
         on_rank_0(self._write_config)
-        return step
+        self.write_losses(0, losses)  # without those of steps behind the checkpoint
+        return losses
 
-    def save(self, trainee: Trainee, step: int) -> None:
-        """Write the state after `step` steps."""
-        at = {"sequence": step * self.config.batch, "loss_scale": trainee.scaler.state_dict()}
-        save_checkpoint(self.out / "checkpoints", step, trainee.module, trainee.optimizer, position=at, keep=KEPT)
+    def save(self, trainee: Trainee, losses: list[float]) -> None:
+        """Write the state after the steps of `losses`."""
+        at = {"loss_scale": trainee.scaler.state_dict(), "losses": [*map(str, losses)]}  # JSON has no NaN
+        path, step = self.out / "checkpoints", len(losses)
+        save_checkpoint(path, step, trainee.module, trainee.optimizer, position=at, keep=KEPT)
 
-    def append_losses(self, first_step: int, losses: list[float]) -> None:
+    def write_losses(self, first_step: int, losses: list[float]) -> None:
+        """Append the losses of the steps from `first_step` on to those before, which are none for the first."""
         lines = [json.dumps({"step": first_step + index, "loss": loss}) + "\n" for index, loss in enumerate(losses)]
         path = self.out / "losses.jsonl"
         if self.is_first:
-            with errors_name(path), open(path, "a+b") as file:
-                file.seek(max(0, file.tell() - 1))
-                cut_off = file.read(1) not in (b"", b"\n")  # by a kill: the next line shall be whole
-                file.write(b"\n" * cut_off + "".join(lines).encode())
-
-    def read_losses(self, num_steps: int) -> list[float]:
-        """The first `num_steps` losses, the last written of each step; NaN for those whose line is damaged or lost."""
-        losses: dict[int, float] = {}
-        path = self.out / "losses.jsonl"
-        for line in path.read_text(errors="replace").splitlines() if num_steps and path.exists() else ():
-            with suppress(ValueError, TypeError, KeyError, OverflowError):
-                entry = json.loads(line)
-                losses[int(entry["step"])] = float(entry["loss"])
-        missing = num_steps - len(losses.keys() & set(range(num_steps)))
-        if missing:
-            self._tell(f"{path} has no loss of {missing} of the {num_steps} steps that are done, which count as nan")
-        return [losses.get(step, math.nan) for step in range(num_steps)]
+            with errors_name(path), open(path, "a" if first_step else "w") as file:
+                file.writelines(lines)
 
     def _claim(self, resume: bool) -> None:
         run = read_config(self.out) if resume else None  # before a misspelt folder is made
@@ -115,7 +103,7 @@ class RunFolder:
         if before.steps != (steps := self.config.steps):
             self._tell(f"steps was {before.steps} and is {steps}: the learning rate follows the new schedule")
 
-    def _load(self, trainee: Trainee) -> int:
+    def _load(self, trainee: Trainee) -> list[float]:
         *before, newest = checkpoints(self.out / "checkpoints")
         try:
             progress = load_checkpoint(newest, trainee.module, trainee.optimizer)
@@ -124,7 +112,8 @@ class RunFolder:
                 raise
             raise CheckpointError(f"{error}; to go on from {before[-1].name}, remove {newest} or rename it") from error
         trainee.scaler.load_state_dict(progress.position.get("loss_scale", {}))
-        return progress.step
+        losses = progress.position.get("losses", [])
+        return [*map(float, losses)] or [math.nan] * progress.step
 
     def _write_config(self) -> None:
         """In one step: half of a file, from a process killed while it writes, nobody could resume."""

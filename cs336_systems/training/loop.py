@@ -89,8 +89,8 @@ def train(config: TrainingConfig, options: RunOptions | None = None, *, log: Log
     result = TrainingResult()
     with nullcontext() if folder is None else folder.lock:
         if folder is not None:
-            result.first_step = folder.begin(trainee, resume=options.resume)
-            result.losses = folder.read_losses(result.first_step)
+            result.losses = folder.begin(trainee, resume=options.resume)
+        done = result.first_step = len(result.losses)
         if log is not None:
             log(_what_is_trained(config, device, result.first_step))
         last = config.steps if options.stop_after is None else min(config.steps, options.stop_after)
@@ -98,7 +98,6 @@ def train(config: TrainingConfig, options: RunOptions | None = None, *, log: Log
         if options.checkpoint_every:
             saves |= {last, *range(0, last, options.checkpoint_every)}
         looks = {last, *range(0, last, options.log_every)} | (saves if folder is not None else set())
-        done = result.first_step
         for look in sorted(step for step in looks if done < step <= last):
             start = time.perf_counter()
             sums = [_step(trainee, corpus, config, step, rank) for step in range(done, look)]
@@ -110,9 +109,9 @@ def train(config: TrainingConfig, options: RunOptions | None = None, *, log: Log
                 result.step_ms.append(1e3 * seconds)
             result.losses += losses
             if folder is not None:
-                folder.append_losses(done, losses)
+                folder.write_losses(done, losses)
                 if look in saves:
-                    folder.save(trainee, look)
+                    folder.save(trainee, result.losses)
             done = look
     if last == config.steps:
         result.validation_loss = _validate(trainee, corpus, config)

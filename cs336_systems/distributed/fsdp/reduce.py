@@ -7,23 +7,21 @@ the caching allocator sees one stream only, and memory neither grows nor is hand
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from cs336_systems.distributed.collectives import (
     Work,
     all_gather_flat,
-    all_reduce_mean,
     on_nccl,
     reduce_scatter_mean_flat,
 )
+from cs336_systems.distributed.ddp_flat import average_flat
 from cs336_systems.distributed.fsdp.plan import ShardedWeight
 
 
@@ -45,16 +43,15 @@ class GradientReducer:
         weight.accumulated = total.to(self.reduce_dtype or total.dtype)
 
     @torch.no_grad()
-    def reduce(self, weights: list[ShardedWeight]) -> None:
-        """Start reducing the gradients of `weights` into those of their shards, where they are added."""
+    def reduce(self, gradients: dict[ShardedWeight, Tensor]) -> None:
+        """Start reducing whole gradients into those of the weights' shards, where they are added."""
         self.wait()
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
         padded: list[Tensor] = []  # what is copied: where to, and from where
         sources: list[Tensor] = []
         results: list[tuple[Tensor, Tensor]] = []  # where one comes out, and where it goes
-        for weight in weights:
-            gradient = weight.take_gradient()
+        for weight, gradient in gradients.items():
             dtype = self.reduce_dtype or gradient.dtype
             is_padded = len(weight.gathered) != len(gradient)
             if is_padded or gradient.dtype != dtype or not gradient.is_contiguous():
@@ -74,13 +71,13 @@ class GradientReducer:
             if padded:
                 torch._foreach_copy_(padded, sources)
             reduce_rows_mean(outputs, inputs, self.group)
-            for weight, (own, place) in zip(weights, results):
+            for weight, (own, place) in zip(gradients, results):
                 if weight.shard.grad is not None:
                     place.add_(own)
                 elif place is not own:
                     place.copy_(own)
             self._under_way = self.lane.mark()
-        for weight, (_, place) in zip(weights, results):
+        for weight, (_, place) in zip(gradients, results):
             weight.shard.grad = place
         self._in_use = [*inputs, *outputs, *sources]
 
@@ -92,23 +89,16 @@ class GradientReducer:
 
 @torch.no_grad()
 def average_replicated(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average the gradients of parameters that ranks keep whole, a message a dtype; one that no rank has stays None."""
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.requires_grad and parameter.numel():
-            by_dtype[parameter.dtype].append(parameter)
-    for dtype, alike in by_dtype.items():
-        is_used = torch.ones(len(alike), dtype=dtype, device=alike[0].device)
-        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in alike]
-        for place, parameter in enumerate(alike):
-            if parameter.grad is None:
-                is_used[place] = 0
-        flat = _flatten_dense_tensors([*gradients, is_used])
-        all_reduce_mean(flat, group)
-        torch._foreach_copy_([*gradients, is_used], _unflatten_dense_tensors(flat, [*gradients, is_used]))
-        for parameter, gradient, share in zip(alike, gradients, is_used):
-            if parameter.grad is None and share.real.item() > 0:  # unused on this rank only
-                parameter.grad = gradient
+    """Average the gradients of parameters that ranks keep whole; one that no rank has stays None."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.numel()]
+    if not trained:
+        return
+    gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
+    shares = torch.tensor([float(one.grad is not None) for one in trained], device=trained[0].device)
+    average_flat([*gradients, shares], group)
+    for parameter, gradient, share in zip(trained, gradients, shares):
+        if parameter.grad is None and share > 0:  # unused on this rank only
+            parameter.grad = gradient
 
 
 # Streams and collectives

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from cs336_systems.distributed.collectives import Work, all_gather_flat, wait_for
 from cs336_systems.distributed.fsdp.plan import ShardedWeight, UnitPlan, chunk_rows
-from cs336_systems.distributed.fsdp.reduce import GradientReducer, Lane, gather_rows, reduce_rows_mean
+from cs336_systems.distributed.fsdp.reduce import GradientReducer, Lane, gather_rows
 
 ALIGNMENT_BYTES = 256  # of each weight in the unit's memory: what matmuls and NCCL like
 PREFETCH = 2  # a unit's gather starts when the unit so many before it has completed
@@ -272,15 +272,11 @@ class ReadOutside(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        weight, window = ctx.weight, ctx.unit.window
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        window = ctx.unit.window
         window.agree("reduces", ctx.unit)
-        window.reducer.wait()  # it may be adding to the shard's gradient, as autograd will
-        padded = gradient.new_zeros(weight.gathered.shape, dtype=window.reducer.reduce_dtype)
-        padded[: weight.shape[0]].copy_(gradient)
-        own = padded.new_empty(weight.chunk.shape)
-        reduce_rows_mean([own], [padded], window.group)
-        return own[: weight.shard.shape[0]].to(weight.shard.dtype), None, None
+        window.reducer.reduce({ctx.weight: gradient})
+        return None, None, None  # to the shard it is added there, on another stream
 
 
 def gather_copy(weight: ShardedWeight, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:

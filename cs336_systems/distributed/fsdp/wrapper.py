@@ -280,7 +280,7 @@ class FSDP(nn.Module, Accumulating):
         if any(ready):
             self._window.agree("reduces", unit, sum(is_ready << place for place, is_ready in enumerate(ready)))
             weights = [weight for weight, is_ready in zip(unit.weights, ready) if is_ready]
-            self._window.reducer.reduce(weights)
+            self._window.reducer.reduce({weight: weight.take_gradient() for weight in weights})
             self.unfinished.add(self)
 
     def _end_backward(self, backward: int) -> None:
