@@ -48,10 +48,6 @@ class ContextCase:
     num_ranks: int
     backend: str  # nccl on GPUs, gloo on CPUs
 
-    @property
-    def device(self) -> str:
-        return "cuda" if self.backend == "nccl" else "cpu"
-
 
 @problem(title="One sequence on several ranks: keys and values passed around a ring", order=13)
 class ContextParallel(Experiment):
@@ -79,7 +75,7 @@ class ContextParallel(Experiment):
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         case, budget = cell.case, BUDGET_MS[run.scale]
         cases = list(dict.fromkeys(row.case for row in cell.rows))
-        found = ranks.run_cell(_time_rings, case.num_ranks, cases, budget, run.seed, backend=case.backend, run=run)
+        found = ranks.run_cell(_time_rings, case.num_ranks, cases, budget, run, backend=case.backend, run=run)
         for case, reports in zip(cases, zip(*found)):
             yield from ranks.report_samples((row for row in cell.rows if row.case == case), reports)
 
@@ -123,20 +119,20 @@ class ContextParallel(Experiment):
 
 
 def _time_rings(
-    rank: int, num_ranks: int, cases: Sequence[ContextCase], budget_ms: float, seed: int
+    rank: int, num_ranks: int, cases: Sequence[ContextCase], budget_ms: float, run: RunConfig
 ) -> list[ranks.RankReport]:
     """What this rank measures of each case."""
-    return [_time_ring(rank, num_ranks, case, budget_ms, seed) for case in cases]
+    return [_time_ring(rank, num_ranks, case, budget_ms, run) for case in cases]
 
 
-def _time_ring(rank: int, num_ranks: int, case: ContextCase, budget_ms: float, seed: int) -> ranks.RankReport:
-    device = case.device
+def _time_ring(rank: int, num_ranks: int, case: ContextCase, budget_ms: float, run: RunConfig) -> ranks.RankReport:
+    device = run.device
     release(device)
     shape = AttentionShape(
         batch=1, heads=case.heads, kv_heads=case.kv_heads, seqlen_q=case.length, seqlen_k=case.length,
         head_dim=case.head_dim, is_causal=True, dtype=case.dtype,
     )  # fmt: skip
-    whole = list(attention_inputs(shape, device=device, seed=seed))  # the same on every rank
+    whole = list(attention_inputs(shape, device=device, seed=run.seed))  # the same on every rank
     parts = [zigzag_split(x, rank, num_ranks, dim=-2).contiguous() for x in whole]
     leaves, upstream = [x.requires_grad_() for x in parts[:3]], parts[3]
 

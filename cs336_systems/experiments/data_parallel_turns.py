@@ -119,12 +119,12 @@ def take_turns(
                 fitted = True
             except torch.OutOfMemoryError:
                 fitted = False
-            release(case.device)
-            if not _agree(fitted, case.device):
+            release(run.device)
+            if not _agree(fitted, run.device):
                 checks[name] = (float("inf"), NO_MEMORY)
         now = time.monotonic()
         in_time = number + 1 < LEAST_ROUNDS or now - began + (now - round_began) < BUDGET_S
-        if not _agree(in_time, case.device):
+        if not _agree(in_time, run.device):
             break
     return {name: (*checks[name], samples[name]) for name in names}
 
@@ -162,6 +162,6 @@ def _turn(name: str, case: ShardingCase, run: RunConfig, rank: int) -> list[floa
     gc.collect()
     gc.freeze()  # else a collection within a timed step goes through all that is imported and built
     count = STEPS[run.scale] if case.precision == Precision() else LOW_PRECISION_STEPS
-    samples = [ranks.time_together(step.train_step, case.device) for _ in range(count)]
+    samples = [ranks.time_together(step.train_step, run.device) for _ in range(count)]
     gc.unfreeze()
     return samples

@@ -119,8 +119,7 @@ def long_step_bytes(case: LongStepCase) -> RankBytes:
 class LongStep(ParallelStep):
     """The wrapped model of a case, its optimizer and this rank's sequence."""
 
-    def _build(self, run: RunConfig) -> nn.Module:
-        case = self.case
+    def _build(self, case: LongStepCase, run: RunConfig) -> nn.Module:
         with torch.device("meta"):  # no rank ever holds the whole model
             module = LossTransformer.for_loss(
                 case.model, attention=case.attention, chunk_tokens=case.chunk_tokens, compiled=case.compiled
@@ -129,7 +128,7 @@ class LongStep(ParallelStep):
         torch.manual_seed(run.seed)
         return run_in_parts(module, recompute=case.recompute, compiled=case.compiled, wide_blocks=case.wide_blocks)
 
-    def forward(self) -> Tensor:
+    def loss(self) -> Tensor:
         loss: Tensor = self.model(self.tokens, self.targets)
         return loss
 
@@ -139,29 +138,23 @@ def _measure_rank(
 ) -> ranks.RankReport:
     with _empty_caches() if case.compiled else nullcontext():
         step = LongStep(implementation, case, run, rank, FUSED_ADAMW, LEARNING_RATE)
-        samples = _measure_step(step, run, rank, launched)
+        losses = [step.train_step().item()]  # waits for the step
+        found = {"start_time": [time.time() - launched]}
+        for _ in range(WARMUP):
+            step.train_step()
+
+        def call() -> None:
+            losses.append(step.train_step().item())
+
+        found["time"] = [ranks.time_together(call, run.device) for _ in range(STEPS[run.scale])]
+        if not all(map(math.isfinite, losses)):
+            raise Disagreement(f"losses must be finite, got {', '.join(f'{loss:.4g}' for loss in losses)}")
+        found["peak_memory"] = ranks.peak_mib(run.device)
+        samples = {("train_step", name): values for name, values in found.items()}
+        samples |= ranks.trace_on_first(step.train_step, rank, run.device)
         del step
-        release(case.device)
+        release(run.device)
         return ranks.RankReport(error=check_long_step(implementation, case, run, rank), samples=samples)
-
-
-def _measure_step(step: LongStep, run: RunConfig, rank: int, launched: float) -> ranks.Samples:
-    """All but the check."""
-    step.train_step()
-    losses = [step.loss.item()]  # waits for the step
-    start_s = time.time() - launched
-    for _ in range(WARMUP):
-        step.train_step()
-        losses.append(step.loss.item())
-    step_ms = []
-    for _ in range(STEPS[run.scale]):
-        step_ms.append(ranks.time_together(step.train_step, step.device))
-        losses.append(step.loss.item())
-    if not all(map(math.isfinite, losses)):
-        raise Disagreement(f"losses must be finite, got {', '.join(f'{loss:.4g}' for loss in losses)}")
-    found = {"start_time": [start_s], "time": step_ms, "peak_memory": ranks.peak_mib(step.device)}
-    samples = {("train_step", name): values for name, values in found.items()}
-    return samples | ranks.trace_on_first(step.train_step, rank, step.device)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ The same code runs in both. "start" is the model (and, for a training step, Adam
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from cs336_systems.measure.predict import CudaAutocastRules, fake_module
 from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.measure.snapshot import CudaHistory
 from cs336_systems.measure.timeline import BACKWARD, AllocationRecorder, MemoryTrace
-from cs336_systems.model import AdamW, TransformerLM, build_model, cross_entropy
+from cs336_systems.model import AdamW, TransformerLM, build_model
 from cs336_systems.model.checkpointing import apply_checkpointing, compile_blocks
 
 START, FORWARD, STEP = "start", "forward", "optimizer step"
@@ -47,7 +48,7 @@ class SimulatedStep(TrainingStep):
     def __init__(self, case: ModelCase, model_spec: str | None = None) -> None:
         super().__init__(case, RunConfig(scale="tiny", device="cpu", model=model_spec))
 
-    def _build(self, case: ModelCase, run: RunConfig) -> nn.Module:
+    def _build(self, case: Any, run: RunConfig) -> nn.Module:
         # A fake tensor cannot tell the operator of a GPU its device; the tiled one saves the same tensors.
         stand_ins = {"triton": "tiled", "hopper": "tiled", "compiled": "reference"}
         attention = stand_ins.get(case.attention, case.attention)
@@ -61,7 +62,6 @@ def prepare(step: TrainingStep, case: ModelCase, mode: str) -> None:
     """Checkpointing as `case` says, and for a training step the optimizer's state, without a step being taken."""
     checkpointing = getattr(case, "checkpointing", "none")
     if checkpointing != "none":
-        assert isinstance(step.model, nn.Module)
         try:
             apply_checkpointing(step.model, checkpointing)
         except TypeError as error:  # a user's own model
@@ -90,12 +90,10 @@ def run_phases(step: TrainingStep, mode: str, mark: Callable[[str], None]) -> No
     if mode == "forward":
         step.forward()
         return
-    with step._precision():
-        loss = cross_entropy(step._logits(), step.targets)
+    loss = step.loss()
     mark(BACKWARD)
     loss.backward()
     mark(STEP)
-    assert step.optimizer is not None
     step.optimizer.step()
 
 

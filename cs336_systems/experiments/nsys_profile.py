@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pandas as pd
-from torch import Tensor, nn
+from torch import Tensor
 
 from cs336_systems.config import MODEL_SIZES, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments import Bars, Cell, Experiment, Listing, Pick, Ratio, Row, Sample, Wide, problem
@@ -116,7 +116,6 @@ class NsysProfile(Experiment):
         """Wall clock and profile of each mode; Disagreement if logits or loss are not finite."""
         release(run.device)
         step = TrainingStep(cell.case, run)
-        assert isinstance(step.model, nn.Module)
         for mode in MODEL_MODES:
             rows = {row.quantity: row for row in cell.rows if row.mode == mode}
             call: Callable[[], Tensor] = getattr(step, mode)

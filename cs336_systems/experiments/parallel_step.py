@@ -23,9 +23,9 @@ from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.experiments import Disagreement, Unsupported
 from cs336_systems.experiments.implementations import load_name
-from cs336_systems.inputs import token_batch
+from cs336_systems.experiments.models import TrainingStep, require_finite
 from cs336_systems.measure.memory import MIB
-from cs336_systems.model import AdamW, TransformerLM, build_model, cross_entropy
+from cs336_systems.model import AdamW, TransformerLM
 from cs336_systems.training.wrappers import DDPS
 
 OURS = tuple(DDPS)
@@ -58,10 +58,6 @@ class RanksCase:
     precision: Precision = Precision()  # autocast is the compute dtype of FSDP's weights
 
     @property
-    def device(self) -> str:
-        return "cuda" if self.backend == "nccl" else "cpu"
-
-    @property
     def predicted_bytes(self) -> int:
         """Peak of all ranks where they share the host's memory, as if nothing were sharded."""
         alone = ModelCase(model=self.model, batch=self.batch, attention=self.attention, precision=self.precision)
@@ -86,28 +82,23 @@ class ShardingCase(RanksCase):
     checkpointing: Checkpointing = "none"  # of every block
 
 
-class ParallelStep:
+class ParallelStep(TrainingStep):
     """A wrapped model, its optimizer and this rank's batch."""
-
-    loss: Tensor  # of the last step, before it
 
     def __init__(
         self, implementation: str, case: Any, run: RunConfig, rank: int, optimizer: type = AdamW,
         learning_rate: float = 1e-3,
     ) -> None:  # fmt: skip
-        self.implementation, self.case, self.device = implementation, case, case.device
-        self.autocast, self.learning_rate = case.precision.autocast, learning_rate
+        self.implementation, self.case, self.learning_rate = implementation, case, learning_rate
         # Which computes in its weights' dtype and gathers them; of a reader's own the case says what it is.
         own = ":" in implementation and not isinstance(case, DataParallelCase)
         self.is_fsdp = implementation in FSDPS or own
-        self.tokens, self.targets = token_batch(case.model, case.batch, device=self.device, seed=run.seed + rank)
-        module = self._build(run)
-        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.model: Any = self._wrapped(module)
+        super().__init__(case, run, rank)
+        self.parameters = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self.model = self._wrapped(self.model)
         self.optimizer = self._optimizer(optimizer)
 
-    def _build(self, run: RunConfig) -> nn.Module:
-        case = self.case
+    def _build(self, case: Any, run: RunConfig) -> nn.Module:
         if self.implementation in FSDPS and run.model is None:
             with torch.device("meta"):  # no rank ever holds the whole model
                 module: nn.Module = TransformerLM.from_config(case.model, attention=case.attention)
@@ -115,11 +106,7 @@ class ParallelStep:
         elif self.implementation == "torch_fsdp":
             raise Unsupported("the user's model has no known way to be built on the meta device")
         else:
-            dtype = getattr(torch, case.precision.parameters)
-            module = build_model(
-                case.model, attention=case.attention, model_spec=run.model, device=self.device, dtype=dtype,
-                seed=run.seed,
-            )  # fmt: skip
+            module = super()._build(case, run)
         checkpointing: Checkpointing = getattr(case, "checkpointing", "none")
         return module if checkpointing == "none" else wrap_blocks(module, checkpointing=checkpointing)
 
@@ -154,23 +141,21 @@ class ParallelStep:
         return optimizer(parameters, lr=learning_rate)
 
     def forward(self) -> Tensor:
-        """The loss, with the graph that a backward would need."""
-        with self._precision():
-            return cross_entropy(self.model(self.tokens), self.targets)
+        """The loss, with its graph."""
+        return self.loss()
 
-    def forward_backward(self) -> None:
-        """The gradients, averaged."""
-        loss = self.forward()
-        loss.backward()
-        self.loss = loss.detach()
+    def forward_backward(self) -> Tensor:
+        """This rank's loss; gradients are averaged."""
+        loss = super().forward_backward()
         for one in (self.model, self.optimizer):  # PyTorch's wrappers have averaged by the end of their backward
             if hasattr(one, "finish_gradient_synchronization"):
                 one.finish_gradient_synchronization()
+        return loss
 
-    def train_step(self) -> None:
+    def train_step(self) -> Tensor:
+        """This rank's loss before an optimizer's step."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.forward_backward()
-        self.optimizer.step()
+        return super().train_step()
 
     def full_parameters(self) -> list[Tensor]:
         """Whole parameters in the order of the unwrapped model; collective."""
@@ -198,9 +183,7 @@ class ParallelStep:
 
     def _precision(self) -> AbstractContextManager[object]:
         """FSDP computes in its weights' dtype; the others need autocast."""
-        if self.autocast is None or self.is_fsdp:
-            return nullcontext()
-        return torch.autocast(self.device, dtype=getattr(torch, self.autocast))
+        return nullcontext() if self.is_fsdp else super()._precision()
 
 
 def wrap_ddp(module: nn.Module, implementation: str, bucket_size_mb: float | None) -> nn.Module:
@@ -260,9 +243,7 @@ def check_wrapper(implementation: str, case: RanksCase, run: RunConfig, rank: in
 def plain_mean(case: RanksCase, run: RunConfig, rank: int) -> list[Tensor | None]:
     """The mean of the gradients that each rank computes alone, by plain all-reduces."""
     alone = ParallelStep(ALONE, case, run, rank)
-    alone.forward_backward()
-    if not alone.loss.isfinite().item():
-        raise Disagreement(f"the model's loss must be finite, got {alone.loss.item():g}")
+    require_finite("loss", alone.forward_backward())
     expected = [parameter.grad for parameter in alone.parameters]
     for gradient in expected:
         if gradient is not None:

@@ -111,10 +111,8 @@ def prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, ru
         return _attention(case, implementation, mode, run)
     step = TrainingStep(case, run)
     model = step.model
-    assert isinstance(model, nn.Module)
     if implementation == "compiled":  # hooks inside would change what is compiled
-        step.model = torch.compile(model)
-        return Prepared(call=getattr(step, mode), before=step.reset)
+        step.model, model = torch.compile(model), None
     return Prepared(call=getattr(step, mode), before=step.reset, model=model)
 
 

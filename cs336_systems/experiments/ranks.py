@@ -200,7 +200,7 @@ def measure_rank(
     rank: int, num_ranks: int, implementation: str, case: Any, run: RunConfig, traced: Sequence[str]
 ) -> RankReport:  # fmt: skip
     """One rank's training steps, and the calls of the modes in `traced`."""
-    error, device = check_wrapper(implementation, case, run, rank), case.device
+    error, device = check_wrapper(implementation, case, run, rank), run.device
     release(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
