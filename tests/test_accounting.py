@@ -191,15 +191,6 @@ def test_model_flops_equal_torchs_count_but_for_the_masked_half(model: Transform
     assert accounting.model_flops(TINY, BATCH, "train_step") == forward + backward - 3 * wasted
 
 
-def test_model_bytes_of_each_precision() -> None:
-    count = accounting.num_parameters(TINY)
-    full = accounting.model_bytes(TINY, Precision())
-    assert (full.parameters, full.gradients, full.optimizer) == (4 * count, 4 * count, 8 * count)
-    assert full.total == 16 * count
-    assert accounting.model_bytes(TINY, Precision(autocast="bfloat16")) == full
-    assert accounting.model_bytes(TINY, Precision(parameters="bfloat16")).total == 8 * count
-
-
 @pytest.mark.parametrize("attention", ["reference", "tiled", "sdpa"])
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
 def test_activation_bytes_equal_what_autograd_saves(tokens: Tensor, attention: str, autocast: str | None) -> None:

@@ -292,7 +292,7 @@ class Leaderboard2026(Experiment):
         return {
             "memory_lines": memory_lines,
             "attention_share": f"{digits(100 * attention / accounting.model_flops(model, 1, 'forward'))} %",
-            "states": f"{digits(accounting.model_bytes(model, Precision()).total / 2**30)} GiB",
+            "states": f"{digits(16 * accounting.num_parameters(model) / 2**30)} GiB",
             "record_share": digits(1e5 * step / HARDWARE[RECORD_GPU].flops_per_s / RECORD_MS),
         }
 
