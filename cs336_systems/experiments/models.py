@@ -150,6 +150,20 @@ def measure_model(
         yield Sample(row=rows[mode, "time"], samples=samples)
 
 
+def wall_clock(step: TrainingStep, mode: str, count: int) -> list[float]:
+    """Milliseconds of each of `count` passes, each alone, from the first on; Disagreement if the last is not finite."""
+    results: list[Tensor] = []
+    samples = []
+    for _ in range(count):
+        step.reset()
+        results.clear()
+        samples.append(time_once(lambda: results.append(getattr(step, mode)()), step.device))
+    step.reset()
+    # Only now: the check's own kernels would warm up the process between two steps.
+    require_finite("logits" if mode == "forward" else "loss", results[0])
+    return samples
+
+
 def require_finite(what: str, value: Tensor) -> None:
     """Disagreement unless all of a model's `value` (its logits, its loss) is finite."""
     # Both extremes are NaN if any element is. isfinite would need temporaries as large as the logits.
