@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig, proxy_model
 from cs336_systems.experiments import Bars, Cell, Disagreement, Experiment, Pick, Pivot, Row, Sample, Wide, problem
 from cs336_systems.experiments import model_memory as memory
@@ -115,7 +117,11 @@ class GradientCheckpointing(Experiment):
             compile_blocks(step.model)
             step.forward_backward()
             step.reset()
-        yield from _peaks(memory.phase_peaks(step, "train_step", run.device))
+        measured = memory.measured_pass(step, "train_step")
+        if measured.out_of_memory:
+            raise torch.OutOfMemoryError(measured.out_of_memory)
+        yield from _peaks(measured.peak_bytes)
+        del measured
         samples = time_calls(
             step.train_step, device=run.device, warmup=0, before=step.reset, budget_ms=TIMED_BUDGET_MS[run.device],
             min_samples=MIN_TIMED_STEPS[run.device],

@@ -1,7 +1,7 @@
 """A training step taken apart into phases, under the instrument that watches its memory.
 
     trace = simulated_trace(case, "train_step")                   # fake tensors, a laptop, seconds
-    phase_bytes, trace = measured_phases(step, "train_step")      # the allocator itself, on CPU or CUDA
+    measured_phases(case, "train_step", run).peak_bytes           # the allocator itself, on CPU or CUDA
 
 The same code runs in both. "start" is the model (and, for a training step, AdamW's state: the step is not the first);
 "forward" ends with the loss; "backward" begins with its gradient; the optimizer step comes last.
@@ -21,7 +21,7 @@ from cs336_systems.config import ModelCase, ModelConfig, Precision, RunConfig
 from cs336_systems.device import has_cxx_compiler
 from cs336_systems.experiments import Cell, Disagreement, Row, Sample, Unsupported
 from cs336_systems.experiments.models import TrainingStep
-from cs336_systems.measure.memory import MIB, CudaPhasePeaks, cpu_phase_peaks, release
+from cs336_systems.measure.memory import MIB, cpu_phase_peaks, release
 from cs336_systems.measure.predict import CudaAutocastRules, fake_module
 from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.measure.snapshot import CudaHistory
@@ -97,27 +97,23 @@ def run_phases(step: TrainingStep, mode: str, mark: Callable[[str], None]) -> No
     step.optimizer.step()
 
 
-def record(
-    step: TrainingStep, mode: str, recorder: AllocationRecorder | CudaHistory, counters: CudaPhasePeaks | None = None
-) -> None:
-    """The pass under `recorder`, which is told of phases and of whose tensors are what; also where it raises."""
+def record(step: TrainingStep, mode: str, recorder: AllocationRecorder | CudaHistory) -> None:
+    """The pass under `recorder`, which is told of phases and of whose tensors are what."""
 
-    def mark(name: str) -> None:
+    def begin(name: str) -> None:
         if name == STEP:
             recorder.assign((parameter.grad for parameter in step.parameters), "gradients")
         recorder.phase(name)
-        if counters is not None:
-            counters.mark(name)
 
+    recorder.phase(START)
     recorder.assign(step.parameters, "parameters")
     recorder.assign(optimizer_state(step), "optimizer")
-    run_phases(step, mode, mark)
+    run_phases(step, mode, begin)
 
 
 def recorded_trace(step: TrainingStep, mode: str, device: str) -> MemoryTrace:
     """The pass under an `AllocationRecorder` that counts as `device` does."""
     with AllocationRecorder(device) as recorder:
-        recorder.phase(START)
         record(step, mode, recorder)
     return recorder.trace()
 
@@ -144,45 +140,35 @@ class Measured:
     out_of_memory: str = ""  # the message, where the pass ended so
 
 
-def phase_peaks(step: TrainingStep, mode: str, device: str) -> dict[str, int]:
-    """Peak bytes by phase of one pass of a prepared `step`: the CUDA allocator's counts, on a CPU the profiler's."""
-    if device == "cpu":
-        base = sum(tensor.untyped_storage().nbytes() for tensor in (*step.parameters, *optimizer_state(step)))
-        return {START: base} | cpu_phase_peaks(lambda mark: run_phases(step, mode, mark), base)
-    counters = CudaPhasePeaks()
-    counters.mark(START)
-    run_phases(step, mode, counters.mark)
-    counters.finish()
-    return counters.peaks
-
-
-def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
-    """One pass of `case` on the run's device, with the allocator's own counts.
+def measured_pass(step: TrainingStep, mode: str) -> Measured:
+    """One pass of a prepared `step` on its device, with the allocator's own counts.
 
     On CUDA the trace is the allocator's history of the same pass; a pass that runs out of memory leaves the trace up to
     there. On a CPU the counts are the profiler's and the trace is recorded in a second pass.
     """
-    step = TrainingStep(case, run)
-    prepare(step, case, mode)
-    if run.device == "cpu":
-        peaks = phase_peaks(step, mode, "cpu")
-        step.reset()
+    if step.device == "cpu":
+        base = sum(tensor.untyped_storage().nbytes() for tensor in (*step.parameters, *optimizer_state(step)))
+        peaks = {START: base} | cpu_phase_peaks(lambda mark: run_phases(step, mode, mark), base)
         return Measured(peak_bytes=peaks, trace=recorded_trace(step, mode, "cpu"))
     torch.ones(16, 16, device="cuda") @ torch.ones(16, 16, device="cuda")  # cuBLAS takes its workspace before
-    counters = CudaPhasePeaks()
     message = ""
     with CudaHistory() as history:
-        history.phase(START)
-        counters.mark(START)
         try:
-            record(step, mode, history, counters)
-            counters.finish()
+            record(step, mode, history)
+            history.end_phase()
         except torch.OutOfMemoryError as error:
             message = str(error).splitlines()[0]
             if len(history.phases) > 2:  # backward had begun
                 history.assign((parameter.grad for parameter in step.parameters), "gradients")
         trace = history.trace()
-    return Measured(peak_bytes=counters.peaks, trace=trace, out_of_memory=message)
+    return Measured(peak_bytes=history.peaks, trace=trace, out_of_memory=message)
+
+
+def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
+    """`measured_pass` of `case` on the run's device."""
+    step = TrainingStep(case, run)
+    prepare(step, case, mode)
+    return measured_pass(step, mode)
 
 
 # What consecutive blocks save for backward
