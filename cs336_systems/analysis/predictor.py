@@ -37,7 +37,6 @@ class Prediction:
     optimizer_s: float
     communication_s: float  # all collectives, one after the other
     exposed_s: float  # the part during which no computation ran, and copies made only to communicate
-    tokens: int  # of the whole batch
     flops: float  # of the model, all GPUs
     peak_flops_per_s: float  # of all GPUs
 
@@ -84,7 +83,6 @@ def predict(
         optimizer_s=ADAMW_ACCESSES * MASTER_BYTES * updated / hardware.memory_bytes_per_s,
         communication_s=sum(map(links.seconds, collectives(model, plan))) + links.tensor_parallel_s(model, batch),
         exposed_s=exposed_s,
-        tokens=plan.data_parallel * batch * model.context_length,
         flops=plan.data_parallel * model_flops(model, batch, "train_step"),
         peak_flops_per_s=plan.devices * hardware.flops_per_s,
     )
