@@ -9,7 +9,7 @@ import inspect
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,9 +62,6 @@ class RanksCase:
         """Peak of all ranks where they share the host's memory, as if nothing were sharded."""
         alone = ModelCase(model=self.model, batch=self.batch, attention=self.attention, precision=self.precision)
         return self.num_ranks * model_peak_bytes(alone, "train_step") if self.backend == "gloo" else 0
-
-
-Case = TypeVar("Case", bound=RanksCase)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,12 +229,16 @@ def _storage_mib(tensors: list[Any]) -> float:
 
 
 def check_wrapper(implementation: str, case: RanksCase, run: RunConfig, rank: int) -> float:
-    """Error of `implementation` over its bound, by its gradients if it averages them, else by its training."""
-    if isinstance(case, DataParallelCase):
-        expected = plain_mean(case, run, rank)
-        return check_gradients(ParallelStep(implementation, case, run, rank), expected)
-    assert isinstance(case, ShardingCase)
-    return check_training(implementation, case, run, rank)
+    """Error of `implementation` over its bound, by its gradients if it averages them, else by its training.
+
+    The model of a ShardingCase is made shallow first: its step and an unsharded one have to fit beside each other.
+    """
+    if isinstance(case, ShardingCase):
+        case = replace(case, model=replace(case.model, num_layers=min(CHECK_LAYERS, case.model.num_layers)))
+        if implementation not in (*OURS, *PEERS):
+            return check_training(implementation, case, run, rank)
+    expected = plain_mean(case, run, rank)
+    return check_gradients(ParallelStep(implementation, case, run, rank), expected)
 
 
 def plain_mean(case: RanksCase, run: RunConfig, rank: int) -> list[Tensor | None]:
@@ -272,19 +273,13 @@ def check_gradients(step: ParallelStep, expected: list[Tensor | None]) -> float:
     return worst
 
 
-def shallow(case: Case) -> Case:
-    """`case` with a model of the same width and few layers."""
-    return replace(case, model=replace(case.model, num_layers=min(CHECK_LAYERS, case.model.num_layers)))
-
-
 def check_training(implementation: str, case: ShardingCase, run: RunConfig, rank: int) -> float:
-    """Error over its bound of a shallow model's weights after training; Disagreement above 1.
+    """Error over its bound of the weights after training; Disagreement above 1.
 
-    The same width, fewer layers, CHECK_STEPS steps, against DDP in float32 from the same weights on the same data: with
-    AdamW where the optimizer is what is sharded, with SGD for FSDP, since in low precision Adam's first steps follow
-    the sign of gradients that are all rounding.
+    CHECK_STEPS steps, against DDP in float32 from the same weights on the same data: with AdamW where the optimizer is
+    what is sharded, with SGD for FSDP, since in low precision Adam's first steps follow the sign of gradients that are
+    all rounding.
     """
-    case = shallow(case)
     optimizer = AdamW if implementation in OPTIMIZER_IMPLEMENTATIONS else torch.optim.SGD
     step = ParallelStep(implementation, case, run, rank, optimizer)
     plain = replace(case, precision=Precision(), checkpointing="none")
