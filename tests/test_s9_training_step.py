@@ -17,10 +17,10 @@ from cs336_systems.experiments.leaderboard_2026 import (
     LongStep,
     LongStepCase,
     check_long_step,
-    fsdp_bytes,
     long_step_bytes,
     long_step_cell,
 )
+from cs336_systems.experiments.parallel_step import fsdp_case_bytes
 from cs336_systems.experiments.spec import Disagreement, Unsupported, load
 from cs336_systems.grading.counting import LiveBytes
 from cs336_systems.inputs import token_batch
@@ -128,7 +128,7 @@ def test_the_8b_step_fits_two_h200_only_without_its_logits():
     }
     assert not plans["nothing"].fits(h200)
     assert all(plans[name].fits(h200, usable=0.85) for name in ("after_attention", "around_attention", "block"))
-    whole = fsdp_bytes(model, 1, checkpointing=True, compute_dtype="bfloat16", **options)
+    whole = fsdp_case_bytes(case, checkpointing=True)
     assert not whole.fits(h200) and whole.loss > 40 * 2**30 > 8 * plans["block"].loss * 0.9
     width = model.context_length * model.d_model * 2
     kept = plans["around_attention"].activations - plans["block"].activations

@@ -166,17 +166,15 @@ def _error(output: Tensor, grad_q: Tensor, whole: Sequence[Tensor], rank: int, n
     repeated = q.shape[1] // k.shape[1]
     worst = 0.0
     for head in range(q.shape[1]):  # the float64 copies of one head's keys at a time
-        keys, values = k[0, head // repeated], v[0, head // repeated]
-
-        def attend(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-            query = rows[0, head].to(dtype).requires_grad_()  # noqa: B023
-            scores = query @ keys.to(dtype).T * q.shape[-1] ** -0.5  # noqa: B023
-            attended = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ values.to(dtype)  # noqa: B023
-            (gradient,) = torch.autograd.grad(attended, query, upstream[0, head].to(dtype))  # noqa: B023
-            return attended.detach(), gradient
-
-        exact, plain = attend(torch.float64), attend(q.dtype)
-        for ours, right, rough in zip((output, grad_q), exact, plain):
+        exact_and_plain = []
+        for dtype in (torch.float64, q.dtype):
+            keys, values = (x[0, head // repeated].to(dtype) for x in (k, v))
+            query = rows[0, head].to(dtype).requires_grad_()
+            scores = query @ keys.T * q.shape[-1] ** -0.5
+            attended = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ values
+            (gradient,) = torch.autograd.grad(attended, query, upstream[0, head].to(dtype))
+            exact_and_plain.append((attended.detach(), gradient))
+        for ours, right, rough in zip((output, grad_q), *exact_and_plain):
             bound = 2 * (rough.double() - right).abs().max() * num_ranks**0.5 + 1e-5
             worst = max(worst, ((ours[0, head, places].double() - right).abs().max() / bound).item())
     return worst

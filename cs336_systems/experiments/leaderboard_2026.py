@@ -30,13 +30,12 @@ from torch import Tensor, nn
 
 from cs336_systems import accounting
 from cs336_systems.analysis import HARDWARE, RankBytes
-from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.attention.backends import available_backends
 from cs336_systems.config import BYTES_PER_ELEMENT, MODEL_SIZES, ModelConfig, Precision, RunConfig
 from cs336_systems.experiments import Bars, Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem, ranks
 from cs336_systems.experiments import parallel_step as steps
 from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.parallel_step import CHECK_BOUND, ParallelStep, RanksCase, ShardingCase
+from cs336_systems.experiments.parallel_step import CHECK_BOUND, ParallelStep, RanksCase, ShardingCase, fsdp_case_bytes
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.memory import MIB, release
 from cs336_systems.model.block_parts import KEPT_WIDTHS, Recompute, run_in_parts
@@ -88,16 +87,12 @@ def long_step_cell(case: LongStepCase, implementation: str) -> Cell:
 
 
 def long_step_bytes(case: LongStepCase) -> RankBytes:
-    """As `fsdp_bytes`, with blocks in parts (`run_in_parts`, compiled) and the loss in chunks (`LossTransformer`).
+    """As `fsdp_case_bytes`, with blocks in parts (`run_in_parts`, compiled) and the loss in chunks (`LossTransformer`).
 
     Activations are what every block keeps, what the final norm keeps, and what one block computes again: all that it
     would save without checkpoints, less what of it is kept anyway.
     """
     model, parameters = case.model, case.precision.parameters
-    whole = fsdp_bytes(
-        model, case.batch, num_ranks=case.num_ranks, attention=case.attention, compute_dtype=case.precision.autocast,
-        reduce_dtype=case.reduce_dtype, parameters=parameters,
-    )  # fmt: skip
     computed = case.precision.autocast or parameters
     compute, tokens = BYTES_PER_ELEMENT[computed], case.batch * model.context_length
     precision = Precision(parameters=computed)
@@ -110,7 +105,7 @@ def long_step_bytes(case: LongStepCase) -> RankBytes:
     wider = width + 2 * tokens * model.d_ff * compute  # w1's and w3's input and outputs
     final_norm = (2 * model.d_model + 1) * tokens * max(4, compute) + width
     return replace(
-        whole,
+        fsdp_case_bytes(case),
         activations=model.num_layers * kept + case.wide_blocks * wider + (one - kept) + final_norm,
         loss=loss_bytes(tokens, model.vocab_size, model.d_model, case.chunk_tokens, compute),
     )
@@ -204,11 +199,7 @@ def memory_lines() -> str:
     """Lines of a table: GiB of a rank by what is computed again, and with whole logits; in closed form."""
     masters, pure = (cell.case for cell in Leaderboard2026().cells(RunConfig(scale="handout", device="cuda"))[:2])
     case = replace(masters, attention="hopper", wide_blocks=0)
-    whole = fsdp_bytes(
-        case.model, case.batch, num_ranks=case.num_ranks, attention=case.attention, checkpointing=True,
-        compute_dtype=case.precision.autocast, reduce_dtype=case.reduce_dtype,
-    )  # fmt: skip
-    plans = {"whole logits, whole blocks": whole}
+    plans = {"whole logits, whole blocks": fsdp_case_bytes(case, checkpointing=True)}
     plans |= {words: long_step_bytes(replace(case, recompute=name)) for name, words in RECOMPUTED.items()}
     plans[f"after attention, {masters.wide_blocks} wide blocks"] = long_step_bytes(masters)
     plans[f"after attention, {pure.wide_blocks} wide blocks, all in bfloat16"] = long_step_bytes(pure)

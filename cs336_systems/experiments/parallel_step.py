@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.accounting import model_peak_bytes
+from cs336_systems.accounting import RankBytes, model_peak_bytes
+from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.config import ModelCase, ModelConfig, Precision, RunConfig
 from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
 from cs336_systems.distributed.fsdp.plan import Checkpointing, find_blocks
@@ -77,6 +78,15 @@ class ShardingCase(RanksCase):
 
     reduce_dtype: str | None = None  # of averaged gradients; None: that of the computation
     checkpointing: Checkpointing = "none"  # of every block
+
+
+def fsdp_case_bytes(case: Any, *, checkpointing: bool = False) -> RankBytes:
+    """`fsdp_bytes` of a case of ranks that shard its model."""
+    return fsdp_bytes(
+        case.model, case.batch, num_ranks=case.num_ranks, attention=case.attention,
+        compute_dtype=case.precision.autocast, reduce_dtype=case.reduce_dtype, checkpointing=checkpointing,
+        parameters=case.precision.parameters,
+    )  # fmt: skip
 
 
 class ParallelStep(TrainingStep):

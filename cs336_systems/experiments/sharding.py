@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
-from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.config import DTypeName, Precision, RunConfig
 from cs336_systems.experiments import Cell, Pick, Sample, Wide, ranks
-from cs336_systems.experiments.parallel_step import MEMORY, ShardingCase
+from cs336_systems.experiments.parallel_step import MEMORY, ShardingCase, fsdp_case_bytes
 from cs336_systems.measure.memory import MIB
 
 PREDICTED = "predicted_peak_memory"
@@ -32,12 +31,8 @@ class ShardingExperiment(ranks.StepExperiment):
         case = cell.case
         for row in cell.rows:
             if row.quantity == PREDICTED:  # before anything runs
-                plan = fsdp_bytes(
-                    case.model, case.batch, num_ranks=case.num_ranks, attention=case.attention,
-                    compute_dtype=case.precision.autocast, reduce_dtype=case.reduce_dtype,
-                    checkpointing=case.checkpointing != "none",
-                )  # fmt: skip
-                yield Sample(row=row, samples=[plan.peak / MIB])
+                peak = fsdp_case_bytes(case, checkpointing=case.checkpointing != "none").peak
+                yield Sample(row=row, samples=[peak / MIB])
         yield from super().measure(cell, run)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
