@@ -73,9 +73,8 @@ class ContextParallel(Experiment):
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        case, budget = cell.case, BUDGET_MS[run.scale]
         cases = list(dict.fromkeys(row.case for row in cell.rows))
-        found = ranks.run_cell(_time_rings, case.num_ranks, cases, budget, run, backend=case.backend, run=run)
+        found = ranks.run_cell(_time_rings, cell.case, run, cases, run)
         for case, reports in zip(cases, zip(*found)):
             yield from ranks.report_samples((row for row in cell.rows if row.case == case), reports)
 
@@ -118,14 +117,12 @@ class ContextParallel(Experiment):
     }
 
 
-def _time_rings(
-    rank: int, num_ranks: int, cases: Sequence[ContextCase], budget_ms: float, run: RunConfig
-) -> list[ranks.RankReport]:
+def _time_rings(rank: int, num_ranks: int, cases: Sequence[ContextCase], run: RunConfig) -> list[ranks.RankReport]:
     """What this rank measures of each case."""
-    return [_time_ring(rank, num_ranks, case, budget_ms, run) for case in cases]
+    return [_time_ring(rank, num_ranks, case, run) for case in cases]
 
 
-def _time_ring(rank: int, num_ranks: int, case: ContextCase, budget_ms: float, run: RunConfig) -> ranks.RankReport:
+def _time_ring(rank: int, num_ranks: int, case: ContextCase, run: RunConfig) -> ranks.RankReport:
     device = run.device
     release(device)
     shape = AttentionShape(
@@ -150,7 +147,7 @@ def _time_ring(rank: int, num_ranks: int, case: ContextCase, budget_ms: float, r
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for mode, call in (("forward", forward), ("forward_backward", both)):
-        samples[mode, "time"] = ranks.timed_calls(call, device, budget_ms, MIN_SAMPLES)
+        samples[mode, "time"] = ranks.timed_calls(call, device, BUDGET_MS[run.scale], MIN_SAMPLES)
     samples["forward_backward", "peak_memory"] = ranks.peak_mib(device)
     samples |= ranks.trace_on_first(both, rank, device, "forward_backward")
     return ranks.RankReport(error=error, samples=samples)

@@ -57,8 +57,7 @@ class DataParallelTurns(Experiment):
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         if run.model is not None:
             raise Unsupported("the user's model has no known way to be built on the meta device, as fully_shard needs")
-        case, names = cell.case, cell.implementations
-        reports = ranks.run_cell(take_turns, case.num_ranks, names, case, run, backend=case.backend, run=run)
+        reports = ranks.run_cell(take_turns, cell.case, run, cell.implementations, cell.case, run)
         for row in cell.rows:
             of_ranks = [report[row.implementation] for report in reports]
             error, wrong = max(error for error, _, _ in of_ranks), next((what for _, what, _ in of_ranks if what), "")

@@ -52,8 +52,7 @@ class Communication(Experiment):
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         cases = [row.case for row in cell.rows]
-        budget, backend = BUDGET_MS[run.scale], cases[0].backend
-        results = run_cell(_time_collectives, cases[0].num_ranks, cases, budget, backend=backend, run=run)
+        results = run_cell(_time_collectives, cell.case, run, cases, BUDGET_MS[run.scale])
         for number, row in enumerate(cell.rows):
             yield Sample(row=row, samples=slowest([samples[number] for samples in results]))
 
