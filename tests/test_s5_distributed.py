@@ -1,5 +1,6 @@
 """Section 5's experiments: bandwidths, cells, agreed counts, tables and traces."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,10 @@ import torch.distributed as dist
 from msgspec.structs import replace as replace_run
 
 from cs336_systems.analysis.bandwidth import best_bucket_bytes, bucket_overhead_s
-from cs336_systems.config import COLLECTIVES, MODEL_SIZES, RunConfig
+from cs336_systems.config import COLLECTIVES, MODEL_SIZES, CollectiveCase, RunConfig
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.launch import RankError, run_ranks
+from cs336_systems.experiments.distributed_communication_single_node import time_collectives
 from cs336_systems.experiments.frames import load_frame
 from cs336_systems.experiments.harness import planned_cells
 from cs336_systems.experiments.parallel_step import (
@@ -106,6 +108,15 @@ def test_a_cell_measures_every_row(implementation):
 def test_torchs_wrapper_gets_the_bucket_size(alone_in_a_group):
     wrapped = wrap_ddp(torch.nn.Linear(2, 2), "torch_ddp_view", 7)
     assert wrapped.bucket_bytes_cap == 7 * 2**20 and wrapped.gradient_as_bucket_view
+
+
+@pytest.mark.parametrize("wrong", [2.0, math.nan])
+def test_a_collective_with_a_wrong_result_is_not_timed(wrong, alone_in_a_group, monkeypatch):
+    """NaN once passed: it is neither below nor above any bound."""
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.fill_(wrong))
+    case = CollectiveCase(operation="all_reduce", num_bytes=8, num_ranks=1, backend="gloo")
+    with pytest.raises(Disagreement, match="all_reduce must give 1 everywhere, got values from"):
+        time_collectives(0, 1, [case], 1.0)
 
 
 def fail(rank: int, ranks: int, error: str) -> None:
