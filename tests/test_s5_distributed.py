@@ -90,6 +90,21 @@ def test_gradients_that_were_not_averaged_are_not_timed():
     run_ranks(check_a_wrapper_that_forgets, 2, tiny_case())
 
 
+@pytest.mark.parametrize("wrong", [None, math.nan])
+def test_gradients_that_are_missing_or_nan_are_not_timed(wrong, alone_in_a_group):
+    """Both once counted as no error at all."""
+    case = tiny_case(1)
+    expected, step = plain_mean(case, TINY, 0), ParallelStep("naive", case, TINY, 0)
+    parameter = step.parameters[-1]
+
+    def spoil() -> None:
+        parameter.grad = None if wrong is None else torch.full_like(parameter, wrong)
+
+    step.model.finish_gradient_synchronization = spoil
+    with pytest.raises(Disagreement, match="averaged gradients are off by (inf|nan) times the bound"):
+        check_gradients(step, expected)
+
+
 @pytest.mark.parametrize("implementation", ["bucketed", "torch_ddp_view"])
 def test_a_cell_measures_every_row(implementation):
     """Ours and the peer, at two ranks: gradients checked, samples positive, the trace's parts within the whole."""

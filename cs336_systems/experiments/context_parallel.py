@@ -161,7 +161,7 @@ def _error(output: Tensor, grad_q: Tensor, whole: Sequence[Tensor], rank: int, n
     visible = torch.arange(q.shape[-2], device=q.device) <= positions[places, None]
     rows, upstream = q[..., positions[places], :], grad_output[..., positions[places], :]
     repeated = q.shape[1] // k.shape[1]
-    worst = 0.0
+    errors = []
     for head in range(q.shape[1]):  # the float64 copies of one head's keys at a time
         exact_and_plain = []
         for dtype in (torch.float64, q.dtype):
@@ -173,5 +173,5 @@ def _error(output: Tensor, grad_q: Tensor, whole: Sequence[Tensor], rank: int, n
             exact_and_plain.append((attended.detach(), gradient))
         for ours, right, rough in zip((output, grad_q), *exact_and_plain):
             bound = 2 * (rough.double() - right).abs().max() * num_ranks**0.5 + 1e-5
-            worst = max(worst, ((ours[0, head, places].double() - right).abs().max() / bound).item())
-    return worst
+            errors.append((ours[0, head, places].double() - right).abs().max() / bound)
+    return torch.stack(errors).max().item()  # NaN if any is
