@@ -22,7 +22,7 @@ from cs336_systems.measure.memory import release
 from cs336_systems.measure.ranges import SCORES, SOFTMAX, VALUES, annotate
 from cs336_systems.measure.trace import Trace
 
-WALL_CLOCK_STEPS = 5
+WALL_CLOCK_STEPS = 5  # `compare` needs four
 NUM_PROFILED_STEPS = {"tiny": 1, "smoke": 2, "handout": 2}
 RANKED, RANKS = ("kernel", "other_kernel"), range(1, 6)  # the five longest kernels, and those that are no matmul
 CATEGORY_WORDS = {"gemm": "matmul"}
