@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.accounting import block_saved_bytes, model_peak_bytes
 from cs336_systems.config import ModelCase, ModelConfig, Precision, RunConfig
-from cs336_systems.device import has_cxx_compiler
 from cs336_systems.experiments import Cell, Disagreement, Row, Sample, Unsupported
 from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.measure.memory import MIB, cpu_phase_peaks, release
@@ -201,29 +200,27 @@ class BlocksCase:
 
 
 def measure_blocks(cell: Cell, run: RunConfig) -> Iterator[Sample]:
+    """What the blocks of a model of so many save; of fake tensors where the cell's is `simulated`."""
     case: BlocksCase = cell.case
+
+    def build() -> TransformerLM:
+        return TransformerLM.from_config(replace(case.model, num_layers=case.blocks), attention=case.attention)
+
     if cell.implementation.startswith("simulated"):
-        alone = replace(case.model, num_layers=case.blocks)
-        step = MemoryCase(model=alone, batch=case.batch, attention=case.attention, precision=case.precision)
         with FakeTensorMode():
-            model = SimulatedStep(step).model
-            assert isinstance(model, TransformerLM)
-            yield from _saved_measurements(cell, model, torch.empty(case.stream_shape, requires_grad=True))
+            yield from _saved_measurements(cell, fake_module(build), torch.empty(case.stream_shape, requires_grad=True))
         return
     release(run.device)
     with torch.device(run.device):
-        model = TransformerLM.from_config(replace(case.model, num_layers=case.blocks), attention=case.attention)
-        stream = torch.randn(case.stream_shape, requires_grad=True)
+        model, stream = build(), torch.randn(case.stream_shape, requires_grad=True)
     if cell.implementation == "compiled":
-        if run.device == "cpu" and not has_cxx_compiler():
-            raise Unsupported("no C++ compiler")
         compile_blocks(model)
     yield from _saved_measurements(cell, model, stream)
 
 
-def _saved_measurements(cell: Cell, model: TransformerLM, stream: Tensor) -> Iterator[Sample]:
+def _saved_measurements(cell: Cell, model: Any, stream: Tensor) -> Iterator[Sample]:
     case: BlocksCase = cell.case
-    blocks = nn.Sequential(*list(model.layers)[: case.blocks])
+    blocks = nn.Sequential(*model.layers)
     if cell.implementation == "simulated compiled":
         saved = compiled_saved_tensors(blocks, stream)
     else:
