@@ -7,6 +7,8 @@ FLOPs, and FLOPs of softmax, norms and other pointwise work are not counted. Usa
     model_peak_bytes(case, "train_step") / 2**30                  # GiB that a training step is expected to need
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +34,7 @@ SOFTMAX_FLOPS_PER_SCORE = 5
 LOSS_BACKWARD_COPIES = 3
 # The largest temporary of an AdamW step (model/optimizer.py), unless one parameter alone is larger.
 OPTIMIZER_TEMPORARY_BYTES = 256 * 2**20
+OPTIMIZER_MOMENTS = 2  # of AdamW
 FLOAT32_BYTES = 4
 BOOL_BYTES = 1
 # Implementations whose memory grows with the square of the length, by the case that they run on.
@@ -170,25 +173,33 @@ def block_matrix_elements(model: ModelConfig) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelBytes:
-    """Bytes that a model occupies whatever its batch."""
+class RankBytes:
+    """Bytes of a training step on one GPU, by what they are for."""
 
-    parameters: int
-    gradients: int
+    parameters: int  # master weights that the rank keeps all the time
+    gradients: int  # when backward is done
     optimizer: int
+    activations: int  # saved for backward when it starts, or recomputed
+    loss: int  # temporaries when backward starts, most of the logits' size
+    gathered: int = 0  # FSDP: whole weights of the blocks in use and on their way
+    buffers: int = 0  # copies made only to communicate, FSDP's whole gradients on their way to a reduction
+    block: int = 0  # what one block saved: all that is left of the activations when backward ends
 
     @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer
+    def persistent(self) -> int:
+        """What outlives a step in which gradients are set to None."""
+        return self.parameters + self.optimizer
 
+    @property
+    def peak(self) -> int:
+        """The larger of backward's start, with all activations, and its end, with all gradients."""
+        start = self.activations + self.loss
+        end = self.gradients + max(self.block, self.buffers)
+        return self.persistent + self.gathered + max(start, end)
 
-def model_bytes(model: ModelConfig, precision: Precision) -> ModelBytes:
-    """Parameters, gradients and AdamW's two moments, all in the parameters' dtype (autocast changes none of them).
-
-    Buffers (the RoPE table) are not counted.
-    """
-    parameters = num_parameters(model) * BYTES_PER_ELEMENT[precision.parameters]
-    return ModelBytes(parameters=parameters, gradients=parameters, optimizer=2 * parameters)
+    def fits(self, memory_bytes: int, *, usable: float = 0.95) -> bool:
+        """Whether the peak is within `usable` of a device's memory."""
+        return self.peak <= usable * memory_bytes
 
 
 def block_saved_bytes(
@@ -239,7 +250,7 @@ def activation_bytes(model: ModelConfig, batch: int, *, attention: str, precisio
     blocks = model.num_layers * sum(block_saved_bytes(model, batch, attention=attention, precision=precision).values())
     tokens = batch * model.context_length
     norm = (2 * model.d_model + 1) * tokens * _norm_bytes(precision)
-    head = norm + tokens * model.d_model * _compute_bytes(precision) + _loss_logit_bytes(model, batch, precision)
+    head = norm + tokens * model.d_model * _compute_bytes(precision) + loss_logit_bytes(model, batch, precision)
     return blocks + head + _weight_copy_bytes(model, precision)
 
 
@@ -256,7 +267,7 @@ def model_peak_bytes(case: ModelCase, mode: str) -> int:
       activations and makes its gradients. Gradients are taken as None when backward starts.
     """
     model, batch, precision = case.model, case.batch, case.precision
-    fixed = model_bytes(model, precision)
+    parameters = num_parameters(model) * BYTES_PER_ELEMENT[precision.parameters]  # autocast changes none of them
     saved = block_saved_bytes(model, batch, attention=case.attention, precision=precision)
     compute, stores_scores = _compute_bytes(precision), case.attention in SCORE_STORING_ATTENTION
     width = batch * model.context_length * model.d_model
@@ -268,14 +279,18 @@ def model_peak_bytes(case: ModelCase, mode: str) -> int:
         feed_forward = (width + 3 * batch * model.context_length * model.d_ff) * compute
         logits = batch * model.context_length * (model.d_model + model.vocab_size) * compute
         stream = width * _norm_bytes(precision)
-        return fixed.parameters + _weight_copy_bytes(model, precision) + stream + max(attention, feed_forward, logits)
-    activations = activation_bytes(model, batch, attention=case.attention, precision=precision)
-    start = activations + max(LOSS_BACKWARD_COPIES * _loss_logit_bytes(model, batch, precision), two_scores)
+        return parameters + _weight_copy_bytes(model, precision) + stream + max(attention, feed_forward, logits)
     largest_parameter = model.d_model * max(model.vocab_size, model.d_ff) * BYTES_PER_ELEMENT[precision.parameters]
-    batch_of_parameters = min(fixed.parameters, max(OPTIMIZER_TEMPORARY_BYTES, largest_parameter))
-    optimizer_temporaries = batch_of_parameters if mode == "train_step" else 0
-    end = fixed.gradients + max(sum(saved.values()), optimizer_temporaries)
-    return fixed.parameters + (fixed.optimizer if mode == "train_step" else 0) + max(start, end)
+    batch_of_parameters = min(parameters, max(OPTIMIZER_TEMPORARY_BYTES, largest_parameter))
+    trains = mode == "train_step"
+    return RankBytes(
+        parameters=parameters,
+        gradients=parameters,
+        optimizer=OPTIMIZER_MOMENTS * parameters if trains else 0,
+        activations=activation_bytes(model, batch, attention=case.attention, precision=precision),
+        loss=max(LOSS_BACKWARD_COPIES * loss_logit_bytes(model, batch, precision), two_scores),
+        block=max(sum(saved.values()), batch_of_parameters if trains else 0),
+    ).peak
 
 
 def _weight_copy_bytes(model: ModelConfig, precision: Precision) -> int:
@@ -292,7 +307,8 @@ def _norm_bytes(precision: Precision) -> int:
     return max(FLOAT32_BYTES, BYTES_PER_ELEMENT[precision.parameters])
 
 
-def _loss_logit_bytes(model: ModelConfig, batch: int, precision: Precision) -> int:
+def loss_logit_bytes(model: ModelConfig, batch: int, precision: Precision) -> int:
+    """The logits as the cross-entropy takes them, in float32 or wider."""
     return batch * model.context_length * model.vocab_size * max(FLOAT32_BYTES, _compute_bytes(precision))
 
 

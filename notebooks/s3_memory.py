@@ -32,8 +32,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.accounting import block_saved_bytes, model_peak_bytes, num_parameters
 from cs336_systems.config import MODEL_SIZES, Precision
+from cs336_systems.experiments.benchmarking_mixed_precision import autocast_dtypes, norm_in
+from cs336_systems.experiments.mixed_precision_accumulation import accumulate
 from cs336_systems.experiments.model_memory import MemoryCase, simulated_trace
-from cs336_systems.measure.precision import accumulate, autocast_dtypes, norm_in
 from cs336_systems.measure.predict import fake_module
 from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.measure.timeline import CATEGORIES

@@ -12,11 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems import accounting
 from cs336_systems.attention.reference import attention_reference
-from cs336_systems.config import AttentionShape, ModelCase, ModelConfig, Precision
+from cs336_systems.config import AttentionShape, ModelConfig, Precision, RunConfig
+from cs336_systems.experiments.model_memory import MemoryCase, optimizer_state, prepare
+from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.experiments.records import latest, read_records
 from cs336_systems.measure.saved import saved_tensors
 from cs336_systems.measure.timeline import AllocationRecorder
-from cs336_systems.model import AdamW
 from cs336_systems.model.loss import cross_entropy
 from cs336_systems.model.transformer import TransformerLM
 
@@ -191,15 +192,6 @@ def test_model_flops_equal_torchs_count_but_for_the_masked_half(model: Transform
     assert accounting.model_flops(TINY, BATCH, "train_step") == forward + backward - 3 * wasted
 
 
-def test_model_bytes_of_each_precision() -> None:
-    count = accounting.num_parameters(TINY)
-    full = accounting.model_bytes(TINY, Precision())
-    assert (full.parameters, full.gradients, full.optimizer) == (4 * count, 4 * count, 8 * count)
-    assert full.total == 16 * count
-    assert accounting.model_bytes(TINY, Precision(autocast="bfloat16")) == full
-    assert accounting.model_bytes(TINY, Precision(parameters="bfloat16")).total == 8 * count
-
-
 @pytest.mark.parametrize("attention", ["reference", "tiled", "sdpa"])
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
 def test_activation_bytes_equal_what_autograd_saves(tokens: Tensor, attention: str, autocast: str | None) -> None:
@@ -232,22 +224,9 @@ def test_peak_bytes_are_near_those_that_really_live(
         name="tiny", d_model=64, d_ff=192, num_layers=3, num_heads=4, vocab_size=vocab_size,
         context_length=context_length,
     )  # fmt: skip
-    torch.manual_seed(0)
-    model = TransformerLM.from_config(config, attention=attention)
-    tokens = torch.randint(vocab_size, (BATCH, context_length))
-    optimizer = AdamW(model.parameters())
-    if mode == "train_step":  # the state exists from the second step on
-        loss_of(model, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
-    with live_bytes([*model.parameters(), *state]) as memory:
-        if mode == "forward":
-            with torch.no_grad():
-                model(tokens)
-        else:
-            loss_of(model, tokens).backward()
-        if mode == "train_step":
-            optimizer.step()
-    case = ModelCase(model=config, batch=BATCH, attention=attention)
+    case = MemoryCase(model=config, batch=BATCH, attention=attention)
+    step = TrainingStep(case, RunConfig(scale="tiny", device="cpu"))
+    prepare(step, case, mode)  # the optimizer's state exists from the second step on
+    with live_bytes([*step.parameters, *optimizer_state(step)]) as memory:
+        getattr(step, mode)()
     assert 0.95 <= accounting.model_peak_bytes(case, mode) / memory.trace().peak_bytes() <= 1.15

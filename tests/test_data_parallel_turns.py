@@ -11,12 +11,12 @@ import torch
 
 from cs336_systems.config import Precision, RunConfig
 from cs336_systems.distributed.ddp_naive import NaiveDDP
-from cs336_systems.experiments import data_parallel_turns
+from cs336_systems.experiments import context_parallel, data_parallel_turns
 from cs336_systems.experiments.data_parallel_turns import ParallelStep, take_turns
 from cs336_systems.experiments.frames import dicts, load_frame
 from cs336_systems.experiments.ranks import TIMES
 from cs336_systems.experiments.records import Record
-from cs336_systems.experiments.spec import Unsupported, load
+from cs336_systems.experiments.spec import Disagreement, Unsupported, load
 from tests.one_job import OneJob
 from tests.test_records import gpu_record
 
@@ -105,6 +105,14 @@ def test_a_step_is_compared_with_the_faster_rival_round_by_round():
 
 
 # The ring
+
+
+def test_a_ring_that_gives_nan_is_not_timed(alone_in_a_group, monkeypatch):
+    """NaN once counted as no error at all."""
+    monkeypatch.setattr(context_parallel, "ring_attention", lambda q, k, v, **_: (q + k + v) * float("nan"))
+    case = replace(load("context_parallel").cells(TINY)[0].case, num_ranks=1)
+    with pytest.raises(Disagreement, match="rows are off attention in float64 by nan times the bound"):
+        context_parallel._time_ring(0, 1, case, TINY)
 
 
 def test_a_number_of_ranks_measures_all_lengths_in_one_job():

@@ -5,9 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.config import ModelCase, ModelConfig, RunConfig
-from cs336_systems.experiments import benchmarking_script, models
-from cs336_systems.experiments.benchmarking_script import measure_warmup
-from cs336_systems.experiments.models import MODEL_MODES, measure_model
+from cs336_systems.experiments import models
+from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, measure_model, wall_clock
 from cs336_systems.experiments.spec import Cell, Disagreement, Row
 from tests.broken_models import Bigram
 
@@ -76,7 +75,7 @@ def cell_of(*modes: str) -> Cell:
 def test_a_broken_model_is_not_timed(model, message, mode, monkeypatch):
     """A user's model that returned NaN, one position, a pair or constants was recorded as ok, and as very fast."""
     with pytest.raises(Disagreement, match=message.format(what="logits" if mode == "forward" else "loss")):
-        next(measure_warmup(cell_of(mode), run_with(model), num_steps=2))
+        wall_clock(TrainingStep(CASE, run_with(model)), mode, 2)
     monkeypatch.setattr(models, "time_calls", lambda *_, **__: pytest.fail("timed before it was checked"))
     with pytest.raises(Disagreement, match=message.format(what="logits")):
         next(measure_model(cell_of(mode), run_with(model)))
@@ -93,8 +92,7 @@ def test_a_model_that_breaks_in_training_keeps_its_forward():
 def test_the_warmup_series_begins_with_the_models_first_step(monkeypatch):
     """The check of the output comes after the series: one before it would be a warm-up step that no row counts."""
     events = []
-    time_once, require_finite = benchmarking_script.time_once, benchmarking_script.require_finite
-    forward = models.TrainingStep.forward
+    time_once, require_finite, forward = models.time_once, models.require_finite, TrainingStep.forward
 
     def record(name, call):
         def recorded(*arguments):
@@ -103,12 +101,11 @@ def test_the_warmup_series_begins_with_the_models_first_step(monkeypatch):
 
         return recorded
 
-    monkeypatch.setattr(benchmarking_script, "time_once", record("time", time_once))
-    monkeypatch.setattr(benchmarking_script, "require_finite", record("check", require_finite))
-    monkeypatch.setattr(models.TrainingStep, "forward", record("step", forward))
-    (measurement,) = measure_warmup(cell_of("forward"), run_with(Bigram), num_steps=3)
+    monkeypatch.setattr(models, "time_once", record("time", time_once))
+    monkeypatch.setattr(models, "require_finite", record("check", require_finite))
+    monkeypatch.setattr(TrainingStep, "forward", record("step", forward))
+    assert len(wall_clock(TrainingStep(CASE, run_with(Bigram)), "forward", 3)) == 3
     assert events == ["time", "step"] * 3 + ["check"]
-    assert len(measurement.samples) == 3
 
 
 def test_a_working_model_is_timed_in_every_mode():

@@ -3,11 +3,10 @@
 import pytest
 
 from cs336_systems.config import HANDOUT_SIZES, ModelCase, RunConfig
-from cs336_systems.experiments.benchmarking_mixed_precision import AutocastCase, NormCase
+from cs336_systems.experiments.benchmarking_mixed_precision import AutocastCase, NormCase, autocast_dtypes, norm_in
 from cs336_systems.experiments.spec import load
-from cs336_systems.measure.precision import autocast_dtypes, norm_in
 
-COVERS = ("cs336_systems/measure",)
+COVERS = ("cs336_systems/experiments/benchmarking_mixed_precision.py",)
 TINY = RunConfig(scale="tiny", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")
 EXPERIMENT = load("benchmarking_mixed_precision")

@@ -1,5 +1,6 @@
 """Section 5's experiments: bandwidths, cells, agreed counts, tables and traces."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,10 @@ import torch.distributed as dist
 from msgspec.structs import replace as replace_run
 
 from cs336_systems.analysis.bandwidth import best_bucket_bytes, bucket_overhead_s
-from cs336_systems.config import COLLECTIVES, MODEL_SIZES, RunConfig
+from cs336_systems.config import COLLECTIVES, MODEL_SIZES, CollectiveCase, RunConfig
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.launch import RankError, run_ranks
+from cs336_systems.experiments.distributed_communication_single_node import time_collectives
 from cs336_systems.experiments.frames import load_frame
 from cs336_systems.experiments.harness import planned_cells
 from cs336_systems.experiments.parallel_step import (
@@ -88,6 +90,21 @@ def test_gradients_that_were_not_averaged_are_not_timed():
     run_ranks(check_a_wrapper_that_forgets, 2, tiny_case())
 
 
+@pytest.mark.parametrize("wrong", [None, math.nan])
+def test_gradients_that_are_missing_or_nan_are_not_timed(wrong, alone_in_a_group):
+    """Both once counted as no error at all."""
+    case = tiny_case(1)
+    expected, step = plain_mean(case, TINY, 0), ParallelStep("naive", case, TINY, 0)
+    parameter = step.parameters[-1]
+
+    def spoil() -> None:
+        parameter.grad = None if wrong is None else torch.full_like(parameter, wrong)
+
+    step.model.finish_gradient_synchronization = spoil
+    with pytest.raises(Disagreement, match="averaged gradients are off by (inf|nan) times the bound"):
+        check_gradients(step, expected)
+
+
 @pytest.mark.parametrize("implementation", ["bucketed", "torch_ddp_view"])
 def test_a_cell_measures_every_row(implementation):
     """Ours and the peer, at two ranks: gradients checked, samples positive, the trace's parts within the whole."""
@@ -106,6 +123,15 @@ def test_a_cell_measures_every_row(implementation):
 def test_torchs_wrapper_gets_the_bucket_size(alone_in_a_group):
     wrapped = wrap_ddp(torch.nn.Linear(2, 2), "torch_ddp_view", 7)
     assert wrapped.bucket_bytes_cap == 7 * 2**20 and wrapped.gradient_as_bucket_view
+
+
+@pytest.mark.parametrize("wrong", [2.0, math.nan])
+def test_a_collective_with_a_wrong_result_is_not_timed(wrong, alone_in_a_group, monkeypatch):
+    """NaN once passed: it is neither below nor above any bound."""
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.fill_(wrong))
+    case = CollectiveCase(operation="all_reduce", num_bytes=8, num_ranks=1, backend="gloo")
+    with pytest.raises(Disagreement, match="all_reduce must give 1 everywhere, got values from"):
+        time_collectives(0, 1, [case], 1.0)
 
 
 def fail(rank: int, ranks: int, error: str) -> None:
@@ -129,13 +155,13 @@ def fail(rank: int, ranks: int, error: str) -> None:
 )  # fmt: skip
 def test_a_ranks_error_becomes_the_cells(error, raised):
     with pytest.raises(raised, match="rank 1 of 2 failed: .*(planted|DefaultCPUAllocator)"):
-        run_cell(fail, 2, error, backend="gloo", run=TINY)
+        run_cell(fail, tiny_case(), TINY, error)
 
 
 def test_more_ranks_than_gpus_are_skipped(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(Unsupported, match="needs 4 GPUs, this host has 2"):
-        run_cell(fail, 4, "bug", backend="nccl", run=HANDOUT)
+        run_cell(fail, replace(tiny_case(4), backend="nccl"), HANDOUT, "bug")
 
 
 # Pages

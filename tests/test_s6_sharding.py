@@ -15,8 +15,9 @@ from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.distributed import FSDP, LossScaler, OverlapDDP, ShardedOptimizer, Zero1Optimizer
 from cs336_systems.experiments import parallel_step
 from cs336_systems.experiments.harness import planned_cells
-from cs336_systems.experiments.parallel_step import check_training
-from cs336_systems.experiments.sharding import ShardingExperiment, sharding_case, sharding_cell
+from cs336_systems.experiments.parallel_step import ShardingCase, check_training
+from cs336_systems.experiments.ranks import ranks_case
+from cs336_systems.experiments.sharding import ShardingExperiment, sharding_cell
 from cs336_systems.experiments.spec import Disagreement
 from cs336_systems.model import AdamW
 from tests.one_job import OneJob, run_alone
@@ -188,7 +189,7 @@ class NeverSent(ShardedOptimizer):
 @TWO_RANKS.check
 def test_an_optimizer_that_does_not_exchange_is_not_timed(rank: int, num_ranks: int) -> None:
     run = RunConfig(scale="tiny", device="cpu")
-    case = sharding_case(run, num_ranks, None)
+    case = ranks_case(ShardingCase, run, num_ranks, Precision())
     assert check_training("sharded", case, run, rank) <= 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_step, "ShardedOptimizer", NeverSent)
@@ -245,7 +246,7 @@ def test_the_handouts_cells_cover_both_precisions_and_both_peers():
 @pytest.mark.parametrize("implementation", ["fsdp", "torch_fsdp"])
 def test_a_single_rank_shards_nothing_and_sends_nothing(implementation):
     run = RunConfig(scale="tiny", device="cpu")
-    cell = sharding_cell(sharding_case(run, 1, None), implementation)
+    cell = sharding_cell(ranks_case(ShardingCase, run, 1, Precision()), implementation)
     found = {(one.row.mode, one.row.quantity): one for one in ShardingExperiment().measure(cell, run)}
     assert found["train_step", "time"].error <= 1 and found["train_step", "communication_time"].samples == [0]
 

@@ -17,10 +17,10 @@ from cs336_systems.experiments.leaderboard_2026 import (
     LongStep,
     LongStepCase,
     check_long_step,
-    fsdp_bytes,
     long_step_bytes,
     long_step_cell,
 )
+from cs336_systems.experiments.parallel_step import fsdp_case_bytes
 from cs336_systems.experiments.spec import Disagreement, Unsupported, load
 from cs336_systems.grading.counting import LiveBytes
 from cs336_systems.inputs import token_batch
@@ -48,12 +48,11 @@ def loss_and_gradients(rank: int, num_ranks: int, implementation: str, recompute
     single = TransformerLM.from_config(SMALL.model, attention="sdpa")
     for parameter, value in zip(single.parameters(), step.full_parameters()):
         parameter.data.copy_(value)
-    step.forward_backward()
+    total = step.forward_backward()
     batches = [token_batch(SMALL.model, SMALL.batch, device="cpu", seed=CPU.seed + one) for one in range(num_ranks)]
     tokens, targets = (torch.cat(parts) for parts in zip(*batches))
     loss = cross_entropy(single(tokens), targets)
     loss.backward()
-    total = step.loss.clone()
     torch.distributed.all_reduce(total)
     assert abs(total / num_ranks - loss) <= 1e-6
     for one, other in zip(step.full_gradients(), single.parameters()):
@@ -129,7 +128,7 @@ def test_the_8b_step_fits_two_h200_only_without_its_logits():
     }
     assert not plans["nothing"].fits(h200)
     assert all(plans[name].fits(h200, usable=0.85) for name in ("after_attention", "around_attention", "block"))
-    whole = fsdp_bytes(model, 1, checkpointing=True, compute_dtype="bfloat16", **options)
+    whole = fsdp_case_bytes(case, checkpointing=True)
     assert not whole.fits(h200) and whole.loss > 40 * 2**30 > 8 * plans["block"].loss * 0.9
     width = model.context_length * model.d_model * 2
     kept = plans["around_attention"].activations - plans["block"].activations

@@ -125,7 +125,6 @@ def check_a_real_snapshot(path: Path) -> None:
         history.phase("start")
         history.assign([kept], "parameters")
         history.phase("forward")
-        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         result = torch.empty(8 * 2**20, dtype=torch.uint8, device="cuda")
         temporary = torch.empty(5 * 2**20, dtype=torch.uint8, device="cuda")
@@ -135,10 +134,12 @@ def check_a_real_snapshot(path: Path) -> None:
         history.assign([gradient], "gradients")
         history.phase("optimizer step")
         del result
-        peak = torch.cuda.max_memory_allocated()
+        history.end_phase()
+        peak = max(history.peaks.values())
         trace = history.trace()
         torch.cuda.memory._dump_snapshot(str(path))
-    assert trace.peak_bytes() == peak and trace.phase_peaks()["forward"] == before + 13 * 2**20
+    assert trace.peak_bytes() == peak and trace.phase_peaks() == history.peaks
+    assert history.peaks["forward"] == before + 13 * 2**20
     assert trace.breakdown(trace.num_events - 1)["gradients"] == 2 * 2**20
     assert trace.breakdown(0)["parameters"] == kept_bytes
     sizes = {one.num_bytes: one.category for one in trace.allocations}

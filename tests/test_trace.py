@@ -301,7 +301,6 @@ def profiled(device: str, **options: Any) -> Trace:
     model = replace(proxy_model("small", 64), context_length=32, vocab_size=256)
     run = RunConfig(scale="tiny", device=device)  # type: ignore[arg-type]
     step = TrainingStep(ModelCase(model=model, batch=2, attention="reference"), run)
-    assert isinstance(step.model, nn.Module)
     with annotate(step.model):
         return capture(step.train_step, device=device, before=step.reset, **options)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 def bus_factor(operation: str, num_ranks: int) -> float:
     """Bus bandwidth over algorithm bandwidth: the share of the tensor that one rank must send over its link.
 
-    Every rank of an all-reduce sends (n-1)/n of the tensor twice, of an all-gather or reduce-scatter once; a broadcast
-    passes all of it on. Zero for a single rank, which sends nothing.
+    Every rank of an all-reduce sends (n-1)/n of the tensor twice, of an all-gather or reduce-scatter once. A broadcast
+    passes all of it on, in pieces down a chain of ranks. Zero for a single rank, which sends nothing.
     """
     if num_ranks == 1:
         return 0.0

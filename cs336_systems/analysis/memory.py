@@ -10,52 +10,22 @@ without the allocator's fragmentation, the CUDA context and NCCL's buffers (abou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cs336_systems.accounting import (
     LOSS_BACKWARD_COPIES,
+    OPTIMIZER_MOMENTS,
+    RankBytes,
     activation_bytes,
     block_matrix_elements,
     block_saved_bytes,
+    loss_logit_bytes,
     num_parameters,
 )
 from cs336_systems.analysis import traffic
 from cs336_systems.analysis.traffic import COMPUTE_BYTES, MASTER_BYTES, Plan
 from cs336_systems.config import BYTES_PER_ELEMENT, DTypeName, ModelConfig, Precision
 
-OPTIMIZER_MOMENTS = 2
 GATHERED_UNITS = 2  # of `distributed/fsdp`: the one in use and the one behind it
 GRADIENTS_IN_FLIGHT = 2  # its units whose whole gradients wait for, or are in, a reduce-scatter
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankBytes:
-    """Bytes on one GPU, by what they are for."""
-
-    parameters: int  # master weights that the rank keeps all the time
-    gradients: int  # when backward is done
-    optimizer: int
-    gathered: int  # FSDP: whole weights of the blocks in use and on their way
-    buffers: int  # copies made only to communicate, FSDP's whole gradients on their way to a reduction
-    activations: int  # saved for backward when it starts, or recomputed
-    loss: int  # temporaries of the logits' size when backward starts
-    block: int = 0  # what one block saved: all that is left of the activations when backward ends
-
-    @property
-    def persistent(self) -> int:
-        """What outlives a step in which gradients are set to None."""
-        return self.parameters + self.optimizer
-
-    @property
-    def peak(self) -> int:
-        """The larger of backward's start, with all activations, and its end, with all gradients."""
-        start = self.activations + self.loss
-        end = self.gradients + max(self.block, self.buffers)
-        return self.persistent + self.gathered + max(start, end)
-
-    def fits(self, memory_bytes: int, *, usable: float = 0.95) -> bool:
-        """Whether the peak is within `usable` of a device's memory."""
-        return self.peak <= usable * memory_bytes
 
 
 def rank_bytes(
@@ -83,7 +53,7 @@ def rank_bytes(
         weights = max(sum(sizes[start : start + window]) for start in range(max(1, len(sizes) - window + 1)))
         gathered = COMPUTE_BYTES * (weights + max(sizes))
     activations, block = saved_bytes(model, batch, attention, "bfloat16", checkpointed)
-    logits = LOSS_BACKWARD_COPIES * batch * model.context_length * model.vocab_size * MASTER_BYTES
+    logits = LOSS_BACKWARD_COPIES * loss_logit_bytes(model, batch, Precision(parameters="bfloat16"))
     return RankBytes(
         parameters=MASTER_BYTES * kept,
         gradients=MASTER_BYTES * kept,
@@ -125,7 +95,7 @@ def fsdp_bytes(
         gathered=GATHERED_UNITS * unit * compute,
         buffers=GRADIENTS_IN_FLIGHT * unit * (compute + (reduced if reduced != compute else 0)),
         activations=saved_bytes(model, batch, attention, computed, checkpointing)[0],
-        loss=LOSS_BACKWARD_COPIES * batch * model.context_length * model.vocab_size * 4,
+        loss=LOSS_BACKWARD_COPIES * loss_logit_bytes(model, batch, Precision(parameters=computed)),
     )
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from cs336_systems.accounting import model_flops
 from cs336_systems.analysis import traffic
+from cs336_systems.analysis.bandwidth import bus_factor
 from cs336_systems.analysis.hardware import Hardware
-from cs336_systems.analysis.rings import all_gather_seconds, all_reduce_seconds, broadcast_seconds
+from cs336_systems.analysis.rings import all_reduce_seconds
 from cs336_systems.analysis.traffic import MASTER_BYTES, Collective, Parameter, Plan, collectives
 from cs336_systems.config import ModelConfig
 
@@ -37,7 +37,6 @@ class Prediction:
     optimizer_s: float
     communication_s: float  # all collectives, one after the other
     exposed_s: float  # the part during which no computation ran, and copies made only to communicate
-    tokens: int  # of the whole batch
     flops: float  # of the model, all GPUs
     peak_flops_per_s: float  # of all GPUs
 
@@ -84,7 +83,6 @@ def predict(
         optimizer_s=ADAMW_ACCESSES * MASTER_BYTES * updated / hardware.memory_bytes_per_s,
         communication_s=sum(map(links.seconds, collectives(model, plan))) + links.tensor_parallel_s(model, batch),
         exposed_s=exposed_s,
-        tokens=plan.data_parallel * batch * model.context_length,
         flops=plan.data_parallel * model_flops(model, batch, "train_step"),
         peak_flops_per_s=plan.devices * hardware.flops_per_s,
     )
@@ -102,11 +100,8 @@ class _Links:
         ranks = self.plan.data_parallel
         rate = self.hardware.ring_bytes_per_s(ranks, ranks_per_node=self.local_ranks)
         latency = self.hardware.latency_s(ranks, ranks_per_node=self.local_ranks)
-        if collective.kind == "all_reduce":
-            return all_reduce_seconds(collective.size_bytes, ranks, rate) + 2 * latency
-        if collective.kind == "broadcast":
-            return broadcast_seconds(collective.size_bytes, ranks, rate) + latency
-        return all_gather_seconds(collective.size_bytes, ranks, rate) + latency
+        passes = 2 if collective.kind == "all_reduce" else 1  # a reduce-scatter, then an all-gather
+        return bus_factor(collective.kind, ranks) * collective.size_bytes / rate + passes * latency
 
     def tensor_parallel_s(self, model: ModelConfig, batch: int) -> float:
         """All activations' all-reduces of a step."""
@@ -125,28 +120,16 @@ def _replicated_exposed_s(
     """Of DDP in its four ways and of the sharded optimizers: gradients during or after backward, weights after it."""
     groups = traffic.gradient_groups(held, plan)
     calls = collectives(model, plan)
-    gradients, weights = calls[: len(groups)], calls[len(groups) :]
-    ready = _gradient_ready_s(held, backward_s)
-    done = 0.0
-    for group, call in zip(groups, gradients):
-        overlapped = plan.scheme not in ("naive", "flat")
-        start = max(ready[one.name] for one in group) if overlapped else backward_s
-        done = max(done, start) + links.seconds(call)
-    copies = 0.0
+    gradients, weights = (list(map(links.seconds, some)) for some in (calls[: len(groups)], calls[len(groups) :]))
+    exposed_s = sum(gradients)
     if plan.scheme == "flat":
-        copies = FLATTEN_ACCESSES * gradients[0].size_bytes / links.hardware.memory_bytes_per_s
-    return max(0.0, done - backward_s) + copies + sum(map(links.seconds, weights))
-
-
-def _gradient_ready_s(held: Sequence[Parameter], backward_s: float) -> dict[str, float]:
-    """When backward has the gradient of each parameter, by name: matmuls in reverse order, taking time by their size.
-
-    The embedding costs nothing and is ready last.
-    """
-    work = {one.name: one.elements if one.is_matrix and one.name != "token_embeddings" else 0 for one in held}
-    total = sum(work.values())
-    names = list(reversed(work))
-    return {name: backward_s * done / total for name, done in zip(names, accumulate(work[name] for name in names))}
+        exposed_s += FLATTEN_ACCESSES * calls[0].size_bytes / links.hardware.memory_bytes_per_s
+    elif plan.scheme != "naive":
+        # The embedding is a look-up; the other matrices take time by their size.
+        work = [sum(one.elements for one in group if one.is_matrix and one is not held[0]) for group in groups]
+        computes = [backward_s * part / sum(work) for part in work]
+        exposed_s = pipeline_s([0.0] * len(groups), computes, gradients, prefetch=1) - backward_s
+    return exposed_s + sum(weights)
 
 
 def _fsdp_exposed_s(held: list[Parameter], links: _Links, forward_s: float, backward_s: float) -> float:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cs336_systems.analysis.bandwidth import bus_factor
+
 Buffer = list[Any]
 
 
@@ -110,22 +112,17 @@ def alternate_ring_all_reduce(buffers: Sequence[Sequence[Any]]) -> tuple[list[Bu
 
 def all_gather_seconds(size_bytes: float, num_ranks: int, bytes_per_s: float) -> float:
     """(N - 1)/N · S/W, which a reduce-scatter takes as well."""
-    return (num_ranks - 1) / num_ranks * size_bytes / bytes_per_s
+    return bus_factor("all_gather", num_ranks) * size_bytes / bytes_per_s
 
 
 def all_reduce_seconds(size_bytes: float, num_ranks: int, bytes_per_s: float) -> float:
     """2 (N - 1)/N · S/W."""
-    return 2 * all_gather_seconds(size_bytes, num_ranks, bytes_per_s)
+    return bus_factor("all_reduce", num_ranks) * size_bytes / bytes_per_s
 
 
 def alternate_all_reduce_seconds(size_bytes: float, num_ranks: int, bytes_per_s: float) -> float:
     """(N - 1) · S/W: N/2 times as long as `all_reduce_seconds`."""
     return (num_ranks - 1) * size_bytes / bytes_per_s
-
-
-def broadcast_seconds(size_bytes: float, num_ranks: int, bytes_per_s: float) -> float:
-    """S/W, of a buffer cut in many pieces that follow each other down a chain of ranks; 0 for one rank."""
-    return size_bytes / bytes_per_s if num_ranks > 1 else 0.0
 
 
 def _check(buffers: Sequence[Sequence[Any]]) -> tuple[int, int]:

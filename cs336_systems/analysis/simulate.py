@@ -14,7 +14,6 @@ The backward that the handout asks for (`tp_calcs`), for TP rank i with dy known
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -35,23 +34,51 @@ class Weights(NamedTuple):
     w3: Float[Tensor, "d_ff d_model"]
 
 
-@dataclass
-class Counts:
-    """What a device did in one pass: the mean of all, which do the same."""
+class Pass:
+    """One pass of a grid's devices, who do the same: what they compute and exchange, and the counts of one of them."""
 
-    flops: float = 0
-    fsdp_bytes: float = 0  # sent along the FSDP axis, two bytes an element
-    tp_bytes: float = 0
+    def __init__(self, num_devices: int) -> None:
+        self.num_devices = num_devices
+        self.flops = self.fsdp_bytes = self.tp_bytes = 0.0  # bytes are sent along an axis, two an element
+
+    def matmul(self, left: Tensor, right: Tensor) -> Tensor:
+        self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1] / self.num_devices
+        return left @ right
+
+    def gather(self, shards: list[Weights]) -> Weights:
+        """All-gather of each matrix over the FSDP ranks of a TP rank."""
+        matrices = []
+        for name, dim in FSDP_DIMS.items():
+            parts = [getattr(shard, name) for shard in shards]
+            results, traffic = ring_all_gather([[part] for part in parts])  # a whole shard is an element of the ring
+            matrices.append(torch.cat(results[0], dim))
+            self.fsdp_bytes += ELEMENT_BYTES * parts[0].numel() * sum(traffic.sent) / self.num_devices
+        return Weights(*matrices)
+
+    def reduce_scatter(self, gradients: list[Weights]) -> list[Weights]:
+        """Reduce-scatter of each gradient over the FSDP ranks: rank j keeps its shard of the sum."""
+        kept = []
+        for name, dim in FSDP_DIMS.items():
+            parts = [getattr(one, name).chunk(len(gradients), dim) for one in gradients]
+            results, traffic = ring_reduce_scatter(parts)
+            kept.append([shard for (shard,) in results])
+            self.fsdp_bytes += ELEMENT_BYTES * parts[0][0].numel() * sum(traffic.sent) / self.num_devices
+        return [Weights(*one) for one in zip(*kept)]
+
+    def all_reduce(self, parts: list[Tensor]) -> Tensor:
+        """The sum over the TP ranks, row by row."""
+        results, traffic = ring_all_reduce([list(part) for part in parts])
+        self.tp_bytes += ELEMENT_BYTES * parts[0].shape[1] * sum(traffic.sent) / self.num_devices
+        return torch.stack(results[0])
 
 
-@dataclass
-class Simulation:
+class Simulation(NamedTuple):
     """Whole results, put together from the devices', and the counts of one device by mode."""
 
     y: Tensor
     dx: Tensor
     gradients: Weights
-    counts: dict[str, Counts] = field(default_factory=dict)
+    counts: dict[str, Pass]
 
 
 def simulate(
@@ -67,27 +94,24 @@ def simulate(
     for name, devices, sizes in (("num_fsdp", num_fsdp, (batch, d_model)), ("num_tp", num_tp, (d_ff,))):
         if devices < 1 or any(size % devices for size in sizes):
             raise ValueError(f"{name} must divide {' and '.join(map(str, sizes))}, got {devices}")
-    devices = num_fsdp * num_tp
-    counts = {"forward": Counts(), "backward": Counts()}
+    forward, backward = (Pass(num_fsdp * num_tp) for _ in range(2))
     shards = _shard(weights, num_fsdp, num_tp)
     xs, dys = x.chunk(num_fsdp), dy.chunk(num_fsdp)  # of FSDP rank j
 
     # forward
-    count = counts["forward"]
-    full = [_gather(shards[i], count) for i in range(num_tp)]  # of TP rank i
+    full = [forward.gather(shards[i]) for i in range(num_tp)]  # of TP rank i
     saved, ys = [], []
     for j in range(num_fsdp):
         partial = []
         for i in range(num_tp):
-            x1, x2 = (_matmul(xs[j], matrix, count) for matrix in (full[i].w1, full[i].w2))
+            x1, x2 = (forward.matmul(xs[j], matrix) for matrix in (full[i].w1, full[i].w2))
             z = torch.nn.functional.silu(x1) * x2
             saved.append((x1, x2, z))
-            partial.append(_matmul(z, full[i].w3, count))
-        ys.append(_all_reduce(partial, count))
+            partial.append(forward.matmul(z, full[i].w3))
+        ys.append(forward.all_reduce(partial))
 
     # backward
-    count = counts["backward"]
-    full = [_gather(shards[i], count) for i in range(num_tp)]
+    full = [backward.gather(shards[i]) for i in range(num_tp)]
     local: list[list[Weights]] = [[] for _ in range(num_tp)]  # [i][j]: gradients of a TP rank's matrices
     dxs = []
     for j in range(num_fsdp):
@@ -95,19 +119,16 @@ def simulate(
         for i in range(num_tp):
             x1, x2, z = saved[j * num_tp + i]
             w1, w2, w3 = full[i]
-            dz = _matmul(dys[j], w3.T, count)
+            dz = backward.matmul(dys[j], w3.T)
             sigmoid = torch.sigmoid(x1)
             dx2 = dz * x1 * sigmoid
             dx1 = dz * (sigmoid + x1 * sigmoid * (1 - sigmoid)) * x2
-            partial.append(_matmul(dx1, w1.T, count) + _matmul(dx2, w2.T, count))
-            dw1, dw2 = (_matmul(xs[j].T, gradient, count) for gradient in (dx1, dx2))
-            local[i].append(Weights(dw1, dw2, _matmul(z.T, dys[j], count)))
-        dxs.append(_all_reduce(partial, count))
-    reduced = [_reduce_scatter(local[i], count) for i in range(num_tp)]
-    counts = {
-        mode: Counts(one.flops / devices, one.fsdp_bytes / devices, one.tp_bytes / devices)
-        for mode, one in counts.items()
-    }
+            partial.append(backward.matmul(dx1, w1.T) + backward.matmul(dx2, w2.T))
+            dw1, dw2 = (backward.matmul(xs[j].T, gradient) for gradient in (dx1, dx2))
+            local[i].append(Weights(dw1, dw2, backward.matmul(z.T, dys[j])))
+        dxs.append(backward.all_reduce(partial))
+    reduced = [backward.reduce_scatter(local[i]) for i in range(num_tp)]
+    counts = {"forward": forward, "backward": backward}
     return Simulation(y=torch.cat(ys), dx=torch.cat(dxs), gradients=_unshard(reduced), counts=counts)
 
 
@@ -126,36 +147,3 @@ def _unshard(shards: list[list[Weights]]) -> Weights:
         return torch.cat([torch.cat([getattr(shard, name) for shard in row], dim) for row in shards], 1 - dim)
 
     return Weights(*(join(name, dim) for name, dim in FSDP_DIMS.items()))
-
-
-def _gather(shards: list[Weights], count: Counts) -> Weights:
-    """All-gather of each matrix over the FSDP ranks of a TP rank."""
-    matrices = []
-    for name, dim in FSDP_DIMS.items():
-        parts = [getattr(shard, name) for shard in shards]
-        results, traffic = ring_all_gather([[part] for part in parts])  # a whole shard is an element of the ring
-        matrices.append(torch.cat(results[0], dim))
-        count.fsdp_bytes += ELEMENT_BYTES * parts[0].numel() * sum(traffic.sent)
-    return Weights(*matrices)
-
-
-def _reduce_scatter(gradients: list[Weights], count: Counts) -> list[Weights]:
-    """Reduce-scatter of each gradient over the FSDP ranks: rank j keeps its shard of the sum."""
-    kept = []
-    for name, dim in FSDP_DIMS.items():
-        parts = [getattr(one, name).chunk(len(gradients), dim) for one in gradients]
-        results, traffic = ring_reduce_scatter(parts)
-        kept.append([shard for (shard,) in results])
-        count.fsdp_bytes += ELEMENT_BYTES * parts[0][0].numel() * sum(traffic.sent)
-    return [Weights(*one) for one in zip(*kept)]
-
-
-def _all_reduce(parts: list[Tensor], count: Counts) -> Tensor:
-    results, traffic = ring_all_reduce([part.flatten().tolist() for part in parts])
-    count.tp_bytes += ELEMENT_BYTES * sum(traffic.sent)
-    return torch.tensor(results[0], dtype=parts[0].dtype).view(parts[0].shape)
-
-
-def _matmul(left: Tensor, right: Tensor, count: Counts) -> Tensor:
-    count.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
-    return left @ right

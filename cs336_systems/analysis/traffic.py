@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from cs336_systems.analysis.bandwidth import bus_factor
 from cs336_systems.config import ModelConfig, require_choice, require_positive
 
 SCHEMES: tuple[str, ...] = ("none", "naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
@@ -60,9 +61,9 @@ class Collective:
     size_bytes: float  # of the whole buffer: what all-reduce reduces, all-gather ends with, reduce-scatter begins with
 
     def bytes_sent(self, num_ranks: int) -> float:
-        """By each rank of a ring; of a broadcast the mean over the ranks."""
-        share = (num_ranks - 1) / num_ranks
-        return (2 if self.kind == "all_reduce" else 1) * share * self.size_bytes
+        """By each rank of a ring; of a broadcast the mean over the ranks, the last of which sends nothing."""
+        mean = (num_ranks - 1) / num_ranks if self.kind == "broadcast" else 1.0
+        return mean * bus_factor(self.kind, num_ranks) * self.size_bytes
 
 
 def parameters(model: ModelConfig, tensor_parallel: int = 1) -> list[Parameter]:

@@ -75,17 +75,17 @@ def bytes_per_device(model: TwoLayerModel, tokens: int, num_fsdp: int) -> float:
     return (fixed_bytes(model) + half) / num_fsdp + half
 
 
-def fewest_devices(model: TwoLayerModel, tokens: int, memory_bytes: float = V5P_BYTES) -> int:
-    """Least N_FSDP whose `bytes_per_device` is below `memory_bytes`.
+def fewest_devices(model: TwoLayerModel, tokens: int) -> int:
+    """Least N_FSDP whose `bytes_per_device` is below a TPU v5p's memory.
 
     Raises ValueError where the half of the activations that is not sharded leaves no room at all.
     """
     half = saved_bytes(model, tokens) / 2
-    if half >= memory_bytes:
+    if half >= V5P_BYTES:
         raise ValueError(
-            f"tokens must leave room in {memory_bytes:g} bytes, got {tokens} with {half:g} bytes not sharded"
+            f"tokens must leave room in {V5P_BYTES:g} bytes, got {tokens} with {half:g} bytes not sharded"
         )
-    return math.floor((fixed_bytes(model) + half) / (memory_bytes - half)) + 1
+    return math.floor((fixed_bytes(model) + half) / (V5P_BYTES - half)) + 1
 
 
 # (c): batch

@@ -28,7 +28,6 @@ from cs336_systems.commands.shared import (
 from cs336_systems.measure.text import in_one_line, printable
 
 if TYPE_CHECKING:
-    from cs336_systems.experiments.profiled import Prepared
     from cs336_systems.measure.trace import Trace
 
 OWN_TOOLS = ("torch", "api")  # api: what runs inside of nsys and ncu
@@ -91,10 +90,12 @@ def profile(
         if interprets:
             interpret_kernels()
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler's library prints its start and stop
+        import torch
+
         from cs336_systems.experiments.harness import predicted_overflow
         from cs336_systems.experiments.profiled import parse_case, prepare
         from cs336_systems.experiments.worker import search_current_folder
-        from cs336_systems.measure.capture import capture
+        from cs336_systems.measure.capture import capture, run_steps
         from cs336_systems.measure.ranges import annotate
 
         parsed = parse_case(
@@ -121,8 +122,11 @@ def profile(
     path = folder / f"{stem}.trace.json.gz"
     annotated = annotate(prepared.model) if ranges and prepared.model is not None else nullcontext()
     with _ends_in_one_line(path), annotated:
-        if tool == "api":
-            _run_between_profiler_calls(prepared, steps, warmup)
+        if tool == "api":  # what nsys and ncu record: the steps alone, with NVTX ranges
+            run_steps(prepared.call, kind, warmup, prepared.before)
+            torch.cuda.synchronize()
+            with torch.cuda.profiler.profile():
+                run_steps(prepared.call, kind, steps, prepared.before)
             return
         if warmup and kind == "cpu":
             begin = time.perf_counter()
@@ -155,25 +159,6 @@ def _ends_in_one_line(trace: Path | None = None) -> Iterator[None]:
         kept = f"; the trace up to there is {trace}" if trace is not None and trace.exists() else ""
         typer.echo(f"error: {in_one_line(str(error).splitlines()[0])}{kept}", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED) from None
-
-
-def _run_between_profiler_calls(prepared: Prepared, steps: int, warmup: int) -> None:
-    """What nsys and ncu record: the steps alone, with NVTX ranges."""
-    import torch
-
-    from cs336_systems.measure.ranges import STEP, named_range
-
-    try:
-        for number in range(warmup + steps):
-            if number == warmup:
-                torch.cuda.synchronize()
-                torch.cuda.profiler.start()
-            prepared.before()
-            with named_range(STEP):
-                prepared.call()
-        torch.cuda.synchronize()
-    finally:
-        torch.cuda.profiler.stop()
 
 
 def _run_vendor_tool(tool: str, output: Path, print_only: bool) -> None:

@@ -2,17 +2,23 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from cs336_systems.config import DTypeName, Precision, RunConfig
 from cs336_systems.experiments import Bars, Cell, Experiment, Pick, Pivot, Row, Sample, Wide, problem
 from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cases
-from cs336_systems.measure.precision import AUTOCAST_TENSORS, autocast_dtypes, norm_in
 
 PRECISIONS = (Precision(), Precision(autocast="bfloat16"), Precision(parameters="bfloat16"))
 NORM_SCALES = (1.0, 100.0, 300.0, 1000.0)
+NORM_WIDTH, NORM_EPS = 1024, 1e-5
 NORM_DTYPES: tuple[DTypeName, ...] = ("float32", "float16", "bfloat16")
 LOW: tuple[DTypeName, ...] = ("float16", "bfloat16")
+AUTOCAST_TENSORS = ("parameters", "fc1 output", "layer norm output", "logits", "loss", "gradients")
 BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}
 # Of timed steps a mode, and the fewest: three precisions of five sizes are to fit in the time of one. `compare` needs
 # four samples.
@@ -38,6 +44,63 @@ class NormCase:
 OVERFLOW = Row(mode="forward", quantity="overflowing_squares", unit="1")
 NORM_ERROR = Row(mode="forward", quantity="norm_error", unit="1")
 DTYPES_SEEN = tuple(Row(mode="forward_backward", quantity=f"dtype of {name}", unit="bit") for name in AUTOCAST_TENSORS)
+
+
+class ToyModel(nn.Module):
+    """The handout's: linear, ReLU, layer norm, linear."""
+
+    def __init__(self, in_features: int = 20, out_features: int = 5) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(in_features, 10, bias=False)
+        self.ln = nn.LayerNorm(10)
+        self.fc2 = nn.Linear(10, out_features, bias=False)
+
+    def forward(self, x: Float[Tensor, "batch features"]) -> Float[Tensor, "batch classes"]:
+        return self.fc2(self.ln(F.relu(self.fc1(x))))
+
+
+def autocast_dtypes(device: str, dtype: str) -> dict[str, str]:
+    """The dtype of each of `AUTOCAST_TENSORS` in a step of `ToyModel` under autocast to `dtype` on `device`."""
+    model = ToyModel().to(device)
+    seen: dict[str, Tensor] = {}
+    for name, module in (("fc1 output", model.fc1), ("layer norm output", model.ln), ("logits", model.fc2)):
+        module.register_forward_hook(lambda _module, _inputs, output, name=name: seen.__setitem__(name, output))
+    x = torch.randn(8, 20, device=device)
+    targets = torch.zeros(8, dtype=torch.int64, device=device)
+    with torch.autocast(device, dtype=getattr(torch, dtype)):
+        seen["parameters"] = model.fc1.weight
+        seen["loss"] = F.cross_entropy(model(x), targets)
+    seen["loss"].backward()
+    gradient = model.fc1.weight.grad
+    assert gradient is not None
+    seen["gradients"] = gradient
+    return {name: str(seen[name].dtype).removeprefix("torch.") for name in AUTOCAST_TENSORS}
+
+
+class NormResult(NamedTuple):
+    """A layer norm computed in one dtype from end to end."""
+
+    overflowing_squares: float  # the fraction of squared deviations that are infinite
+    error: float  # largest deviation of the output from float64's, which itself is of order 1; NaN if one is not finite
+
+
+def norm_in(dtype: str, scale: float, *, device: str = "cpu") -> NormResult:
+    """Layer norm with every step rounded to `dtype`, on normal inputs of standard deviation `scale`.
+
+    Twice as large inputs have the same normalised output, but squares four times as large: in float16 they pass 65,504
+    where |x - mean| exceeds 256. bfloat16 has float32's range and loses digits instead.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = (scale * torch.randn(16, NORM_WIDTH, generator=generator, dtype=torch.float64)).to(device)
+    expected = F.layer_norm(x, (NORM_WIDTH,), eps=NORM_EPS)
+    low = x.to(getattr(torch, dtype))
+    deviation = low - low.mean(dim=-1, keepdim=True)
+    squares = deviation.square()
+    normalized = deviation * torch.rsqrt(squares.mean(dim=-1, keepdim=True) + NORM_EPS)
+    return NormResult(
+        overflowing_squares=float(squares.isinf().double().mean()),
+        error=float((normalized.double() - expected).abs().max()),
+    )
 
 
 @problem()

@@ -4,43 +4,19 @@ Each size and mode is timed in a process of its own that has done nothing before
 with w warm-ups is the window of ten that follows the first w.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
-from torch import Tensor
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import Bars, Cell, Difference, Experiment, Pick, Ratio, Row, Sample, Wide, problem
-from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cases, require_finite
-from cs336_systems.measure.timing import time_once
+from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cases, wall_clock
 
 WARMUPS = (0, 1, 2, 5)
 NUM_STEPS = {"tiny": 5, "smoke": 5, "handout": 10}
 SETTLED = {"quantity": "time", "warmup": WARMUPS[-1]}
-
-
-def measure_warmup(cell: Cell, run: RunConfig, *, num_steps: int) -> Iterator[Sample]:
-    """Time single steps from a cold process, and report for each warm-up count the `num_steps` that follow it.
-
-    The rows' cases differ in `warmup` only, so the first w steps of one series are the warm-up of row w: the same
-    experiment as separate runs with w warm-up steps, without drawing a new process for each. Raises Disagreement if the
-    first step's logits or loss are not those of a working model.
-    """
-    step = TrainingStep(cell.case, run)
-    mode = cell.rows[0].mode
-    call: Callable[[], Tensor] = getattr(step, mode)
-    total = num_steps + max(row.case.warmup for row in cell.rows)
-    first: list[Tensor] = []
-    samples = [time_once(lambda: first.append(call()), run.device)]
-    for _ in range(total - 1):
-        step.reset()
-        samples.append(time_once(call, run.device))
-    # Only now: the check's own kernels would warm up the process between two steps.
-    require_finite("logits" if mode == "forward" else "loss", first[0])
-    for row in cell.rows:
-        yield Sample(row=row, samples=samples[row.case.warmup : row.case.warmup + num_steps])
 
 
 @problem()
@@ -55,7 +31,15 @@ class BenchmarkingScript(Experiment):
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return measure_warmup(cell, run, num_steps=NUM_STEPS[run.scale])
+        """One series of steps from a cold process, of which each row has those that follow its warm-up.
+
+        The rows' cases differ in `warmup` only, so the first w steps of the series are the warm-up of row w: the same
+        experiment as separate runs with w warm-up steps, without drawing a new process for each.
+        """
+        num_steps = NUM_STEPS[run.scale]
+        samples = wall_clock(TrainingStep(cell.case, run), cell.rows[0].mode, num_steps + WARMUPS[-1])
+        for row in cell.rows:
+            yield Sample(row=row, samples=samples[row.case.warmup : row.case.warmup + num_steps])
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """Spread in percent, and the first timed step over the median of those after it."""

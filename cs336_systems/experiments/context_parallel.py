@@ -48,10 +48,6 @@ class ContextCase:
     num_ranks: int
     backend: str  # nccl on GPUs, gloo on CPUs
 
-    @property
-    def device(self) -> str:
-        return "cuda" if self.backend == "nccl" else "cpu"
-
 
 @problem(title="One sequence on several ranks: keys and values passed around a ring", order=13)
 class ContextParallel(Experiment):
@@ -77,9 +73,8 @@ class ContextParallel(Experiment):
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        case, budget = cell.case, BUDGET_MS[run.scale]
         cases = list(dict.fromkeys(row.case for row in cell.rows))
-        found = ranks.run_cell(_time_rings, case.num_ranks, cases, budget, run.seed, backend=case.backend, run=run)
+        found = ranks.run_cell(_time_rings, cell.case, run, cases, run)
         for case, reports in zip(cases, zip(*found)):
             yield from ranks.report_samples((row for row in cell.rows if row.case == case), reports)
 
@@ -122,21 +117,19 @@ class ContextParallel(Experiment):
     }
 
 
-def _time_rings(
-    rank: int, num_ranks: int, cases: Sequence[ContextCase], budget_ms: float, seed: int
-) -> list[ranks.RankReport]:
+def _time_rings(rank: int, num_ranks: int, cases: Sequence[ContextCase], run: RunConfig) -> list[ranks.RankReport]:
     """What this rank measures of each case."""
-    return [_time_ring(rank, num_ranks, case, budget_ms, seed) for case in cases]
+    return [_time_ring(rank, num_ranks, case, run) for case in cases]
 
 
-def _time_ring(rank: int, num_ranks: int, case: ContextCase, budget_ms: float, seed: int) -> ranks.RankReport:
-    device = case.device
+def _time_ring(rank: int, num_ranks: int, case: ContextCase, run: RunConfig) -> ranks.RankReport:
+    device = run.device
     release(device)
     shape = AttentionShape(
         batch=1, heads=case.heads, kv_heads=case.kv_heads, seqlen_q=case.length, seqlen_k=case.length,
         head_dim=case.head_dim, is_causal=True, dtype=case.dtype,
     )  # fmt: skip
-    whole = list(attention_inputs(shape, device=device, seed=seed))  # the same on every rank
+    whole = list(attention_inputs(shape, device=device, seed=run.seed))  # the same on every rank
     parts = [zigzag_split(x, rank, num_ranks, dim=-2).contiguous() for x in whole]
     leaves, upstream = [x.requires_grad_() for x in parts[:3]], parts[3]
 
@@ -154,7 +147,7 @@ def _time_ring(rank: int, num_ranks: int, case: ContextCase, budget_ms: float, s
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for mode, call in (("forward", forward), ("forward_backward", both)):
-        samples[mode, "time"] = ranks.timed_calls(call, device, budget_ms, MIN_SAMPLES)
+        samples[mode, "time"] = ranks.timed_calls(call, device, BUDGET_MS[run.scale], MIN_SAMPLES)
     samples["forward_backward", "peak_memory"] = ranks.peak_mib(device)
     samples |= ranks.trace_on_first(both, rank, device, "forward_backward")
     return ranks.RankReport(error=error, samples=samples)
@@ -168,19 +161,17 @@ def _error(output: Tensor, grad_q: Tensor, whole: Sequence[Tensor], rank: int, n
     visible = torch.arange(q.shape[-2], device=q.device) <= positions[places, None]
     rows, upstream = q[..., positions[places], :], grad_output[..., positions[places], :]
     repeated = q.shape[1] // k.shape[1]
-    worst = 0.0
+    errors = []
     for head in range(q.shape[1]):  # the float64 copies of one head's keys at a time
-        keys, values = k[0, head // repeated], v[0, head // repeated]
-
-        def attend(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-            query = rows[0, head].to(dtype).requires_grad_()  # noqa: B023
-            scores = query @ keys.to(dtype).T * q.shape[-1] ** -0.5  # noqa: B023
-            attended = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ values.to(dtype)  # noqa: B023
-            (gradient,) = torch.autograd.grad(attended, query, upstream[0, head].to(dtype))  # noqa: B023
-            return attended.detach(), gradient
-
-        exact, plain = attend(torch.float64), attend(q.dtype)
-        for ours, right, rough in zip((output, grad_q), exact, plain):
+        exact_and_plain = []
+        for dtype in (torch.float64, q.dtype):
+            keys, values = (x[0, head // repeated].to(dtype) for x in (k, v))
+            query = rows[0, head].to(dtype).requires_grad_()
+            scores = query @ keys.T * q.shape[-1] ** -0.5
+            attended = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ values
+            (gradient,) = torch.autograd.grad(attended, query, upstream[0, head].to(dtype))
+            exact_and_plain.append((attended.detach(), gradient))
+        for ours, right, rough in zip((output, grad_q), *exact_and_plain):
             bound = 2 * (rough.double() - right).abs().max() * num_ranks**0.5 + 1e-5
-            worst = max(worst, ((ours[0, head, places].double() - right).abs().max() / bound).item())
-    return worst
+            errors.append((ours[0, head, places].double() - right).abs().max() / bound)
+    return torch.stack(errors).max().item()  # NaN if any is

@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
-from cs336_systems.experiments import parallel_step as steps
 from cs336_systems.experiments import ranks
 from cs336_systems.experiments.data_parallel import precisions
 from cs336_systems.experiments.frames import dicts, speed
-from cs336_systems.experiments.parallel_step import OURS, PEERS, ParallelStep, ShardingCase
+from cs336_systems.experiments.parallel_step import OURS, PEERS, ParallelStep, ShardingCase, check_wrapper
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pivot
 from cs336_systems.experiments.turns import in_order
@@ -58,8 +57,7 @@ class DataParallelTurns(Experiment):
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         if run.model is not None:
             raise Unsupported("the user's model has no known way to be built on the meta device, as fully_shard needs")
-        case, names = cell.case, cell.implementations
-        reports = ranks.run_cell(take_turns, case.num_ranks, names, case, run, backend=case.backend, run=run)
+        reports = ranks.run_cell(take_turns, cell.case, run, cell.implementations, cell.case, run)
         for row in cell.rows:
             of_ranks = [report[row.implementation] for report in reports]
             error, wrong = max(error for error, _, _ in of_ranks), next((what for _, what, _ in of_ranks if what), "")
@@ -107,7 +105,7 @@ def take_turns(
 ) -> dict[str, tuple[float, str, list[float]]]:
     """Of each wrapper the error over its bound, what is wrong with it, and the milliseconds of its timed steps."""
     began = time.monotonic()
-    checks = _check_all(names, steps.shallow(case), run, rank)
+    checks = {name: _check(name, case, run, rank) for name in names}
     samples: dict[str, list[float]] = {name: [] for name in names}
     for number in range(MOST_ROUNDS[run.scale]):
         round_began = time.monotonic()
@@ -119,12 +117,12 @@ def take_turns(
                 fitted = True
             except torch.OutOfMemoryError:
                 fitted = False
-            release(case.device)
-            if not _agree(fitted, case.device):
+            release(run.device)
+            if not _agree(fitted, run.device):
                 checks[name] = (float("inf"), NO_MEMORY)
         now = time.monotonic()
         in_time = number + 1 < LEAST_ROUNDS or now - began + (now - round_began) < BUDGET_S
-        if not _agree(in_time, case.device):
+        if not _agree(in_time, run.device):
             break
     return {name: (*checks[name], samples[name]) for name in names}
 
@@ -136,23 +134,13 @@ def _agree(yes: bool, device: str) -> bool:
     return bool(answers.item())
 
 
-def _check_all(
-    names: Sequence[str], case: ShardingCase, run: RunConfig, rank: int
-) -> dict[str, tuple[float, str]]:  # fmt: skip
+def _check(name: str, case: ShardingCase, run: RunConfig, rank: int) -> tuple[float, str]:
     """A wrapper that is wrong takes its turns all the same: it may be wrong on one rank only."""
-    expected = steps.plain_mean(case, run, rank)
-    found = {}
-    for name in names:
-        try:
-            if name in (*OURS, *PEERS):
-                error = steps.check_gradients(ParallelStep(name, case, run, rank), expected)
-            else:
-                error = steps.check_training(name, case, run, rank)
-            found[name] = (error, "")
-        except Disagreement as wrong:
-            found[name] = (float("inf"), str(wrong))
-        gc.collect()
-    return found
+    gc.collect()
+    try:
+        return check_wrapper(name, case, run, rank), ""
+    except Disagreement as wrong:
+        return float("inf"), str(wrong)
 
 
 def _turn(name: str, case: ShardingCase, run: RunConfig, rank: int) -> list[float]:
@@ -162,6 +150,6 @@ def _turn(name: str, case: ShardingCase, run: RunConfig, rank: int) -> list[floa
     gc.collect()
     gc.freeze()  # else a collection within a timed step goes through all that is imported and built
     count = STEPS[run.scale] if case.precision == Precision() else LOW_PRECISION_STEPS
-    samples = [ranks.time_together(step.train_step, case.device) for _ in range(count)]
+    samples = [ranks.time_together(step.train_step, run.device) for _ in range(count)]
     gc.unfreeze()
     return samples

@@ -52,8 +52,7 @@ class Communication(Experiment):
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         cases = [row.case for row in cell.rows]
-        budget, backend = BUDGET_MS[run.scale], cases[0].backend
-        results = run_cell(_time_collectives, cases[0].num_ranks, cases, budget, backend=backend, run=run)
+        results = run_cell(time_collectives, cell.case, run, cases, BUDGET_MS[run.scale])
         for number, row in enumerate(cell.rows):
             yield Sample(row=row, samples=slowest([samples[number] for samples in results]))
 
@@ -96,40 +95,36 @@ class Communication(Experiment):
     }
 
 
-def _time_collectives(rank: int, num_ranks: int, cases: list[CollectiveCase], budget_ms: float) -> list[list[float]]:
+def time_collectives(rank: int, num_ranks: int, cases: list[CollectiveCase], budget_ms: float) -> list[list[float]]:
     """Milliseconds of each repetition of each case on this rank; the first result of each case is checked."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     found = []
     for case in cases:
-        call, check = _prepare(case, rank, device)
+        call, result, expected = _prepare(case, rank, device)
         call()
         synchronize(device)
-        check()
+        smallest, largest = (extreme.item() for extreme in result.aminmax())
+        if not all(math.isclose(extreme, expected, rel_tol=1e-5) for extreme in (smallest, largest)):
+            raise Disagreement(
+                f"{case.operation} must give {expected:g} everywhere, got values from {smallest:g} to {largest:g}"
+            )
         for _ in range(WARMUP[case.backend] - 1):
             call()
         found.append(timed_calls(call, device, budget_ms, MIN_SAMPLES))
     return found
 
 
-def _prepare(case: CollectiveCase, rank: int, device: str) -> tuple[Callable[[], object], Callable[[], None]]:
-    """The collective as a call without arguments, and the check of what its first run leaves."""
+def _prepare(case: CollectiveCase, rank: int, device: str) -> tuple[Callable[[], object], torch.Tensor, float]:
+    """The collective as a call without arguments, where its first run leaves its result, and what each element is."""
     ranks = case.num_ranks
     size = case.num_bytes // BYTES_PER_FLOAT // ranks * ranks  # whole parts: at 6 ranks a few bytes less
     whole = torch.full((size,), float(rank + 1), device=device)
     part = torch.full((size // ranks,), float(rank + 1), device=device)
     total = ranks * (ranks + 1) / 2
-
-    def require(tensor: torch.Tensor, expected: float) -> None:
-        smallest, largest = (extreme.item() for extreme in tensor.aminmax())
-        if abs(smallest - expected) > 1e-5 * expected or abs(largest - expected) > 1e-5 * expected:
-            raise Disagreement(
-                f"{case.operation} must give {expected:g} everywhere, got values from {smallest:g} to {largest:g}"
-            )
-
-    if case.operation == "all_reduce":
-        return lambda: dist.all_reduce(whole), lambda: require(whole, total)
-    if case.operation == "broadcast":
-        return lambda: dist.broadcast(whole, src=0), lambda: require(whole, 1.0)
-    if case.operation == "all_gather":
-        return lambda: all_gather_flat(whole, part), lambda: require(whole.view(ranks, -1)[ranks - 1], float(ranks))
-    return lambda: reduce_scatter_mean_flat(part, whole), lambda: require(part, total / ranks)
+    prepared: dict[str, tuple[Callable[[], object], torch.Tensor, float]] = {
+        "all_reduce": (lambda: dist.all_reduce(whole), whole, total),
+        "broadcast": (lambda: dist.broadcast(whole, src=0), whole, 1.0),
+        "all_gather": (lambda: all_gather_flat(whole, part), whole.view(ranks, -1)[ranks - 1], float(ranks)),
+        "reduce_scatter": (lambda: reduce_scatter_mean_flat(part, whole), part, total / ranks),
+    }
+    return prepared[case.operation]

@@ -1,12 +1,10 @@
 """FSDP: memory, step time and the all-gather's race with compute, beside PyTorch's `fully_shard`."""
 
-from dataclasses import replace
-
-from cs336_systems.config import MODEL_SIZES, RunConfig
+from cs336_systems.config import MODEL_SIZES, DTypeName, Precision, RunConfig
 from cs336_systems.experiments import Cell, Pivot, problem
-from cs336_systems.experiments.parallel_step import FSDP_IMPLEMENTATIONS
-from cs336_systems.experiments.ranks import Traces
-from cs336_systems.experiments.sharding import ShardingExperiment, sharding_case, sharding_cell, sharding_cells
+from cs336_systems.experiments.parallel_step import FSDP_IMPLEMENTATIONS, ShardingCase
+from cs336_systems.experiments.ranks import Traces, ranks_case
+from cs336_systems.experiments.sharding import ShardingExperiment, sharding_cell, sharding_cells
 
 ALONE = ("unsharded", "fsdp", "torch_fsdp")  # on one rank too: both FSDPs compute in other dtypes than autocast
 
@@ -18,14 +16,16 @@ class FSDPAccounting(ShardingExperiment):
 
     def cells(self, run: RunConfig) -> list[Cell]:
         """10b, which only sharding fits; then every implementation at every number of ranks and precision."""
-        computes: list[tuple[str | None, str | None]] = [(None, None)]
+        computes: list[tuple[DTypeName | None, str | None]] = [(None, None)]
         if run.device == "cuda":  # what is trained with first
             computes = [("bfloat16", "float32"), ("bfloat16", None), *computes]
         names = ("fsdp", "torch_fsdp") if run.scale == "tiny" else self.implementations
         cells = []
         if run.scale == "handout":
-            large = sharding_case(run, 2, "bfloat16", "float32")
-            large = replace(large, model=MODEL_SIZES["10b"], checkpointing="non_reentrant", attention="sdpa")
+            large = ranks_case(
+                ShardingCase, run, 2, Precision(autocast="bfloat16"), reduce_dtype="float32", attention="sdpa",
+                model=MODEL_SIZES["10b"], checkpointing="non_reentrant",
+            )  # fmt: skip
             cells += [sharding_cell(large, name) for name in ("fsdp", "torch_fsdp")]
         return cells + sharding_cells(run, names, computes, ALONE)
 

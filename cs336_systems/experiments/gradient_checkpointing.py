@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
 
 from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig, proxy_model
 from cs336_systems.experiments import Bars, Cell, Disagreement, Experiment, Pick, Pivot, Row, Sample, Wide, problem
@@ -66,7 +66,6 @@ def _check_gradients(case: MemoryCase, run: RunConfig, *, compiled: bool) -> Non
     actual = TrainingStep(small, run)
     memory.prepare(actual, small, "forward")
     if compiled:
-        assert isinstance(actual.model, nn.Module)
         compile_blocks(actual.model)
     expected.forward_backward()
     actual.forward_backward()
@@ -115,11 +114,14 @@ class GradientCheckpointing(Experiment):
         step = TrainingStep(case, run)
         memory.prepare(step, case, "train_step")
         if cell.implementation == "compiled":
-            assert isinstance(step.model, nn.Module)
             compile_blocks(step.model)
             step.forward_backward()
             step.reset()
-        yield from _peaks(memory.phase_peaks(step, "train_step", run.device))
+        measured = memory.measured_pass(step, "train_step")
+        if measured.out_of_memory:
+            raise torch.OutOfMemoryError(measured.out_of_memory)
+        yield from _peaks(measured.peak_bytes)
+        del measured
         samples = time_calls(
             step.train_step, device=run.device, warmup=0, before=step.reset, budget_ms=TIMED_BUDGET_MS[run.device],
             min_samples=MIN_TIMED_STEPS[run.device],

@@ -30,13 +30,12 @@ from torch import Tensor, nn
 
 from cs336_systems import accounting
 from cs336_systems.analysis import HARDWARE, RankBytes
-from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.attention.backends import available_backends
 from cs336_systems.config import BYTES_PER_ELEMENT, MODEL_SIZES, ModelConfig, Precision, RunConfig
 from cs336_systems.experiments import Bars, Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem, ranks
 from cs336_systems.experiments import parallel_step as steps
 from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.parallel_step import CHECK_BOUND, ParallelStep, RanksCase, ShardingCase
+from cs336_systems.experiments.parallel_step import CHECK_BOUND, ParallelStep, RanksCase, ShardingCase, fsdp_case_bytes
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.memory import MIB, release
 from cs336_systems.model.block_parts import KEPT_WIDTHS, Recompute, run_in_parts
@@ -88,16 +87,12 @@ def long_step_cell(case: LongStepCase, implementation: str) -> Cell:
 
 
 def long_step_bytes(case: LongStepCase) -> RankBytes:
-    """As `fsdp_bytes`, with blocks in parts (`run_in_parts`, compiled) and the loss in chunks (`LossTransformer`).
+    """As `fsdp_case_bytes`, with blocks in parts (`run_in_parts`, compiled) and the loss in chunks (`LossTransformer`).
 
     Activations are what every block keeps, what the final norm keeps, and what one block computes again: all that it
     would save without checkpoints, less what of it is kept anyway.
     """
     model, parameters = case.model, case.precision.parameters
-    whole = fsdp_bytes(
-        model, case.batch, num_ranks=case.num_ranks, attention=case.attention, compute_dtype=case.precision.autocast,
-        reduce_dtype=case.reduce_dtype, parameters=parameters,
-    )  # fmt: skip
     computed = case.precision.autocast or parameters
     compute, tokens = BYTES_PER_ELEMENT[computed], case.batch * model.context_length
     precision = Precision(parameters=computed)
@@ -110,7 +105,7 @@ def long_step_bytes(case: LongStepCase) -> RankBytes:
     wider = width + 2 * tokens * model.d_ff * compute  # w1's and w3's input and outputs
     final_norm = (2 * model.d_model + 1) * tokens * max(4, compute) + width
     return replace(
-        whole,
+        fsdp_case_bytes(case),
         activations=model.num_layers * kept + case.wide_blocks * wider + (one - kept) + final_norm,
         loss=loss_bytes(tokens, model.vocab_size, model.d_model, case.chunk_tokens, compute),
     )
@@ -119,8 +114,7 @@ def long_step_bytes(case: LongStepCase) -> RankBytes:
 class LongStep(ParallelStep):
     """The wrapped model of a case, its optimizer and this rank's sequence."""
 
-    def _build(self, run: RunConfig) -> nn.Module:
-        case = self.case
+    def _build(self, case: LongStepCase, run: RunConfig) -> nn.Module:
         with torch.device("meta"):  # no rank ever holds the whole model
             module = LossTransformer.for_loss(
                 case.model, attention=case.attention, chunk_tokens=case.chunk_tokens, compiled=case.compiled
@@ -129,7 +123,7 @@ class LongStep(ParallelStep):
         torch.manual_seed(run.seed)
         return run_in_parts(module, recompute=case.recompute, compiled=case.compiled, wide_blocks=case.wide_blocks)
 
-    def forward(self) -> Tensor:
+    def loss(self) -> Tensor:
         loss: Tensor = self.model(self.tokens, self.targets)
         return loss
 
@@ -139,29 +133,23 @@ def _measure_rank(
 ) -> ranks.RankReport:
     with _empty_caches() if case.compiled else nullcontext():
         step = LongStep(implementation, case, run, rank, FUSED_ADAMW, LEARNING_RATE)
-        samples = _measure_step(step, run, rank, launched)
+        losses = [step.train_step().item()]  # waits for the step
+        found = {"start_time": [time.time() - launched]}
+        for _ in range(WARMUP):
+            step.train_step()
+
+        def call() -> None:
+            losses.append(step.train_step().item())
+
+        found["time"] = [ranks.time_together(call, run.device) for _ in range(STEPS[run.scale])]
+        if not all(map(math.isfinite, losses)):
+            raise Disagreement(f"losses must be finite, got {', '.join(f'{loss:.4g}' for loss in losses)}")
+        found["peak_memory"] = ranks.peak_mib(run.device)
+        samples = {("train_step", name): values for name, values in found.items()}
+        samples |= ranks.trace_on_first(step.train_step, rank, run.device)
         del step
-        release(case.device)
+        release(run.device)
         return ranks.RankReport(error=check_long_step(implementation, case, run, rank), samples=samples)
-
-
-def _measure_step(step: LongStep, run: RunConfig, rank: int, launched: float) -> ranks.Samples:
-    """All but the check."""
-    step.train_step()
-    losses = [step.loss.item()]  # waits for the step
-    start_s = time.time() - launched
-    for _ in range(WARMUP):
-        step.train_step()
-        losses.append(step.loss.item())
-    step_ms = []
-    for _ in range(STEPS[run.scale]):
-        step_ms.append(ranks.time_together(step.train_step, step.device))
-        losses.append(step.loss.item())
-    if not all(map(math.isfinite, losses)):
-        raise Disagreement(f"losses must be finite, got {', '.join(f'{loss:.4g}' for loss in losses)}")
-    found = {"start_time": [start_s], "time": step_ms, "peak_memory": ranks.peak_mib(step.device)}
-    samples = {("train_step", name): values for name, values in found.items()}
-    return samples | ranks.trace_on_first(step.train_step, rank, step.device)
 
 
 @contextmanager
@@ -211,11 +199,7 @@ def memory_lines() -> str:
     """Lines of a table: GiB of a rank by what is computed again, and with whole logits; in closed form."""
     masters, pure = (cell.case for cell in Leaderboard2026().cells(RunConfig(scale="handout", device="cuda"))[:2])
     case = replace(masters, attention="hopper", wide_blocks=0)
-    whole = fsdp_bytes(
-        case.model, case.batch, num_ranks=case.num_ranks, attention=case.attention, checkpointing=True,
-        compute_dtype=case.precision.autocast, reduce_dtype=case.reduce_dtype,
-    )  # fmt: skip
-    plans = {"whole logits, whole blocks": whole}
+    plans = {"whole logits, whole blocks": fsdp_case_bytes(case, checkpointing=True)}
     plans |= {words: long_step_bytes(replace(case, recompute=name)) for name, words in RECOMPUTED.items()}
     plans[f"after attention, {masters.wide_blocks} wide blocks"] = long_step_bytes(masters)
     plans[f"after attention, {pure.wide_blocks} wide blocks, all in bfloat16"] = long_step_bytes(pure)
@@ -299,7 +283,7 @@ class Leaderboard2026(Experiment):
         return {
             "memory_lines": memory_lines,
             "attention_share": f"{digits(100 * attention / accounting.model_flops(model, 1, 'forward'))} %",
-            "states": f"{digits(accounting.model_bytes(model, Precision()).total / 2**30)} GiB",
+            "states": f"{digits(16 * accounting.num_parameters(model) / 2**30)} GiB",
             "record_share": digits(1e5 * step / HARDWARE[RECORD_GPU].flops_per_s / RECORD_MS),
         }
 

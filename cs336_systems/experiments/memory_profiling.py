@@ -165,9 +165,9 @@ class MemoryProfiling(Experiment):
         return {"context": row["model.context_length"], "category": category if category in CATEGORIES else ""}
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        def saved(context: int, implementation: str = "eager") -> list[str]:
+        def saved(context: int) -> list[str]:
             """The largest contributors to what a block saves, in words and percent of it."""
-            where = {"context": context, "implementation": implementation, "case_type": "BlocksCase"}
+            where = {"context": context, "implementation": "eager", "case_type": "BlocksCase"}
             by_name = {row["quantity"]: row for row in dicts(pick(frame, where))}
             total = by_name[memory.SAVED.quantity]["median"]
             largest = [by_name[f"saved.{rank}"] for rank in range(1, memory.NUM_LARGEST + 1)]

@@ -10,7 +10,6 @@ import torch
 from cs336_systems.config import DTypeName, RunConfig
 from cs336_systems.experiments import Cell, Experiment, Listing, Row, Sample, problem
 from cs336_systems.experiments.frames import digits
-from cs336_systems.measure.precision import ADDEND, ADDENDS, accumulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +22,20 @@ class AccumulationCase:
 
 
 SUM = Row("forward", "sum", "1")
+ADDENDS, ADDEND = 1000, 0.01
+
+
+def accumulate(accumulator: str, addend: str, *, converted: bool = False) -> float:
+    """0 + 0.01 + 0.01 + ... a thousand times, one by one, in `accumulator`'s dtype.
+
+    Each 0.01 is rounded to `addend`'s dtype first, and with `converted` brought to float32 explicitly before it is
+    added; without it, in-place addition converts it to the accumulator's dtype by itself.
+    """
+    total = torch.tensor(0.0, dtype=getattr(torch, accumulator))
+    term = torch.tensor(ADDEND, dtype=getattr(torch, addend))
+    for _ in range(ADDENDS):
+        total += term.to(torch.float32) if converted else term
+    return float(total)
 
 
 def float16_ranges() -> str:

@@ -1,7 +1,7 @@
 """A training step taken apart into phases, under the instrument that watches its memory.
 
     trace = simulated_trace(case, "train_step")                   # fake tensors, a laptop, seconds
-    phase_bytes, trace = measured_phases(step, "train_step")      # the allocator itself, on CPU or CUDA
+    measured_phases(case, "train_step", run).peak_bytes           # the allocator itself, on CPU or CUDA
 
 The same code runs in both. "start" is the model (and, for a training step, AdamW's state: the step is not the first);
 "forward" ends with the loss; "backward" begins with its gradient; the optimizer step comes last.
@@ -10,6 +10,7 @@ The same code runs in both. "start" is the model (and, for a training step, Adam
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.accounting import block_saved_bytes, model_peak_bytes
 from cs336_systems.config import ModelCase, ModelConfig, Precision, RunConfig
-from cs336_systems.device import has_cxx_compiler
 from cs336_systems.experiments import Cell, Disagreement, Row, Sample, Unsupported
 from cs336_systems.experiments.models import TrainingStep
-from cs336_systems.measure.memory import MIB, CudaPhasePeaks, cpu_phase_peaks, release
+from cs336_systems.measure.memory import MIB, cpu_phase_peaks, release
 from cs336_systems.measure.predict import CudaAutocastRules, fake_module
 from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.measure.snapshot import CudaHistory
 from cs336_systems.measure.timeline import BACKWARD, AllocationRecorder, MemoryTrace
-from cs336_systems.model import AdamW, TransformerLM, build_model, cross_entropy
+from cs336_systems.model import AdamW, TransformerLM, build_model
 from cs336_systems.model.checkpointing import apply_checkpointing, compile_blocks
 
 START, FORWARD, STEP = "start", "forward", "optimizer step"
@@ -47,7 +47,7 @@ class SimulatedStep(TrainingStep):
     def __init__(self, case: ModelCase, model_spec: str | None = None) -> None:
         super().__init__(case, RunConfig(scale="tiny", device="cpu", model=model_spec))
 
-    def _build(self, case: ModelCase, run: RunConfig) -> nn.Module:
+    def _build(self, case: Any, run: RunConfig) -> nn.Module:
         # A fake tensor cannot tell the operator of a GPU its device; the tiled one saves the same tensors.
         stand_ins = {"triton": "tiled", "hopper": "tiled", "compiled": "reference"}
         attention = stand_ins.get(case.attention, case.attention)
@@ -61,7 +61,6 @@ def prepare(step: TrainingStep, case: ModelCase, mode: str) -> None:
     """Checkpointing as `case` says, and for a training step the optimizer's state, without a step being taken."""
     checkpointing = getattr(case, "checkpointing", "none")
     if checkpointing != "none":
-        assert isinstance(step.model, nn.Module)
         try:
             apply_checkpointing(step.model, checkpointing)
         except TypeError as error:  # a user's own model
@@ -90,36 +89,30 @@ def run_phases(step: TrainingStep, mode: str, mark: Callable[[str], None]) -> No
     if mode == "forward":
         step.forward()
         return
-    with step._precision():
-        loss = cross_entropy(step._logits(), step.targets)
+    loss = step.loss()
     mark(BACKWARD)
     loss.backward()
     mark(STEP)
-    assert step.optimizer is not None
     step.optimizer.step()
 
 
-def record(
-    step: TrainingStep, mode: str, recorder: AllocationRecorder | CudaHistory, counters: CudaPhasePeaks | None = None
-) -> None:
-    """The pass under `recorder`, which is told of phases and of whose tensors are what; also where it raises."""
+def record(step: TrainingStep, mode: str, recorder: AllocationRecorder | CudaHistory) -> None:
+    """The pass under `recorder`, which is told of phases and of whose tensors are what."""
 
-    def mark(name: str) -> None:
+    def begin(name: str) -> None:
         if name == STEP:
             recorder.assign((parameter.grad for parameter in step.parameters), "gradients")
         recorder.phase(name)
-        if counters is not None:
-            counters.mark(name)
 
+    recorder.phase(START)
     recorder.assign(step.parameters, "parameters")
     recorder.assign(optimizer_state(step), "optimizer")
-    run_phases(step, mode, mark)
+    run_phases(step, mode, begin)
 
 
 def recorded_trace(step: TrainingStep, mode: str, device: str) -> MemoryTrace:
     """The pass under an `AllocationRecorder` that counts as `device` does."""
     with AllocationRecorder(device) as recorder:
-        recorder.phase(START)
         record(step, mode, recorder)
     return recorder.trace()
 
@@ -146,45 +139,35 @@ class Measured:
     out_of_memory: str = ""  # the message, where the pass ended so
 
 
-def phase_peaks(step: TrainingStep, mode: str, device: str) -> dict[str, int]:
-    """Peak bytes by phase of one pass of a prepared `step`: the CUDA allocator's counts, on a CPU the profiler's."""
-    if device == "cpu":
-        base = sum(tensor.untyped_storage().nbytes() for tensor in (*step.parameters, *optimizer_state(step)))
-        return {START: base} | cpu_phase_peaks(lambda mark: run_phases(step, mode, mark), base)
-    counters = CudaPhasePeaks()
-    counters.mark(START)
-    run_phases(step, mode, counters.mark)
-    counters.finish()
-    return counters.peaks
-
-
-def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
-    """One pass of `case` on the run's device, with the allocator's own counts.
+def measured_pass(step: TrainingStep, mode: str) -> Measured:
+    """One pass of a prepared `step` on its device, with the allocator's own counts.
 
     On CUDA the trace is the allocator's history of the same pass; a pass that runs out of memory leaves the trace up to
     there. On a CPU the counts are the profiler's and the trace is recorded in a second pass.
     """
-    step = TrainingStep(case, run)
-    prepare(step, case, mode)
-    if run.device == "cpu":
-        peaks = phase_peaks(step, mode, "cpu")
-        step.reset()
+    if step.device == "cpu":
+        base = sum(tensor.untyped_storage().nbytes() for tensor in (*step.parameters, *optimizer_state(step)))
+        peaks = {START: base} | cpu_phase_peaks(lambda mark: run_phases(step, mode, mark), base)
         return Measured(peak_bytes=peaks, trace=recorded_trace(step, mode, "cpu"))
     torch.ones(16, 16, device="cuda") @ torch.ones(16, 16, device="cuda")  # cuBLAS takes its workspace before
-    counters = CudaPhasePeaks()
     message = ""
     with CudaHistory() as history:
-        history.phase(START)
-        counters.mark(START)
         try:
-            record(step, mode, history, counters)
-            counters.finish()
+            record(step, mode, history)
+            history.end_phase()
         except torch.OutOfMemoryError as error:
             message = str(error).splitlines()[0]
             if len(history.phases) > 2:  # backward had begun
                 history.assign((parameter.grad for parameter in step.parameters), "gradients")
         trace = history.trace()
-    return Measured(peak_bytes=counters.peaks, trace=trace, out_of_memory=message)
+    return Measured(peak_bytes=history.peaks, trace=trace, out_of_memory=message)
+
+
+def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
+    """`measured_pass` of `case` on the run's device."""
+    step = TrainingStep(case, run)
+    prepare(step, case, mode)
+    return measured_pass(step, mode)
 
 
 # What consecutive blocks save for backward
@@ -217,29 +200,27 @@ class BlocksCase:
 
 
 def measure_blocks(cell: Cell, run: RunConfig) -> Iterator[Sample]:
+    """What the blocks of a model of so many save; of fake tensors where the cell's is `simulated`."""
     case: BlocksCase = cell.case
+
+    def build() -> TransformerLM:
+        return TransformerLM.from_config(replace(case.model, num_layers=case.blocks), attention=case.attention)
+
     if cell.implementation.startswith("simulated"):
-        alone = replace(case.model, num_layers=case.blocks)
-        step = MemoryCase(model=alone, batch=case.batch, attention=case.attention, precision=case.precision)
         with FakeTensorMode():
-            model = SimulatedStep(step).model
-            assert isinstance(model, TransformerLM)
-            yield from _saved_measurements(cell, model, torch.empty(case.stream_shape, requires_grad=True))
+            yield from _saved_measurements(cell, fake_module(build), torch.empty(case.stream_shape, requires_grad=True))
         return
     release(run.device)
     with torch.device(run.device):
-        model = TransformerLM.from_config(replace(case.model, num_layers=case.blocks), attention=case.attention)
-        stream = torch.randn(case.stream_shape, requires_grad=True)
+        model, stream = build(), torch.randn(case.stream_shape, requires_grad=True)
     if cell.implementation == "compiled":
-        if run.device == "cpu" and not has_cxx_compiler():
-            raise Unsupported("no C++ compiler")
         compile_blocks(model)
     yield from _saved_measurements(cell, model, stream)
 
 
-def _saved_measurements(cell: Cell, model: TransformerLM, stream: Tensor) -> Iterator[Sample]:
+def _saved_measurements(cell: Cell, model: Any, stream: Tensor) -> Iterator[Sample]:
     case: BlocksCase = cell.case
-    blocks = nn.Sequential(*list(model.layers)[: case.blocks])
+    blocks = nn.Sequential(*model.layers)
     if cell.implementation == "simulated compiled":
         saved = compiled_saved_tensors(blocks, stream)
     else:

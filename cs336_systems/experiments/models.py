@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,19 +41,18 @@ def model_cases(run: RunConfig) -> list[ModelCase]:
 class TrainingStep:
     """A model, its optimizer and a batch, with the three things that a benchmark times as methods."""
 
-    def __init__(self, case: ModelCase, run: RunConfig) -> None:
+    optimizer: Any = None  # made at the first step: its state is not the other modes' memory
+
+    def __init__(self, case: Any, run: RunConfig, rank: int = 0) -> None:
+        self.vocab_size, self.autocast, self.device = case.model.vocab_size, case.precision.autocast, run.device
+        self.tokens, self.targets = token_batch(case.model, case.batch, device=run.device, seed=run.seed + rank)
         module = self._build(case, run)
-        self.model: Callable[[Tensor], Tensor] = module
         self.parameters = list(module.parameters())
         if not self.parameters:
             raise Disagreement("the model has no parameters")
-        self.vocab_size = case.model.vocab_size
-        self.tokens, self.targets = token_batch(case.model, case.batch, device=run.device, seed=run.seed)
-        self.autocast = case.precision.autocast
-        self.device = run.device
-        self.optimizer: AdamW | None = None  # made at the first step: its state is not the other modes' memory
+        self.model: Any = module
 
-    def _build(self, case: ModelCase, run: RunConfig) -> nn.Module:
+    def _build(self, case: Any, run: RunConfig) -> nn.Module:
         dtype = getattr(torch, case.precision.parameters)
         return build_model(
             case.model, attention=case.attention, model_spec=run.model, device=run.device, dtype=dtype, seed=run.seed
@@ -63,10 +63,14 @@ class TrainingStep:
         with torch.no_grad(), self._precision():
             return self._logits()
 
+    def loss(self) -> Tensor:
+        """The loss, with the graph that a backward needs."""
+        with self._precision():
+            return cross_entropy(self._logits(), self.targets)
+
     def forward_backward(self) -> Tensor:
         """The loss, its gradients left in the parameters."""
-        with self._precision():
-            loss = cross_entropy(self._logits(), self.targets)
+        loss = self.loss()
         loss.backward()
         return loss.detach()
 
@@ -144,6 +148,20 @@ def measure_model(
         )  # fmt: skip
         step.reset()
         yield Sample(row=rows[mode, "time"], samples=samples)
+
+
+def wall_clock(step: TrainingStep, mode: str, count: int) -> list[float]:
+    """Milliseconds of each of `count` passes, each alone, from the first on; Disagreement if the last is not finite."""
+    results: list[Tensor] = []
+    samples = []
+    for _ in range(count):
+        step.reset()
+        results.clear()
+        samples.append(time_once(lambda: results.append(getattr(step, mode)()), step.device))
+    step.reset()
+    # Only now: the check's own kernels would warm up the process between two steps.
+    require_finite("logits" if mode == "forward" else "loss", results[0])
+    return samples
 
 
 def require_finite(what: str, value: Tensor) -> None:

@@ -7,25 +7,22 @@ spends on its two products and on what stands between them.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
-from torch import Tensor, nn
 
 from cs336_systems.config import MODEL_SIZES, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments import Bars, Cell, Experiment, Listing, Pick, Ratio, Row, Sample, Wide, problem
-from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, require_finite
+from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, wall_clock
 from cs336_systems.measure.capture import capture
 from cs336_systems.measure.kernels import CATEGORIES, short_name
 from cs336_systems.measure.memory import release
 from cs336_systems.measure.ranges import SCORES, SOFTMAX, VALUES, annotate
-from cs336_systems.measure.timing import plan_samples, time_once
 from cs336_systems.measure.trace import Trace
 
-MIN_WALL_CLOCK_STEPS, MAX_WALL_CLOCK_STEPS = 4, 5  # `compare` needs four
-WALL_CLOCK_BUDGET_MS = 2000.0
+WALL_CLOCK_STEPS = 5  # `compare` needs four
 NUM_PROFILED_STEPS = {"tiny": 1, "smoke": 2, "handout": 2}
 RANKED, RANKS = ("kernel", "other_kernel"), range(1, 6)  # the five longest kernels, and those that are no matmul
 CATEGORY_WORDS = {"gemm": "matmul"}
@@ -116,20 +113,10 @@ class NsysProfile(Experiment):
         """Wall clock and profile of each mode; Disagreement if logits or loss are not finite."""
         release(run.device)
         step = TrainingStep(cell.case, run)
-        assert isinstance(step.model, nn.Module)
         for mode in MODEL_MODES:
             rows = {row.quantity: row for row in cell.rows if row.mode == mode}
-            call: Callable[[], Tensor] = getattr(step, mode)
-            for _ in range(cell.case.warmup):
-                step.reset()
-                require_finite("logits" if mode == "forward" else "loss", call())
-            step.reset()
-            samples = [time_once(call, run.device)]
-            count = plan_samples(samples[0], WALL_CLOCK_BUDGET_MS, MIN_WALL_CLOCK_STEPS, MAX_WALL_CLOCK_STEPS)
-            while len(samples) < count:
-                step.reset()
-                samples.append(time_once(call, run.device))
-            yield Sample(row=rows["time"], samples=samples)
+            warmup, call = cell.case.warmup, getattr(step, mode)
+            yield Sample(row=rows["time"], samples=wall_clock(step, mode, warmup + WALL_CLOCK_STEPS)[warmup:])
             with annotate(step.model):
                 num_steps = NUM_PROFILED_STEPS[run.scale]
                 trace = capture(call, device=run.device, num_steps=num_steps, warmup=0, before=step.reset)

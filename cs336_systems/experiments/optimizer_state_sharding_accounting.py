@@ -1,6 +1,6 @@
 """Sharded optimizer state: memory before and after the step, step time, and ZeRO's first stage beside it."""
 
-from cs336_systems.config import RunConfig
+from cs336_systems.config import DTypeName, RunConfig
 from cs336_systems.experiments import Bars, Cell, Pick, Wide, problem
 from cs336_systems.experiments.parallel_step import MEMORY, OPTIMIZER_IMPLEMENTATIONS
 from cs336_systems.experiments.ranks import MOMENTS
@@ -13,7 +13,7 @@ class OptimizerStateSharding(ShardingExperiment):
 
     def cells(self, run: RunConfig) -> list[Cell]:
         """Every implementation at every number of ranks, float32 parameters; with bfloat16 autocast too on a GPU."""
-        computes = ("bfloat16", None) if run.device == "cuda" else (None,)
+        computes: tuple[DTypeName | None, ...] = ("bfloat16", None) if run.device == "cuda" else (None,)
         names = ("sharded", "zero1") if run.scale == "tiny" else self.implementations
         return sharding_cells(run, names, [(compute, None) for compute in computes], alone=("unsharded",))
 

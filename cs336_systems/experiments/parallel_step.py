@@ -9,13 +9,14 @@ import inspect
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.accounting import model_peak_bytes
+from cs336_systems.accounting import RankBytes, model_peak_bytes
+from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.config import ModelCase, ModelConfig, Precision, RunConfig
 from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
 from cs336_systems.distributed.fsdp.plan import Checkpointing, find_blocks
@@ -23,9 +24,9 @@ from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.experiments import Disagreement, Unsupported
 from cs336_systems.experiments.implementations import load_name
-from cs336_systems.inputs import token_batch
+from cs336_systems.experiments.models import TrainingStep, require_finite
 from cs336_systems.measure.memory import MIB
-from cs336_systems.model import AdamW, TransformerLM, build_model, cross_entropy
+from cs336_systems.model import AdamW, TransformerLM
 from cs336_systems.training.wrappers import DDPS
 
 OURS = tuple(DDPS)
@@ -40,6 +41,7 @@ MEMORY = ("parameters", "gradients", "optimizer_state")  # bytes of a rank's ten
 # Largest difference of a gradient over the largest element of its expectation. Both are computed from the same weights
 # and data; they differ in the order of sums, and where a backward adds with atomics.
 GRADIENT_TOLERANCE = {None: 1e-4, "bfloat16": 2e-2, "float16": 2e-3}
+SMALLEST_BOUND = 1e-30  # where a gradient is all zeros
 CHECK_LAYERS, CHECK_STEPS = 4, 3
 # Largest 2-norm of the difference between both models' weights over that of the training's change. bfloat16 keeps 8
 # bits; in float32 only the order of sums differs, and Adam divides small gradients by their own size.
@@ -58,17 +60,10 @@ class RanksCase:
     precision: Precision = Precision()  # autocast is the compute dtype of FSDP's weights
 
     @property
-    def device(self) -> str:
-        return "cuda" if self.backend == "nccl" else "cpu"
-
-    @property
     def predicted_bytes(self) -> int:
         """Peak of all ranks where they share the host's memory, as if nothing were sharded."""
         alone = ModelCase(model=self.model, batch=self.batch, attention=self.attention, precision=self.precision)
         return self.num_ranks * model_peak_bytes(alone, "train_step") if self.backend == "gloo" else 0
-
-
-Case = TypeVar("Case", bound=RanksCase)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,28 +81,32 @@ class ShardingCase(RanksCase):
     checkpointing: Checkpointing = "none"  # of every block
 
 
-class ParallelStep:
-    """A wrapped model, its optimizer and this rank's batch."""
+def fsdp_case_bytes(case: Any, *, checkpointing: bool = False) -> RankBytes:
+    """`fsdp_bytes` of a case of ranks that shard its model."""
+    return fsdp_bytes(
+        case.model, case.batch, num_ranks=case.num_ranks, attention=case.attention,
+        compute_dtype=case.precision.autocast, reduce_dtype=case.reduce_dtype, checkpointing=checkpointing,
+        parameters=case.precision.parameters,
+    )  # fmt: skip
 
-    loss: Tensor  # of the last step, before it
+
+class ParallelStep(TrainingStep):
+    """A wrapped model, its optimizer and this rank's batch."""
 
     def __init__(
         self, implementation: str, case: Any, run: RunConfig, rank: int, optimizer: type = AdamW,
         learning_rate: float = 1e-3,
     ) -> None:  # fmt: skip
-        self.implementation, self.case, self.device = implementation, case, case.device
-        self.autocast, self.learning_rate = case.precision.autocast, learning_rate
+        self.implementation, self.case, self.learning_rate = implementation, case, learning_rate
         # Which computes in its weights' dtype and gathers them; of a reader's own the case says what it is.
         own = ":" in implementation and not isinstance(case, DataParallelCase)
         self.is_fsdp = implementation in FSDPS or own
-        self.tokens, self.targets = token_batch(case.model, case.batch, device=self.device, seed=run.seed + rank)
-        module = self._build(run)
-        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.model: Any = self._wrapped(module)
+        super().__init__(case, run, rank)
+        self.parameters = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self.model = self._wrapped(self.model)
         self.optimizer = self._optimizer(optimizer)
 
-    def _build(self, run: RunConfig) -> nn.Module:
-        case = self.case
+    def _build(self, case: Any, run: RunConfig) -> nn.Module:
         if self.implementation in FSDPS and run.model is None:
             with torch.device("meta"):  # no rank ever holds the whole model
                 module: nn.Module = TransformerLM.from_config(case.model, attention=case.attention)
@@ -115,11 +114,7 @@ class ParallelStep:
         elif self.implementation == "torch_fsdp":
             raise Unsupported("the user's model has no known way to be built on the meta device")
         else:
-            dtype = getattr(torch, case.precision.parameters)
-            module = build_model(
-                case.model, attention=case.attention, model_spec=run.model, device=self.device, dtype=dtype,
-                seed=run.seed,
-            )  # fmt: skip
+            module = super()._build(case, run)
         checkpointing: Checkpointing = getattr(case, "checkpointing", "none")
         return module if checkpointing == "none" else wrap_blocks(module, checkpointing=checkpointing)
 
@@ -154,23 +149,21 @@ class ParallelStep:
         return optimizer(parameters, lr=learning_rate)
 
     def forward(self) -> Tensor:
-        """The loss, with the graph that a backward would need."""
-        with self._precision():
-            return cross_entropy(self.model(self.tokens), self.targets)
+        """The loss, with its graph."""
+        return self.loss()
 
-    def forward_backward(self) -> None:
-        """The gradients, averaged."""
-        loss = self.forward()
-        loss.backward()
-        self.loss = loss.detach()
+    def forward_backward(self) -> Tensor:
+        """This rank's loss; gradients are averaged."""
+        loss = super().forward_backward()
         for one in (self.model, self.optimizer):  # PyTorch's wrappers have averaged by the end of their backward
             if hasattr(one, "finish_gradient_synchronization"):
                 one.finish_gradient_synchronization()
+        return loss
 
-    def train_step(self) -> None:
+    def train_step(self) -> Tensor:
+        """This rank's loss before an optimizer's step."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.forward_backward()
-        self.optimizer.step()
+        return super().train_step()
 
     def full_parameters(self) -> list[Tensor]:
         """Whole parameters in the order of the unwrapped model; collective."""
@@ -198,9 +191,7 @@ class ParallelStep:
 
     def _precision(self) -> AbstractContextManager[object]:
         """FSDP computes in its weights' dtype; the others need autocast."""
-        if self.autocast is None or self.is_fsdp:
-            return nullcontext()
-        return torch.autocast(self.device, dtype=getattr(torch, self.autocast))
+        return nullcontext() if self.is_fsdp else super()._precision()
 
 
 def wrap_ddp(module: nn.Module, implementation: str, bucket_size_mb: float | None) -> nn.Module:
@@ -249,20 +240,22 @@ def _storage_mib(tensors: list[Any]) -> float:
 
 
 def check_wrapper(implementation: str, case: RanksCase, run: RunConfig, rank: int) -> float:
-    """Error of `implementation` over its bound, by its gradients if it averages them, else by its training."""
-    if isinstance(case, DataParallelCase):
-        expected = plain_mean(case, run, rank)
-        return check_gradients(ParallelStep(implementation, case, run, rank), expected)
-    assert isinstance(case, ShardingCase)
-    return check_training(implementation, case, run, rank)
+    """Error of `implementation` over its bound, by its gradients if it averages them, else by its training.
+
+    The model of a ShardingCase is made shallow first: its step and an unsharded one have to fit beside each other.
+    """
+    if isinstance(case, ShardingCase):
+        case = replace(case, model=replace(case.model, num_layers=min(CHECK_LAYERS, case.model.num_layers)))
+        if implementation not in (*OURS, *PEERS):
+            return check_training(implementation, case, run, rank)
+    expected = plain_mean(case, run, rank)
+    return check_gradients(ParallelStep(implementation, case, run, rank), expected)
 
 
 def plain_mean(case: RanksCase, run: RunConfig, rank: int) -> list[Tensor | None]:
     """The mean of the gradients that each rank computes alone, by plain all-reduces."""
     alone = ParallelStep(ALONE, case, run, rank)
-    alone.forward_backward()
-    if not alone.loss.isfinite().item():
-        raise Disagreement(f"the model's loss must be finite, got {alone.loss.item():g}")
+    require_finite("loss", alone.forward_backward())
     expected = [parameter.grad for parameter in alone.parameters]
     for gradient in expected:
         if gradient is not None:
@@ -276,34 +269,29 @@ def check_gradients(step: ParallelStep, expected: list[Tensor | None]) -> float:
 
     Two backwards are compared, since the first of some wrappers is unlike the others.
     """
-    worst = 0.0
+    errors = [0.0]
     for _ in range(2):
         step.optimizer.zero_grad(set_to_none=True)
         step.forward_backward()
         for parameter, gradient in zip(step.parameters, expected):
-            if gradient is not None and parameter.grad is not None:
-                bound = GRADIENT_TOLERANCE[step.autocast] * gradient.abs().max().item()
-                difference = (parameter.grad - gradient).abs().max().item()
-                worst = max(worst, difference / bound if bound else float(difference > 0))
+            if gradient is not None:
+                bound = GRADIENT_TOLERANCE[step.autocast] * gradient.abs().max().item() + SMALLEST_BOUND
+                found = parameter.grad
+                errors.append(math.inf if found is None else (found - gradient).abs().max().item() / bound)
     step.optimizer.zero_grad(set_to_none=True)
+    worst = torch.tensor(errors, dtype=torch.float64).max().item()  # NaN if any is
     if not worst <= 1:
         raise Disagreement(f"averaged gradients are off by {worst:.3g} times the bound of the plain mean's")
     return worst
 
 
-def shallow(case: Case) -> Case:
-    """`case` with a model of the same width and few layers."""
-    return replace(case, model=replace(case.model, num_layers=min(CHECK_LAYERS, case.model.num_layers)))
-
-
 def check_training(implementation: str, case: ShardingCase, run: RunConfig, rank: int) -> float:
-    """Error over its bound of a shallow model's weights after training; Disagreement above 1.
+    """Error over its bound of the weights after training; Disagreement above 1.
 
-    The same width, fewer layers, CHECK_STEPS steps, against DDP in float32 from the same weights on the same data: with
-    AdamW where the optimizer is what is sharded, with SGD for FSDP, since in low precision Adam's first steps follow
-    the sign of gradients that are all rounding.
+    CHECK_STEPS steps, against DDP in float32 from the same weights on the same data: with AdamW where the optimizer is
+    what is sharded, with SGD for FSDP, since in low precision Adam's first steps follow the sign of gradients that are
+    all rounding.
     """
-    case = shallow(case)
     optimizer = AdamW if implementation in OPTIMIZER_IMPLEMENTATIONS else torch.optim.SGD
     step = ParallelStep(implementation, case, run, rank, optimizer)
     plain = replace(case, precision=Precision(), checkpointing="none")

@@ -65,14 +65,16 @@ def parse_case(
     `batch` (4 by default), `context` and `attention` are of models only; `is_causal` of shapes only. Raises ValueError
     on a name, size or precision that is not known, and on an option, implementation or mode that the case has not.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     shape = SHAPE.fullmatch(text)
-    what = "a model" if shape is None else "an attention shape"
-    known = (MODEL_IMPLEMENTATIONS, MODEL_MODES) if shape is None else (IMPLEMENTATIONS, ATTENTION_MODES)
-    for name, value, values in (("implementation", implementation, known[0]), ("mode", mode, known[1])):
+    of = "of a model" if shape is None else "of an attention shape"
+    for name, value, values in (
+        ("precision", precision, PRECISIONS),
+        ("attention", attention, ATTENTION_NAMES),
+        (f"implementation {of}", implementation, MODEL_IMPLEMENTATIONS if shape is None else IMPLEMENTATIONS),
+        (f"mode {of}", mode, MODEL_MODES if shape is None else ATTENTION_MODES),
+    ):
         if value not in values:
-            raise ValueError(f"{name} of {what} must be one of {', '.join(values)}, got {value!r}")
+            raise ValueError(f"{name} must be one of {', '.join(values)}, got {value!r}")
     if shape is not None:
         if batch is not None or context is not None or attention != "reference":
             raise ValueError(f"batch, context and attention are options of models, and {text!r} is an attention shape")
@@ -83,8 +85,6 @@ def parse_case(
             batch=batch, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=is_causal,
             dtype=PRECISIONS[precision].parameters,
         )  # fmt: skip
-    if attention not in ATTENTION_NAMES:
-        raise ValueError(f"attention must be one of {', '.join(ATTENTION_NAMES)}, got {attention!r}")
     size = text.removesuffix(PROXY)
     if size not in MODEL_SIZES:
         raise ValueError(
@@ -94,12 +94,8 @@ def parse_case(
     model = proxy_model(size) if text.endswith(PROXY) else MODEL_SIZES[size]
     if context is not None:
         model = replace(model, context_length=context)
-    return ModelCase(
-        model=model,
-        batch=DEFAULT_BATCH if batch is None else batch,
-        attention=attention,
-        precision=PRECISIONS[precision],
-    )
+    batch = DEFAULT_BATCH if batch is None else batch
+    return ModelCase(model=model, batch=batch, attention=attention, precision=PRECISIONS[precision])
 
 
 def prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, run: RunConfig) -> Prepared:
@@ -111,10 +107,8 @@ def prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, ru
         return _attention(case, implementation, mode, run)
     step = TrainingStep(case, run)
     model = step.model
-    assert isinstance(model, nn.Module)
     if implementation == "compiled":  # hooks inside would change what is compiled
-        step.model = torch.compile(model)
-        return Prepared(call=getattr(step, mode), before=step.reset)
+        step.model, model = torch.compile(model), None
     return Prepared(call=getattr(step, mode), before=step.reset, model=model)
 
 

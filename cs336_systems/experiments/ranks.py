@@ -77,18 +77,19 @@ def ranks_case(kind: Callable[..., C], run: RunConfig, num_ranks: int, precision
 
 
 def run_cell(
-    function: Callable[..., Any], num_ranks: int, *args: Any, backend: str, run: RunConfig, from_scratch: bool = False
+    function: Callable[..., Any], case: Any, run: RunConfig, *args: Any, from_scratch: bool = False
 ) -> list[Any]:
-    """The ranks' results, or the exception that gives the cell's rows their status.
+    """What `function(rank, num_ranks, *args)` returns on each rank, or the exception that is the cell's outcome.
 
     `from_scratch`: also on a CPU every rank imports all it needs, where that is part of what is measured.
     """
-    if run.device == "cuda" and backend == "nccl" and num_ranks > torch.cuda.device_count():
-        raise Unsupported(f"needs {num_ranks} GPUs, this host has {torch.cuda.device_count()}")
-    device = run.device if backend == "nccl" else "cpu"
+    on_gpus = case.backend == "nccl"
+    if on_gpus and case.num_ranks > torch.cuda.device_count():
+        raise Unsupported(f"needs {case.num_ranks} GPUs, this host has {torch.cuda.device_count()}")
     try:
         return run_ranks(
-            function, num_ranks, *args, backend=backend, device=device, timeout_s=COLLECTIVE_TIMEOUT_S,
+            function, case.num_ranks, *args, backend=case.backend, device="cuda" if on_gpus else "cpu",
+            timeout_s=COLLECTIVE_TIMEOUT_S,
             start_method="forkserver" if run.device == "cpu" and not from_scratch else "spawn",
         )  # fmt: skip
     except RankError as error:
@@ -164,7 +165,6 @@ def trace_on_first(call: Callable[[], object], rank: int, device: str, mode: str
 
     if rank > 0:
         for _ in range(2):
-            synchronize(device)
             together()
             synchronize(device)
         return {}
@@ -188,19 +188,15 @@ def measure_step(
     function: Callable[..., RankReport], cell: Cell, run: RunConfig, *more: Any, from_scratch: bool = False
 ) -> Iterator[Sample]:
     """What `function` of (rank, num_ranks, implementation, case, run, *more) reports on every rank of `cell`."""
-    case = cell.case
-    reports = run_cell(
-        function, case.num_ranks, cell.implementation, case, run, *more, backend=case.backend, run=run,
-        from_scratch=from_scratch,
-    )  # fmt: skip
-    yield from report_samples(cell.rows, reports)
+    args = (cell.implementation, cell.case, run, *more)
+    yield from report_samples(cell.rows, run_cell(function, cell.case, run, *args, from_scratch=from_scratch))
 
 
 def measure_rank(
     rank: int, num_ranks: int, implementation: str, case: Any, run: RunConfig, traced: Sequence[str]
 ) -> RankReport:  # fmt: skip
     """One rank's training steps, and the calls of the modes in `traced`."""
-    error, device = check_wrapper(implementation, case, run, rank), case.device
+    error, device = check_wrapper(implementation, case, run, rank), run.device
     release(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

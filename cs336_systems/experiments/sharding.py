@@ -4,12 +4,12 @@ What a rank does is told in ranks.py, and how an implementation is built and che
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
-from cs336_systems.analysis.memory import fsdp_bytes
-from cs336_systems.config import Precision, RunConfig
+from cs336_systems.config import DTypeName, Precision, RunConfig
 from cs336_systems.experiments import Cell, Pick, Sample, Wide, ranks
-from cs336_systems.experiments.parallel_step import MEMORY, ShardingCase
+from cs336_systems.experiments.parallel_step import MEMORY, ShardingCase, fsdp_case_bytes
 from cs336_systems.measure.memory import MIB
 
 PREDICTED = "predicted_peak_memory"
@@ -31,12 +31,8 @@ class ShardingExperiment(ranks.StepExperiment):
         case = cell.case
         for row in cell.rows:
             if row.quantity == PREDICTED:  # before anything runs
-                plan = fsdp_bytes(
-                    case.model, case.batch, num_ranks=case.num_ranks, attention=case.attention,
-                    compute_dtype=case.precision.autocast, reduce_dtype=case.reduce_dtype,
-                    checkpointing=case.checkpointing != "none",
-                )  # fmt: skip
-                yield Sample(row=row, samples=[plan.peak / MIB])
+                peak = fsdp_case_bytes(case, checkpointing=case.checkpointing != "none").peak
+                yield Sample(row=row, samples=[peak / MIB])
         yield from super().measure(cell, run)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -72,14 +68,6 @@ class ShardingExperiment(ranks.StepExperiment):
     }
 
 
-def sharding_case(
-    run: RunConfig, num_ranks: int, compute_dtype: str | None, reduce_dtype: str | None = None
-) -> ShardingCase:
-    """The standard configuration on `num_ranks`: plain attention, no checkpointing."""
-    precision = Precision(autocast=compute_dtype)  # type: ignore[arg-type]
-    return ranks.ranks_case(ShardingCase, run, num_ranks, precision, reduce_dtype=reduce_dtype)
-
-
 def sharding_cell(case: ShardingCase, implementation: str) -> Cell:
     """The cell with every row that its device can give."""
     kinds: tuple[str, ...] = (*MEMORY, *ranks.MOMENTS, "peak_memory") if case.backend == "nccl" else MEMORY
@@ -88,7 +76,7 @@ def sharding_cell(case: ShardingCase, implementation: str) -> Cell:
 
 
 def sharding_cells(
-    run: RunConfig, names: Sequence[str], dtypes: Sequence[tuple[str | None, str | None]], alone: Sequence[str]
+    run: RunConfig, names: Sequence[str], dtypes: Sequence[tuple[DTypeName | None, str | None]], alone: Sequence[str]
 ) -> list[Cell]:
     """All of `names` on 2, 4 and 8 ranks as far as there are GPUs, on a CPU on 2, by (compute, reduce) `dtypes`.
 
@@ -96,4 +84,9 @@ def sharding_cells(
     """
     single = [(1, name) for name in alone] if run.scale == "handout" else []
     pairs = [*single, *((number, name) for number in ranks.rank_counts(run) for name in names)]
-    return [sharding_cell(sharding_case(run, number, *of), name) for of in dtypes for number, name in pairs]
+    cells = []
+    for (compute, reduce), (number, name) in product(dtypes, pairs):
+        precision = Precision(autocast=compute)
+        case = ranks.ranks_case(ShardingCase, run, number, precision, reduce_dtype=reduce)
+        cells.append(sharding_cell(case, name))
+    return cells

@@ -29,27 +29,25 @@ def capture(
     before: Callable[[], object] = lambda: None,
     path: Path | None = None,
 ) -> Trace:
-    """Profile `num_steps` calls, each synchronised and in a range of its own, after `warmup` unprofiled ones.
+    """Profile `num_steps` calls (`run_steps`) after `warmup` unprofiled ones.
 
     `before` runs ahead of every call, outside of its range (resetting gradients). With `path`, a name that ends in
     .trace.json or .trace.json.gz, the trace is kept there, also when a call raised: what led to an out-of-memory is in
     it.
     """
-
-    def run_steps() -> None:
-        for _ in range(num_steps):
-            before()
-            synchronize(device)
-            with named_range(STEP):
-                call()
-                synchronize(device)
-
-    for _ in range(warmup):
-        before()
-        call()
-    synchronize(device)
+    run_steps(call, device, warmup, before)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    return trace_of(record_events(run_steps, activities, path))
+    return trace_of(record_events(lambda: run_steps(call, device, num_steps, before), activities, path))
+
+
+def run_steps(call: Callable[[], object], device: str, count: int, before: Callable[[], object]) -> None:
+    """`count` calls, each synchronised and in a range of its own, outside of which `before` runs ahead of each."""
+    for _ in range(count):
+        before()
+        synchronize(device)
+        with named_range(STEP):
+            call()
+            synchronize(device)
 
 
 def record_events(

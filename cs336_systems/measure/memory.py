@@ -50,25 +50,6 @@ def saved_for_backward(call: Callable[[], object]) -> int:
     return sum(one.num_bytes for one in saved_tensors(call, compiled=True))  # as it runs, compiled or not
 
 
-class CudaPhasePeaks:
-    """The most bytes allocated on the GPU in each phase, by the allocator's own counters; `mark` begins a phase."""
-
-    def __init__(self) -> None:
-        self.peaks: dict[str, int] = {}
-        self._phase = ""
-
-    def mark(self, name: str) -> None:
-        self.finish()
-        torch.cuda.reset_peak_memory_stats()
-        self._phase = name
-
-    def finish(self) -> None:
-        """End the phase that is going on. One that died of OOM is not finished, so that it has no peak."""
-        torch.cuda.synchronize()
-        if self._phase:
-            self.peaks[self._phase] = torch.cuda.max_memory_allocated()
-
-
 def cpu_phase_peaks(run: Callable[[Callable[[str], None]], None], base_bytes: int) -> dict[str, int]:
     """The most bytes that PyTorch's CPU allocator had given out in each phase; `base_bytes` were there before.
 

@@ -19,7 +19,7 @@ autograd's sequence numbers to give the kernels of the backward pass to the rang
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -50,15 +50,9 @@ PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
 @contextmanager
 def named_range(name: str) -> Iterator[None]:
     """A `record_function` range, and an NVTX range where CUDA is in use."""
-    with torch.profiler.record_function(name):
-        if not torch.cuda.is_available():
-            yield
-            return
-        torch.cuda.nvtx.range_push(name)
-        try:
-            yield
-        finally:
-            torch.cuda.nvtx.range_pop()
+    nvtx = torch.cuda.nvtx.range("{}", name) if torch.cuda.is_available() else nullcontext()
+    with torch.profiler.record_function(name), nvtx:
+        yield
 
 
 def module_ranges(model: nn.Module) -> dict[str, str]:

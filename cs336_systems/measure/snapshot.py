@@ -126,14 +126,15 @@ def _origin(frames: Sequence[dict[str, Any]]) -> str:
 
 
 class CudaHistory:
-    """Records the caching allocator's history, and which tensors and phases belong to it.
+    """Records the caching allocator's history, which tensors and phases belong to it, and the peak of each phase.
 
     The events are counted by the allocator's own statistics, so that a phase begins at the event at which it began,
-    whatever the clock said.
+    whatever the clock said. `peaks` are its counters': the most bytes allocated in each phase that came to its end.
     """
 
     def __init__(self) -> None:
         self.phases: list[Phase] = []
+        self.peaks: dict[str, int] = {}
         self._assigned: dict[int, list[tuple[int, str]]] = {}  # address -> event, category
         self._start = 0
 
@@ -155,7 +156,16 @@ class CudaHistory:
         return self._count() - self._start
 
     def phase(self, name: str) -> None:
+        """Phase `name` begins, and the one before it ends."""
+        self.end_phase()
+        torch.cuda.reset_peak_memory_stats()
         self.phases.append(Phase(name=name, start=self._event() + 1 if self.phases else 0))
+
+    def end_phase(self) -> None:
+        """End the phase that is going on, if any."""
+        torch.cuda.synchronize()
+        if self.phases:
+            self.peaks[self.phases[-1].name] = torch.cuda.max_memory_allocated()
 
     def assign(self, tensors: Iterable[Tensor | None], category: str) -> None:
         """Put the blocks that hold `tensors` now in `category`."""

@@ -49,11 +49,11 @@ def time_in_a_row(call: Callable[[], object], count: int, device: str) -> float:
     return start.elapsed_time(end) / count
 
 
-def plan_samples(estimate_ms: float, budget_ms: float, minimum: int = MIN_SAMPLES, maximum: int = MAX_SAMPLES) -> int:
-    """How many samples of `estimate_ms` each fit the budget, between `minimum` and `maximum`."""
+def plan_samples(estimate_ms: float, budget_ms: float, minimum: int = MIN_SAMPLES) -> int:
+    """How many samples of `estimate_ms` each fit the budget, between `minimum` and a hundred."""
     if estimate_ms <= 0:
-        return maximum
-    return max(minimum, min(maximum, int(budget_ms / estimate_ms)))
+        return MAX_SAMPLES
+    return max(minimum, min(MAX_SAMPLES, int(budget_ms / estimate_ms)))
 
 
 def time_calls(
