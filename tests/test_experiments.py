@@ -129,9 +129,9 @@ def test_a_process_that_cannot_start_says_where_to_look(tmp_path):
 def test_a_wrong_result_is_not_timed(monkeypatch):
     """An implementation that leaves the mask out is fast and wrong; its row must say wrong."""
     cell = next(cell for cell in planned_cells("flash_benchmarking", TINY) if cell.implementation == "tiled")
-    monkeypatch.setattr(attention, "build", lambda *_: Built(attend=lambda q, k, v: attention_reference(q, k, v)))
+    monkeypatch.setattr(attention, "build_case", lambda *_: Built(attend=lambda q, k, v: attention_reference(q, k, v)))
     with pytest.raises(Disagreement, match=r"^output is off by [\d.e+]+ times the numerical contract's bound"):
-        list(attention.measure_attention(cell, TINY))
+        list(PROBLEMS[cell.problem].measure(cell, TINY))
 
 
 def test_wrong_gradients_stop_after_the_forward(monkeypatch):
@@ -140,10 +140,10 @@ def test_wrong_gradients_stop_after_the_forward(monkeypatch):
     def detached_keys(q, k, v):
         return attention_reference(q, k.detach() + 0 * k, v, is_causal=True)
 
-    monkeypatch.setattr(attention, "build", lambda *_: Built(attend=detached_keys))
+    monkeypatch.setattr(attention, "build_case", lambda *_: Built(attend=detached_keys))
     measured = []
     with pytest.raises(Disagreement, match="grad_k is off"):
-        for measurement in attention.measure_attention(cell, TINY):
+        for measurement in PROBLEMS[cell.problem].measure(cell, TINY):
             measured.append(measurement.row.mode)
     assert measured == ["forward"]
 
@@ -267,7 +267,7 @@ def test_sdpa_is_told_its_kernel_once_where_calls_are_timed(monkeypatch):
 
     monkeypatch.setattr(implementations, "sdpa_kernel", naming)
     cell = next(cell for cell in planned_cells("leaderboard_2025", TINY) if cell.implementation == "sdpa_flash")
-    measured = list(attention.measure_attention(cell, TINY))
+    measured = list(PROBLEMS[cell.problem].measure(cell, TINY))
     assert sum(len(one.samples) for one in measured) > len(entered) == 1
     (cell,) = planned_cells("short_calls", TINY)
     assert all(one.samples for one in PROBLEMS["short_calls"].measure(cell, TINY) if "flash" in one.row.implementation)

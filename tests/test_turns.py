@@ -8,7 +8,7 @@ import torch
 
 from cs336_systems.attention import flash_attention
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import turns
+from cs336_systems.experiments import attention, turns
 from cs336_systems.experiments.harness import Provenance, Sweep, planned_cells
 from cs336_systems.experiments.implementations import Built, build
 from cs336_systems.experiments.registry import PROBLEMS
@@ -74,12 +74,12 @@ def broken_build(monkeypatch, breaks) -> None:
     def raising(q, k, v):
         raise breaks
 
-    def replaced(name, shape, device):
+    def replaced(name, case, run):
         if name != "triton":
-            return build(name, shape, device)
+            return build(name, case, run.device)
         return Built(attend=raising if isinstance(breaks, BaseException) else breaks)
 
-    monkeypatch.setattr(turns, "build", replaced)
+    monkeypatch.setattr(attention, "build_case", replaced)
 
 
 @pytest.mark.parametrize(

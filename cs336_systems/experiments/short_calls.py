@@ -11,14 +11,13 @@ Unlike elsewhere, the cache is not overwritten between calls: while the GPU does
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import Bars, Cell, Pivot, Row, problem
-from cs336_systems.experiments.attention import BOTH, BY_SHAPE, FORWARD, SMALL
+from cs336_systems.experiments.attention import BOTH, BY_SHAPE, FORWARD, SMALL, Call
 from cs336_systems.experiments.spec import turns_cell
-from cs336_systems.experiments.turns import MOST_CALLS, AttentionByTurns, Call, Turn, captured
+from cs336_systems.experiments.turns import MOST_CALLS, AttentionByTurns, Turn, captured
 from cs336_systems.measure.timing import synchronize, time_calls
 
 # (batch, heads, length, head_dim, causal): one head, as the handout's grid has it; some heads; and calls of up to 1 ms.
@@ -99,7 +98,7 @@ class ShortCalls(AttentionByTurns):
     }
 
 
-def graph_times(call: Callable[[], object]) -> list[float]:
+def graph_times(call: Call) -> list[float]:
     """Milliseconds of `call`, CUDA kernels of fixed shapes, replayed from a graph of CALLS calls in a row."""
     graph = captured(call)
     return [sample / CALLS["cuda"] for sample in time_calls(graph.replay, device="cuda", num_samples=GRAPH_SAMPLES)]

@@ -50,11 +50,11 @@ def measure_tiles(cell: Cell, run: RunConfig, configs: Sequence[KernelConfig]) -
 
     (row,) = cell.rows
     try:
-        call, used = launches_of(inputs_of(cell.case, run.device, run.seed), cell.case.is_causal, configs)
+        call, used = launches_of(inputs_of(cell.case, run), cell.case.is_causal, configs)
         results = call()
     except TritonError as error:  # does not compile, or not into this GPU's shared memory
         raise Unsupported(f"{cell.implementation}: {str(error).strip().splitlines()[0]}") from None
-    error_ratio = checked_error(oracle_of(cell.case, run.device, run.seed), results)
+    error_ratio = checked_error(oracle_of(cell.case, run), results)
     del results
     num_samples = NUM_SAMPLES[run.device]
     if row in STAGES:
