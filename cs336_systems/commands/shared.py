@@ -30,7 +30,7 @@ OPTION_OF = {
 }  # fmt: skip
 SAME_NAME = (
     "accumulation|arch|attention|autocast|batch|checkpoint_every|context_length|context_parallel|heads|implementation|"
-    "jobs|log_every|mode|out|parameters|precision|scale|seed|steps|temperature|text|top_p|weight_decay|wrapper"
+    "log_every|mode|out|parameters|precision|scale|seed|steps|temperature|text|top_p|weight_decay|wrapper"
 )
 FIELD = re.compile(
     r"^(?:(?:RunConfig|TrainingConfig|ModelConfig|ModelCase|MemoryCase|AttentionShape|Precision)\.)?"
