@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,12 @@ from cs336_systems.attention import flash_attention
 from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.attention.triton import function
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import attention, few_queries
+from cs336_systems.experiments import attention, few_queries, implementations
 from cs336_systems.experiments.attention import KEPT_SAMPLES, sized_shape
-from cs336_systems.experiments.few_queries import WHOLE
+from cs336_systems.experiments.few_queries import GRAPH_FORWARD, GRAPH_SAMPLES, WHOLE
 from cs336_systems.experiments.hopper_ladder import RUNGS
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.short_calls import GRAPH_FORWARD
 from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported
 from cs336_systems.inputs import attention_inputs
 
@@ -76,7 +76,9 @@ def test_what_settles_a_clock_is_the_pass_that_is_timed_next(device, settled, mo
 def test_flex_on_a_cpu_has_a_forward_and_says_why_no_more(monkeypatch):
     """Its backward, which is not implemented, made failed rows that are nobody's mistake."""
     cell = replace(tiny_cell("flash_benchmarking", "sdpa_flash"), implementation="flex")
-    stand_in(monkeypatch, cell)
+    attend = partial(flash_attention, is_causal=True, backend="reference")
+    monkeypatch.setattr(implementations, "has_cxx_compiler", lambda: True)
+    monkeypatch.setattr(implementations, "_flex", lambda *_: attend)
     samples = FLASH.measure(cell, TINY)
     assert next(samples).row == attention.FORWARD
     with pytest.raises(Unsupported, match="^FlexAttention has no backward on a CPU$"):
@@ -119,9 +121,11 @@ def test_the_forward_of_few_queries_is_measured(name):
 def test_few_queries_of_a_gpu_are_replayed_in_graphs_once_the_clock_has_settled(monkeypatch):
     cell = replace(tiny_cell("few_queries", "triton"), rows=(GRAPH_FORWARD,))
     ran = stand_in(monkeypatch, cell)
-    monkeypatch.setattr(few_queries, "graph_times", lambda call: ran.append(("graph", call)) or [0.5])
+    captured = lambda call: ran.append(("graph", call)) or SimpleNamespace(replay=call)  # noqa: E731
+    monkeypatch.setattr(few_queries, "captured", captured)
+    monkeypatch.setattr(few_queries, "time_calls", lambda *_, num_samples, **__: [10.0] * num_samples)
     (measured,) = FEW.measure(cell, replace(TINY, device="cuda"))
-    assert (measured.row, measured.samples) == (GRAPH_FORWARD, [0.5]) and 0 <= measured.error <= 1
+    assert (measured.row, measured.samples) == (GRAPH_FORWARD, [0.5] * GRAPH_SAMPLES) and 0 <= measured.error <= 1
     assert [kind for kind, _ in ran] == ["settle", "graph"] and ran[0][1] is ran[1][1]
 
 

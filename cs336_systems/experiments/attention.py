@@ -118,8 +118,6 @@ class AttentionExperiment(Experiment):
             yield from timed("forward", passes.forward, first_ms, error)
             if all(row.mode == "forward" for row in cell.rows):
                 return
-            if device == "cpu" and cell.implementation == "flex":
-                raise Unsupported("FlexAttention has no backward on a CPU")
 
             # backward
             first_ms, gradient_error = checked(passes.both, *RESULTS[1:])
@@ -210,7 +208,7 @@ class Passes:
     def __init__(self, built: Built, inputs: AttentionInputs, sum_loss: bool = False) -> None:
         *packed, self.grad_output = (built.pack(x) for x in inputs)
         self.leaves = [x.detach().clone().requires_grad_() for x in packed]
-        self.attend, self.sum_loss = built.attend, sum_loss
+        self.attend, self.no_backward, self.sum_loss = built.attend, built.no_backward, sum_loss
 
     def forward(self) -> tuple[Tensor]:
         with torch.no_grad():  # and on no leaves, which FlexAttention refuses on a CPU
@@ -221,6 +219,8 @@ class Passes:
         return self.attend(*self.leaves)
 
     def both(self) -> tuple[Tensor, ...]:
+        if self.no_backward:
+            raise Unsupported(self.no_backward)
         output = self.output()
         if self.sum_loss:
             return torch.autograd.grad(output.sum(), self.leaves)

@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, DTypeName, RunConfig
-from cs336_systems.experiments import Bars, Cell, Pivot, attention, problem
+from cs336_systems.experiments import Bars, Cell, Pivot, Row, attention, problem
 from cs336_systems.experiments.attention import FORWARD
 from cs336_systems.experiments.implementations import Built, whole_keys
-from cs336_systems.experiments.short_calls import GRAPH_FORWARD, graph_times
+from cs336_systems.experiments.turns import MOST_CALLS, captured
 from cs336_systems.measure.timing import time_calls
 
+GRAPH_FORWARD = Row(mode="forward", quantity="graph_time", unit="ms")
+GRAPH_SAMPLES = 10
 WHOLE = "triton_whole"  # the Triton forward without splitting
 SIXTEEN_BIT = (WHOLE, "triton", "sdpa_flash", "sdpa_cudnn", "fa4")
 GENERATING = ("triton", "sdpa_flash", "sdpa_cudnn")  # what the figure shows: fa4 takes up to forty times as long
@@ -71,10 +73,12 @@ class FewQueries(attention.AttentionExperiment):
             return Built(attend=whole_keys(case), kernel=kernel.partition("/")[0])
         return replace(built, kernel=kernel)
 
-    def samples_of(self, call: attention.Call, case: AttentionShape, run: RunConfig) -> list[float]:
-        if run.device == "cuda":
-            return graph_times(call)
-        return time_calls(call, device=run.device, warmup=1, num_samples=3)
+    def samples_of(self, call: attention.Call, case: Any, run: RunConfig) -> list[float]:
+        """Milliseconds a call, on a GPU replayed from a graph of MOST_CALLS in a row."""
+        if run.device == "cpu":
+            return time_calls(call, device="cpu", warmup=1, num_samples=3)
+        graph = captured(call)
+        return [ms / MOST_CALLS for ms in time_calls(graph.replay, device="cuda", num_samples=GRAPH_SAMPLES)]
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`parts`: into how many the kernel's name says that the keys were split; `tb_s`: keys and values read."""

@@ -53,6 +53,7 @@ class Built:
     pack: Callable[[Tensor], Tensor] = lambda x: x  # from (batch, heads, tokens, head_dim)
     unpack: Callable[[Tensor], Tensor] = lambda x: x  # back to it
     build_mask: Callable[[], object] | None = None  # what a call with a new mask has to do before, timed apart
+    no_backward: str = ""  # why it has a forward alone
     # In which it is called. To tell SDPA its kernel takes the host about 10 µs, for which a short call would wait.
     context: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -81,7 +82,8 @@ def build(name: str, shape: AttentionShape, device: str) -> Built:
             attend=partial(flash_attention, is_causal=causal, enable_gqa=grouped, backend=name), kernel=kernel
         )  # fmt: skip
     if name == "flex":
-        return Built(attend=_flex(shape, device))
+        no_backward = "FlexAttention has no backward on a CPU" if device == "cpu" else ""
+        return Built(attend=_flex(shape, device), no_backward=no_backward)
     if name == "flex_flash":
         flash_attention_4(shape, device)  # which it needs
         flex: Any = _flex(shape, device)

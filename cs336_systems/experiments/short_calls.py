@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import Bars, Cell, Pivot, Row, problem
+from cs336_systems.experiments import Bars, Cell, Pivot, problem
 from cs336_systems.experiments.attention import BOTH, BY_SHAPE, FORWARD, SMALL, Call
 from cs336_systems.experiments.spec import turns_cell
 from cs336_systems.experiments.turns import MOST_CALLS, AttentionByTurns, Turn, captured
@@ -34,7 +34,6 @@ SHAPES = {
         (8, 16, 2048, 128, True),
     ),
 }
-GRAPH_FORWARD = Row(mode="forward", quantity="graph_time", unit="ms")
 QUANTITIES = {"time": "calls in a row", "host_time": "what a call keeps the host from", "graph_time": "in a CUDA graph"}
 ROWS = {
     "cpu": (FORWARD, BOTH),
@@ -42,7 +41,6 @@ ROWS = {
 }
 ROUNDS = {"cpu": 3, "cuda": 25}
 CALLS = {"cpu": 1, "cuda": MOST_CALLS}  # a turn's
-GRAPH_SAMPLES = 10
 
 
 @problem(title="What short attention calls take: the host, both, and the GPU alone, by turns", order=3)
@@ -96,9 +94,3 @@ class ShortCalls(AttentionByTurns):
         )
         for quantity, words in QUANTITIES.items()
     }
-
-
-def graph_times(call: Call) -> list[float]:
-    """Milliseconds of `call`, CUDA kernels of fixed shapes, replayed from a graph of CALLS calls in a row."""
-    graph = captured(call)
-    return [sample / CALLS["cuda"] for sample in time_calls(graph.replay, device="cuda", num_samples=GRAPH_SAMPLES)]
