@@ -132,7 +132,7 @@ def test_a_cell_reports_all_that_it_promises(mask):
     assert rows[masks.DENSITY].samples == [truth.density]
     assert rows[masks.BLOCK_DENSITY].samples == [truth.block_density]
     assert (attention.MASK_TIME in rows) == mask.startswith(("shared", "topk")), "lists that each call builds anew"
-    times = [rows[row] for row in (masks.FORWARD, masks.BACKWARD, masks.BOTH)]
+    times = [rows[row] for row in (attention.FORWARD, attention.BACKWARD, attention.BOTH)]
     assert all(time.kernel.startswith("interpreter") and 0 <= time.error <= 1 for time in times)
 
 
@@ -143,7 +143,7 @@ def test_an_implementation_that_ignores_the_mask_is_not_timed(monkeypatch):
     rows = []
     with pytest.raises(Disagreement, match="output is off by"):
         rows.extend(measurement.row for measurement in DenseMasks().measure(cell, TINY))
-    assert masks.FORWARD not in rows
+    assert attention.FORWARD not in rows
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,8 @@ import pandas as pd
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR
 from cs336_systems.config import DTypeName, MaskCase, RunConfig
-from cs336_systems.experiments import Cell, Listing, Pivot, Row, TableSpec
-from cs336_systems.experiments.attention import (
-    BACKWARD,
-    BOTH,
-    FORWARD,
-    MASK_TIME,
-    MODE_WORDS,
-    PEAK,
-    AttentionExperiment,
-    attention_cell,
-)
+from cs336_systems.experiments import Cell, Listing, Pivot, Row, TableSpec, attention
+from cs336_systems.experiments.attention import MODE_WORDS, AttentionExperiment
 from cs336_systems.experiments.frames import digits, pick, with_speeds
 from cs336_systems.experiments.mask_implementations import is_plain, mask_parts
 
@@ -59,9 +50,9 @@ def mask_cell(case: MaskCase, implementation: str, run: RunConfig) -> Cell:
 
     Of masks that change from call to call one implementation reports what building the next one takes.
     """
-    rows = [DENSITY, BLOCK_DENSITY, FORWARD, BACKWARD, BOTH]
-    rows += [MASK_TIME] if BUILT_ANEW.get(mask_parts(case.mask)[0]) == implementation else []
-    return attention_cell(case, implementation, run, (*rows, PEAK))
+    rows = [DENSITY, BLOCK_DENSITY, *AttentionExperiment.rows]
+    rows += [attention.MASK_TIME] if BUILT_ANEW.get(mask_parts(case.mask)[0]) == implementation else []
+    return attention.attention_cell(case, implementation, run, (*rows, attention.PEAK))
 
 
 def names_of(run: RunConfig, peers: tuple[str, ...], ours: tuple[str, ...] = ("triton",)) -> tuple[str, ...]:

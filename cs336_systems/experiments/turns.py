@@ -28,16 +28,7 @@ from cs336_systems.attention.compilation import compiler_errors
 from cs336_systems.attention.contract import Oracle
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import Cell, Disagreement, Experiment, Sample, Unsupported
-from cs336_systems.experiments.attention import (
-    RESULTS,
-    AttentionExperiment,
-    Call,
-    Passes,
-    checked_error,
-    mask_shares,
-    oracle_on,
-)
-from cs336_systems.experiments.axes import OF_THE_MASK
+from cs336_systems.experiments.attention import RESULTS, AttentionExperiment, Call, Passes, checked_error, oracle_on
 from cs336_systems.experiments.frames import dicts, digits, pick
 from cs336_systems.experiments.worker import outcome_of
 from cs336_systems.inputs import AttentionInputs, attention_inputs
@@ -146,19 +137,17 @@ class AttentionByTurns(AttentionExperiment):
         """The turn of one implementation in one mode."""
         return long_turn(call, device)
 
-    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+    def measure_passes(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """Each implementation of the cell checked against the oracle, then all that are right by turns.
 
         Who does not exist, is wrong, or raises before the first round has rows that say so, and the others play. An
         error that leaves a device useless is raised, as everybody's.
         """
-        yield from mask_shares(cell, run)
-        timed = [row for row in cell.rows if row.quantity not in OF_THE_MASK]
         inputs = attention_inputs(cell.case, device=run.device, seed=run.seed)
         oracle = oracle_on(cell.case, run, inputs)
         players = []
         for name in cell.implementations:
-            rows = [row for row in timed if row.implementation == name]
+            rows = [row for row in cell.rows if row.implementation == name]
             broken = None
             try:
                 with one_out_of_memory_error():
@@ -172,7 +161,7 @@ class AttentionByTurns(AttentionExperiment):
         del oracle
         samples = play(players, self.rounds[run.device])
         by_name = {player.name: player for player in players}
-        for row in timed:
+        for row in cell.rows:
             if player := by_name.get(row.implementation):
                 taken = samples[player.name, row.mode, row.quantity]
                 yield Sample(row=row, samples=taken, kernel=player.kernel, error=player.error)
