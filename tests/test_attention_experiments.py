@@ -17,18 +17,17 @@ from cs336_systems.experiments.attention import KEPT_SAMPLES, sized_shape
 from cs336_systems.experiments.few_queries import GRAPH_FORWARD, GRAPH_SAMPLES, WHOLE
 from cs336_systems.experiments.hopper_ladder import RUNGS
 from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported
+from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported, load
 from cs336_systems.inputs import attention_inputs
 
 TINY = RunConfig(scale="tiny", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")
-FEW, LADDER, FLASH = (PROBLEMS[name] for name in ("few_queries", "hopper_ladder", "flash_benchmarking"))
-PLAIN = PROBLEMS["pytorch_attention"]
+FEW, LADDER, FLASH = (load(name) for name in ("few_queries", "hopper_ladder", "flash_benchmarking"))
+PLAIN = load("pytorch_attention")
 
 
 def tiny_cell(problem: str, implementation: str) -> Cell:
-    return next(cell for cell in PROBLEMS[problem].cells(TINY) if cell.implementation == implementation)
+    return next(cell for cell in load(problem).cells(TINY) if cell.implementation == implementation)
 
 
 # How a pass is timed

@@ -17,8 +17,7 @@ from cs336_systems.experiments.implementations import IMPLEMENTATIONS, Built
 from cs336_systems.experiments.mask_implementations import BUILDERS, _predicate, build_case, is_plain, mask_of
 from cs336_systems.experiments.masks import FAMILIES, best_over_dense
 from cs336_systems.experiments.records import case_to_dict, read_records
-from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.spec import Cell, Disagreement
+from cs336_systems.experiments.spec import Cell, Disagreement, load
 from cs336_systems.inputs import attention_inputs
 
 TINY = RunConfig(scale="tiny", device="cpu")
@@ -36,7 +35,7 @@ def small_case(mask: str) -> MaskCase:
 
 
 def cells(problem: str, run: RunConfig = HANDOUT) -> list[Cell]:
-    return PROBLEMS[problem].cells(run)
+    return load(problem).cells(run)
 
 
 def test_the_block_sparse_grids():
@@ -57,7 +56,7 @@ def test_every_suite_has_the_dense_kernel_that_auto_takes_and_no_unknown_name(pr
     masks = {cell.case.mask for cell in cells(problem) if cell.implementation == "hopper"}
     assert masks >= {cell.case.mask for cell in cells(problem)} & {"full", "causal"} != set()
     assert any(not is_plain(mask) for mask in masks), "and itself under masks"
-    columns = [PROBLEMS[problem].columns(case_to_dict(cell.case) | {"mode": "forward"}) for cell in cells(problem)]
+    columns = [load(problem).columns(case_to_dict(cell.case) | {"mode": "forward"}) for cell in cells(problem)]
     families = {row["family"] for row in columns}
     assert families <= {family for family, _ in FAMILIES.values()} and len(families) >= 3
     for run in (TINY, RunConfig(scale="smoke", device="cpu"), HANDOUT):
@@ -66,7 +65,7 @@ def test_every_suite_has_the_dense_kernel_that_auto_takes_and_no_unknown_name(pr
 
 @pytest.fixture
 def block_sparse():
-    return load_frame(PROBLEMS["block_sparse"], read_records(Path("results/nvidia-h100/records/block_sparse.jsonl")))
+    return load_frame(load("block_sparse"), read_records(Path("results/nvidia-h100/records/block_sparse.jsonl")))
 
 
 @pytest.mark.parametrize(

@@ -227,8 +227,6 @@ def _flash_attention_4(case: MaskCase, run: RunConfig) -> Built:
 
 def _predicate(case: MaskCase, mask: BlockMask) -> Callable[..., Tensor] | None:
     kind, _, causal = mask_parts(case.mask)
-    if case.mask == "causal":
-        return lambda batch, head, query, key: query >= key
     if kind != "document":
         return None
     lengths = torch.tensor(document_lengths(case))

@@ -209,6 +209,11 @@ def experiments() -> dict[str, Experiment]:
     return {one.name: one for one in sorted(found, key=place)}
 
 
+def measured_problems() -> dict[str, Experiment]:
+    """Those that `run` measures: all but the calculations."""
+    return {name: one for name, one in experiments().items() if not isinstance(one, Calculation)}
+
+
 def load(name: str) -> Experiment:
     """The experiment of the file `<name>.py`; ValueError if that has none."""
     importlib.import_module(f"cs336_systems.experiments.{name}")
