@@ -30,9 +30,9 @@ from cs336_systems.measure.timing import MIN_SAMPLES, time_calls, time_once
 FORWARD = Row(mode="forward", quantity="time", unit="ms")
 BACKWARD = Row(mode="backward", quantity="time", unit="ms")
 BOTH = Row(mode="forward_backward", quantity="time", unit="ms")
-PEAK = Row(mode="forward_backward", quantity="peak_memory", unit="MiB")
+PEAK = Row(mode="forward_backward", quantity="peak_memory", unit="MiB", gpu_only=True)
 SAVED = Row(mode="backward", quantity="saved_for_backward", unit="MiB")
-BEFORE_BACKWARD = Row(mode="backward", quantity="memory_before_backward", unit="MiB")
+BEFORE_BACKWARD = Row(mode="backward", quantity="memory_before_backward", unit="MiB", gpu_only=True)
 MASK_TIME = Row(mode="forward", quantity="mask_time", unit="ms")
 TIMES = ("time", "graph_time")  # quantities that are a pass's time
 
@@ -62,13 +62,6 @@ class AttentionExperiment(Experiment):
 
     def cases(self, run: RunConfig) -> Sequence[AttentionShape]:
         return [sized_shape(run, *sizes) for sizes in self.sizes[run.scale]]
-
-    def names(self, run: RunConfig) -> Sequence[str]:
-        """The implementations measured at the run's scale."""
-        return self.implementations
-
-    def cells(self, run: RunConfig) -> list[Cell]:
-        return [attention_cell(shape, name, run, self.rows) for shape in self.cases(run) for name in self.names(run)]
 
     def built(self, name: str, case: Any, run: RunConfig) -> Built:
         """What is measured as the implementation `name`; `Unsupported` with the reason."""
@@ -189,13 +182,6 @@ def sized_shape(
         batch=batch, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=is_causal,
         dtype="bfloat16" if run.device == "cuda" else "float32", kv_heads=kv_heads,
     )  # fmt: skip
-
-
-def attention_cell(case: Any, implementation: str, run: RunConfig, rows: tuple[Row, ...]) -> Cell:
-    """A cell that reports `rows`, on a CPU without those that CUDA's allocator fills."""
-    if run.device == "cpu":
-        rows = tuple(row for row in rows if row not in (PEAK, BEFORE_BACKWARD))
-    return Cell(case=case, implementation=implementation, rows=rows)
 
 
 def settle(call: Call) -> None:

@@ -52,7 +52,8 @@ def mask_cell(case: MaskCase, implementation: str, run: RunConfig) -> Cell:
     """
     rows = [DENSITY, BLOCK_DENSITY, *AttentionExperiment.rows]
     rows += [attention.MASK_TIME] if BUILT_ANEW.get(mask_parts(case.mask)[0]) == implementation else []
-    return attention.attention_cell(case, implementation, run, (*rows, attention.PEAK))
+    rows += [attention.PEAK] if run.device == "cuda" else []
+    return Cell(case=case, implementation=implementation, rows=tuple(rows))
 
 
 def names_of(run: RunConfig, peers: tuple[str, ...], ours: tuple[str, ...] = ("triton",)) -> tuple[str, ...]:

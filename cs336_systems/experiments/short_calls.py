@@ -13,10 +13,8 @@ Unlike elsewhere, the cache is not overwritten between calls: while the GPU does
 import time
 from dataclasses import replace
 
-from cs336_systems.config import RunConfig
-from cs336_systems.experiments import Bars, Cell, Pivot, problem
+from cs336_systems.experiments import Bars, Pivot, problem
 from cs336_systems.experiments.attention import BOTH, BY_SHAPE, FORWARD, SMALL, Call
-from cs336_systems.experiments.spec import turns_cell
 from cs336_systems.experiments.turns import MOST_CALLS, AttentionByTurns, Turn, captured
 from cs336_systems.measure.timing import synchronize, time_calls
 
@@ -35,10 +33,6 @@ SHAPES = {
     ),
 }
 QUANTITIES = {"time": "calls in a row", "host_time": "what a call keeps the host from", "graph_time": "in a CUDA graph"}
-ROWS = {
-    "cpu": (FORWARD, BOTH),
-    "cuda": tuple(replace(row, quantity=quantity) for quantity in QUANTITIES for row in (FORWARD, BOTH)),
-}
 ROUNDS = {"cpu": 3, "cuda": 25}
 CALLS = {"cpu": 1, "cuda": MOST_CALLS}  # a turn's
 
@@ -48,9 +42,9 @@ class ShortCalls(AttentionByTurns):
     implementations = ("triton", "hopper", "sdpa_flash", "sdpa_cudnn")
     sizes = SHAPES
     rounds = ROUNDS
-
-    def cells(self, run: RunConfig) -> list[Cell]:
-        return [turns_cell(shape, self.implementations, ROWS[run.device]) for shape in self.cases(run)]
+    rows = tuple(
+        replace(row, quantity=name, gpu_only=name != "time") for name in QUANTITIES for row in (FORWARD, BOTH)
+    )
 
     def turn_of(self, call: Call, device: str) -> Turn:
         """CALLS calls in a row after one that is not timed, then on a GPU as many in a graph."""

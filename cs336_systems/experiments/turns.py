@@ -27,7 +27,7 @@ import torch
 from cs336_systems.attention.compilation import compiler_errors
 from cs336_systems.attention.contract import Oracle
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import Cell, Disagreement, Experiment, Sample, Unsupported
+from cs336_systems.experiments import Cell, Disagreement, Sample, Unsupported
 from cs336_systems.experiments.attention import RESULTS, AttentionExperiment, Call, Passes, checked_error, oracle_on
 from cs336_systems.experiments.frames import dicts, digits, pick
 from cs336_systems.experiments.worker import outcome_of
@@ -130,7 +130,6 @@ class AttentionByTurns(AttentionExperiment):
     """Base of the experiments whose implementations take turns: `long_turn`s, unless an experiment has its own."""
 
     by_turns = True
-    cells = Experiment.cells
     rounds: Mapping[str, int] = ROUNDS
 
     def turn_of(self, call: Call, device: str) -> Turn:
