@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cs336_systems.attention import BlockMask, attention_reference, flash_attention, flash_attention_varlen
-from cs336_systems.attention.backends import LIMITS
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import choose_keys, mask_chosen, shared_keys_attention
 from cs336_systems.attention.masks import parse_mask
@@ -28,6 +27,7 @@ from cs336_systems.experiments.implementations import (
     first_of,
     flash_attention_4,
     ran,
+    taken_by,
 )
 from cs336_systems.experiments.spec import Unsupported
 
@@ -125,11 +125,9 @@ def _ours(backend: str, case: MaskCase, run: RunConfig) -> Built:
 
 def _lists(backend: str, case: MaskCase, run: RunConfig) -> Built:
     """Our kernels that walk the mask's lists; those of documents and of each query's keys change from call to call."""
-    least = LIMITS["hopper"].block_size
-    if backend == "hopper" and (case.query_block < least[0] or case.key_block < least[1]):
-        raise Unsupported(f"hopper walks lists of tiles of at least {least}")
-    kind, argument, causal = mask_parts(case.mask)
     size, build_mask = (case.query_block, case.key_block), None
+    taken_by(backend, case.shape, run.device, layout="block_mask", block_size=size)
+    kind, argument, causal = mask_parts(case.mask)
     if kind == "topk":
         bias = random_bias(case.seqlen_q, 1, run.seed).to(run.device)[:, :, None]
         build_mask = partial(BlockMask.dynamic_topk, bias, int(argument), size)
