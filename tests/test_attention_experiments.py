@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,58 +12,60 @@ from cs336_systems.attention import flash_attention
 from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.attention.triton import function
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import attention, few_queries
-from cs336_systems.experiments.attention import KEPT_SAMPLES, measure_attention, sized_shape
-from cs336_systems.experiments.few_queries import WHOLE, build_forward
+from cs336_systems.experiments import attention, few_queries, implementations
+from cs336_systems.experiments.attention import KEPT_SAMPLES, sized_shape
+from cs336_systems.experiments.few_queries import GRAPH_FORWARD, GRAPH_SAMPLES, WHOLE
 from cs336_systems.experiments.hopper_ladder import RUNGS
 from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.short_calls import GRAPH_FORWARD
-from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported
+from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported, load
 from cs336_systems.inputs import attention_inputs
 
 TINY = RunConfig(scale="tiny", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")
-FEW, LADDER = PROBLEMS["few_queries"], PROBLEMS["hopper_ladder"]
+FEW, LADDER, FLASH = (load(name) for name in ("few_queries", "hopper_ladder", "flash_benchmarking"))
+PLAIN = load("pytorch_attention")
 
 
 def tiny_cell(problem: str, implementation: str) -> Cell:
-    return next(cell for cell in PROBLEMS[problem].cells(TINY) if cell.implementation == implementation)
+    return next(cell for cell in load(problem).cells(TINY) if cell.implementation == implementation)
 
 
 # How a pass is timed
 
 
-def test_a_fast_row_keeps_few_samples_unless_a_number_was_asked_for():
-    cell = tiny_cell("leaderboard_2025", "sdpa_flash")
-    kept = {len(measurement.samples) for measurement in measure_attention(cell, TINY)}
+def test_a_fast_row_keeps_few_samples_unless_the_handout_asks_for_more():
+    cell = tiny_cell("pytorch_attention", "eager")
+    kept = {len(measurement.samples) for measurement in PLAIN.measure(cell, TINY)}
     assert max(kept) <= KEPT_SAMPLES
-    asked = {len(measurement.samples) for measurement in measure_attention(cell, TINY, num_samples=KEPT_SAMPLES + 1)}
-    assert asked == {KEPT_SAMPLES + 1}
+    asked = {one.row: len(one.samples) for one in PLAIN.measure(cell, replace(TINY, scale="handout"))}
+    assert asked[attention.FORWARD] == asked[attention.BACKWARD] == 100 > KEPT_SAMPLES
 
 
-def stand_in(monkeypatch, cell: Cell) -> tuple[Built, list[tuple[str, object]]]:
+def stand_in(monkeypatch, cell: Cell) -> list[tuple[str, object]]:
     """A CPU in the place of a GPU for `cell`: what is measured, and what settles and is timed, call by call."""
     inputs = attention_inputs(cell.case, device="cpu")
     oracle = compute_oracle(*inputs, is_causal=cell.case.is_causal)
     ran: list[tuple[str, object]] = []
+    attend = partial(flash_attention, is_causal=cell.case.is_causal, enable_gqa=True, backend="reference")
+    built = Built(attend=attend)
+    monkeypatch.setattr(attention, "build_case", lambda *_: built)
     monkeypatch.setattr(attention, "inputs_of", lambda *_: inputs)
     monkeypatch.setattr(attention, "oracle_of", lambda *_: oracle)
     monkeypatch.setattr(attention, "release", lambda device: None)
     monkeypatch.setattr(attention, "time_once", lambda call, device: (call(), 1.0)[1])
     monkeypatch.setattr(attention, "settle", lambda call: ran.append(("settle", call)))
     monkeypatch.setattr(attention, "time_calls", lambda call, **_: ran.append(("time", call)) or [1.0])
-    attend = partial(flash_attention, is_causal=cell.case.is_causal, enable_gqa=True, backend="reference")
-    return Built(attend=attend), ran
+    return ran
 
 
 @pytest.mark.parametrize(("device", "settled"), [("cuda", True), ("cuda", False), ("cpu", True)])
 def test_what_settles_a_clock_is_the_pass_that_is_timed_next(device, settled, monkeypatch):
     """A CPU itself settles nothing."""
-    cell = tiny_cell("leaderboard_2025", "sdpa_flash")
+    cell = tiny_cell("flash_benchmarking", "sdpa_flash")
     cell = replace(cell, rows=(attention.FORWARD, attention.BACKWARD, attention.BOTH))
-    built, ran = stand_in(monkeypatch, cell)
-    assert len(list(measure_attention(cell, replace(TINY, device=device), settled=settled, built=built))) == 3
+    ran = stand_in(monkeypatch, cell)
+    monkeypatch.setattr(FLASH, "settled", settled)
+    assert len(list(FLASH.measure(cell, replace(TINY, device=device)))) == 3
     settles = settled and device == "cuda"
     assert [kind for kind, _ in ran] == (["settle", "time"] * 3 if settles else ["time"] * 3)
     timed = [call for kind, call in ran if kind == "time"]
@@ -71,9 +74,11 @@ def test_what_settles_a_clock_is_the_pass_that_is_timed_next(device, settled, mo
 
 def test_flex_on_a_cpu_has_a_forward_and_says_why_no_more(monkeypatch):
     """Its backward, which is not implemented, made failed rows that are nobody's mistake."""
-    cell = replace(tiny_cell("leaderboard_2025", "sdpa_flash"), implementation="flex")
-    built, _ = stand_in(monkeypatch, cell)
-    samples = measure_attention(cell, TINY, built=built)
+    cell = replace(tiny_cell("flash_benchmarking", "sdpa_flash"), implementation="flex")
+    attend = partial(flash_attention, is_causal=True, backend="reference")
+    monkeypatch.setattr(implementations, "has_cxx_compiler", lambda: True)
+    monkeypatch.setattr(implementations, "_flex", lambda *_: attend)
+    samples = FLASH.measure(cell, TINY)
     assert next(samples).row == attention.FORWARD
     with pytest.raises(Unsupported, match="^FlexAttention has no backward on a CPU$"):
         next(samples)
@@ -114,18 +119,19 @@ def test_the_forward_of_few_queries_is_measured(name):
 
 def test_few_queries_of_a_gpu_are_replayed_in_graphs_once_the_clock_has_settled(monkeypatch):
     cell = replace(tiny_cell("few_queries", "triton"), rows=(GRAPH_FORWARD,))
-    built, ran = stand_in(monkeypatch, cell)
-    monkeypatch.setattr(few_queries, "build_forward", lambda *_: built)
-    monkeypatch.setattr(few_queries, "graph_times", lambda call: ran.append(("graph", call)) or [0.5])
+    ran = stand_in(monkeypatch, cell)
+    captured = lambda call: ran.append(("graph", call)) or SimpleNamespace(replay=call)  # noqa: E731
+    monkeypatch.setattr(few_queries, "captured", captured)
+    monkeypatch.setattr(few_queries, "time_calls", lambda *_, num_samples, **__: [10.0] * num_samples)
     (measured,) = FEW.measure(cell, replace(TINY, device="cuda"))
-    assert (measured.row, measured.samples) == (GRAPH_FORWARD, [0.5]) and 0 <= measured.error <= 1
+    assert (measured.row, measured.samples) == (GRAPH_FORWARD, [0.5] * GRAPH_SAMPLES) and 0 <= measured.error <= 1
     assert [kind for kind, _ in ran] == ["settle", "graph"] and ran[0][1] is ran[1][1]
 
 
 def test_whole_keys_have_the_same_tiles(monkeypatch):
     monkeypatch.setattr(function, "num_multiprocessors", lambda device: 132)
     shape = replace(tiny_cell("few_queries", "triton").case, seqlen_k=2048)
-    split, whole = (build_forward(name, shape, "cpu").kernel for name in ("triton", WHOLE))
+    split, whole = (FEW.built(name, shape, TINY).kernel for name in ("triton", WHOLE))
     assert split == f"{whole}/16" and whole == "interpreter portable_forward_64x64_w8_s1"
 
 

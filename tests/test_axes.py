@@ -7,7 +7,7 @@ from cs336_systems.experiments.frames import load_frame
 from cs336_systems.experiments.harness import planned_cells
 from cs336_systems.experiments.mask_implementations import document_lengths
 from cs336_systems.experiments.records import read_records
-from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.spec import load
 from tests.command_line import invoke
 
 COMMIT = ("--commit", "0123456789ab", "--clean")
@@ -68,7 +68,7 @@ def test_a_run_of_chosen_axes_has_a_folder_of_its_own_and_tables_that_tell_sizes
     assert path.parents[1].name.endswith("-tiny-chosen")
     records = list(read_records(path))
     assert {record.mode for record in records} == {"forward"} and {record.status for record in records} == {"ok"}
-    table = PROBLEMS["dense_masks"].tables["forward"].build(load_frame(PROBLEMS["dense_masks"], records))
+    table = load("dense_masks").tables["forward"].build(load_frame(load("dense_masks"), records))
     assert table.header[:3] == ["mask", "tokens", "heads"] and [line[2].text for line in table.lines] == ["1", "2"]
 
 

@@ -329,7 +329,7 @@ def test_packed_documents_take_turns() -> None:
     (cell,) = (cell for cell in BackendChoice().cells(run) if cell.case.layout == "packed")
     triton, hopper = sorted(BackendChoice().measure(cell, run), key=lambda one: one.row.implementation, reverse=True)
     assert triton.samples and triton.error is not None and triton.error <= 1
-    assert hopper.message.startswith("hopper kernels need a GPU of compute capability 9.0 (H100, H200)")
+    assert "hopper kernels need a GPU of compute capability 9.0 (H100, H200)" in hopper.message
 
 
 def test_a_table_is_made_of_records() -> None:

@@ -22,7 +22,7 @@ from cs336_systems.commands.profile import show_trace
 from cs336_systems.commands.shared import wait_briefly
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.records import read_records
-from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.spec import measured_problems
 from cs336_systems.handout import HANDOUT
 from cs336_systems.measure.trace import Kernel, Trace
 from tests.command_line import assert_refused, invoke
@@ -67,7 +67,6 @@ REFUSALS = [
     ("tune flash --arch sm90", "--arch goes with --compile-only"),
     ("tune flash --compile-only --arch sm90 --kernel dq --config sm90_forward_64x64_w4_s1",
      "--config must name configurations of dq, got sm90_forward_64x64_w4_s1"),
-    ("tune flash --compile-only --arch sm90 --jobs 0", "jobs must be at least 1, got 0"),
     ("doctor --arch sm90", "--arch goes with --kernels"),
     ("doctor --kernels --arch sm70", "arch must be one of sm80, sm86, sm89, sm90, sm100"),
     ("profile nothing", "case must be a model size"),
@@ -125,7 +124,7 @@ def test_report_without_records(tmp_path):
 
 def test_list_and_doctor():
     listed = invoke("list", env={"COLUMNS": "40"})
-    names = list(dict.fromkeys((*HANDOUT, *PROBLEMS)))
+    names = list(dict.fromkeys((*HANDOUT, *measured_problems())))
     assert listed.exit_code == 0 and listed.stdout.splitlines()[::2] == names, "whole names, on any terminal"
     assert "(section 2.1.5, 1 point, 2025, 2026, `run`)" in listed.stdout
     assert "(beyond the handout, `run`)" in listed.stdout and "(section 7, 15 points, 2026, `grade`)" in listed.stdout
@@ -308,13 +307,14 @@ def test_count_and_time_of_the_progress_bar_fit_into_80_columns(monkeypatch):
     narrow = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     monkeypatch.setattr(sweeps, "Console", lambda **_: narrow)
     with sweeps.progress_bar() as progress:
-        progress.add_task(max(PROBLEMS, key=len), total=118, completed=3, cell="overlap xl-proxy batch=4 context=512")
+        longest = max(measured_problems(), key=len)
+        progress.add_task(longest, total=118, completed=3, cell="overlap xl-proxy batch=4 context=512")
     assert re.search(r"  3/118 0:00:00 overl", narrow.file.getvalue())
 
 
 def test_compiling_says_how_far_it_is_where_there_is_no_terminal(monkeypatch, capsys):
     reports = [SimpleNamespace(request=number) for number in range(25)]
-    monkeypatch.setattr(compilation, "compile_configs", lambda requests, jobs: reports)
+    monkeypatch.setattr(compilation, "compile_configs", lambda requests: reports)
     kernels.compile_with_progress(range(25))
     assert capsys.readouterr().err.splitlines()[1:] == ["compiled 10 of 25", "compiled 20 of 25"]
 

@@ -21,8 +21,7 @@ from cs336_systems.experiments import harness as sweep_module
 from cs336_systems.experiments.harness import Provenance, Sweep, find_provenance, planned_cells
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, Built
 from cs336_systems.experiments.records import append_records, read_records
-from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported
+from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported, load, measured_problems
 from cs336_systems.experiments.worker import Worker
 from cs336_systems.measure.timeline import AllocationRecorder
 
@@ -43,7 +42,7 @@ def at_root(monkeypatch):
 
 
 @pytest.mark.parametrize("run", [TINY, SMOKE, HANDOUT], ids=["tiny", "smoke", "handout"])
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("problem", measured_problems())
 def test_cells_are_distinct_and_belong_to_their_problem(problem, run):
     listed = planned_cells(problem, run)
     assert listed and all(cell.problem == problem for cell in listed)
@@ -81,7 +80,7 @@ def test_handout_grids_are_the_handouts():
     [("triton", "the interpreter is run up to 256 tokens"), ("flex", "it compiles anew for each length: up to 128")],
 )
 def test_what_takes_long_is_skipped_on_long_sequences_with_the_reason(implementation, reason):
-    problem = PROBLEMS["flash_benchmarking"]
+    problem = load("flash_benchmarking")
     long = [cell for cell in problem.cells(SMOKE) if cell.implementation == implementation and cell.case.seqlen_q > 256]
     assert {cell.case.seqlen_q for cell in long} == {512, 1024}
     for cell in long:
@@ -129,9 +128,9 @@ def test_a_process_that_cannot_start_says_where_to_look(tmp_path):
 def test_a_wrong_result_is_not_timed(monkeypatch):
     """An implementation that leaves the mask out is fast and wrong; its row must say wrong."""
     cell = next(cell for cell in planned_cells("flash_benchmarking", TINY) if cell.implementation == "tiled")
-    monkeypatch.setattr(attention, "build", lambda *_: Built(attend=lambda q, k, v: attention_reference(q, k, v)))
+    monkeypatch.setattr(attention, "build_case", lambda *_: Built(attend=lambda q, k, v: attention_reference(q, k, v)))
     with pytest.raises(Disagreement, match=r"^output is off by [\d.e+]+ times the numerical contract's bound"):
-        list(attention.measure_attention(cell, TINY))
+        list(load(cell.problem).measure(cell, TINY))
 
 
 def test_wrong_gradients_stop_after_the_forward(monkeypatch):
@@ -140,10 +139,10 @@ def test_wrong_gradients_stop_after_the_forward(monkeypatch):
     def detached_keys(q, k, v):
         return attention_reference(q, k.detach() + 0 * k, v, is_causal=True)
 
-    monkeypatch.setattr(attention, "build", lambda *_: Built(attend=detached_keys))
+    monkeypatch.setattr(attention, "build_case", lambda *_: Built(attend=detached_keys))
     measured = []
     with pytest.raises(Disagreement, match="grad_k is off"):
-        for measurement in attention.measure_attention(cell, TINY):
+        for measurement in load(cell.problem).measure(cell, TINY):
             measured.append(measurement.row.mode)
     assert measured == ["forward"]
 
@@ -267,9 +266,9 @@ def test_sdpa_is_told_its_kernel_once_where_calls_are_timed(monkeypatch):
 
     monkeypatch.setattr(implementations, "sdpa_kernel", naming)
     cell = next(cell for cell in planned_cells("leaderboard_2025", TINY) if cell.implementation == "sdpa_flash")
-    measured = list(attention.measure_attention(cell, TINY))
+    measured = list(load(cell.problem).measure(cell, TINY))
     assert sum(len(one.samples) for one in measured) > len(entered) == 1
     (cell,) = planned_cells("short_calls", TINY)
-    assert all(one.samples for one in PROBLEMS["short_calls"].measure(cell, TINY) if "flash" in one.row.implementation)
-    turns = (PROBLEMS["short_calls"].rounds["cpu"] + 1) * len({row.mode for row in cell.rows})
+    assert all(one.samples for one in load("short_calls").measure(cell, TINY) if "flash" in one.row.implementation)
+    turns = (load("short_calls").rounds["cpu"] + 1) * len({row.mode for row in cell.rows})
     assert len(entered) == 1 + 1 + turns, "for the check and in each turn"

@@ -8,11 +8,10 @@ import pytest
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import kernel_counters
-from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.spec import Unsupported
+from cs336_systems.experiments.spec import Unsupported, load
 from cs336_systems.measure.counters import COUNTERS, CountersUnavailableError, parse_counters, read_counters
 
-MEASURE = PROBLEMS["kernel_counters"].measure
+MEASURE = load("kernel_counters").measure
 HANDOUT = RunConfig(scale="handout", device="cuda")
 METRICS = [metric for metric, *_ in COUNTERS.values()]
 UNITS = {"gpu__time_duration.sum": "ns", "sm__cycles_elapsed.avg.per_second": "hz"}
@@ -91,7 +90,7 @@ def test_counters_that_may_not_be_read_are_no_failure(ncu, message):
 
 
 def cells(run: RunConfig = HANDOUT):
-    return PROBLEMS["kernel_counters"].cells(run)
+    return load("kernel_counters").cells(run)
 
 
 def test_the_longest_kernels_of_both_passes_are_recorded(monkeypatch):

@@ -68,7 +68,7 @@ def test_package_files_import_only_what_stands_before_them():
     assert f"{PACKAGE}/config.py" in files
     violations = [violation for file in files for violation in order_violations((ROOT / file).read_text(), file)]
     assert not violations, "\n".join(violations)
-    for source in ("from cs336_systems.experiments import registry", "from ..experiments.registry import PROBLEMS"):
+    for source in ("from cs336_systems.experiments import spec", "from ..experiments.spec import measured_problems"):
         assert len(order_violations(source, f"{PACKAGE}/model/layers.py")) == 1, "an import against the order is found"
 
 

@@ -10,15 +10,14 @@ import torch
 from cs336_systems.attention import attention_reference
 from cs336_systems.attention.masks import MAX_LIST_DENSITY
 from cs336_systems.config import MaskCase, RunConfig
-from cs336_systems.experiments import implementations, masks
+from cs336_systems.experiments import attention, implementations, masks
 from cs336_systems.experiments.dense_masks import DenseMasks
 from cs336_systems.experiments.frames import load_frame, pick
-from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.mask_implementations import BUILDERS, _predicate, build_masked, is_plain, mask_of
+from cs336_systems.experiments.implementations import IMPLEMENTATIONS, Built
+from cs336_systems.experiments.mask_implementations import BUILDERS, _predicate, build_case, is_plain, mask_of
 from cs336_systems.experiments.masks import FAMILIES, best_over_dense
 from cs336_systems.experiments.records import case_to_dict, read_records
-from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.spec import Cell, Disagreement
+from cs336_systems.experiments.spec import Cell, Disagreement, load
 from cs336_systems.inputs import attention_inputs
 
 TINY = RunConfig(scale="tiny", device="cpu")
@@ -32,15 +31,11 @@ def small_case(mask: str) -> MaskCase:
     )
 
 
-def implementation(name: str, case: MaskCase) -> Built:
-    return build_masked(name, case, mask_of(case, "cpu", 0), TINY)
-
-
 # What is measured
 
 
 def cells(problem: str, run: RunConfig = HANDOUT) -> list[Cell]:
-    return PROBLEMS[problem].cells(run)
+    return load(problem).cells(run)
 
 
 def test_the_block_sparse_grids():
@@ -61,16 +56,16 @@ def test_every_suite_has_the_dense_kernel_that_auto_takes_and_no_unknown_name(pr
     masks = {cell.case.mask for cell in cells(problem) if cell.implementation == "hopper"}
     assert masks >= {cell.case.mask for cell in cells(problem)} & {"full", "causal"} != set()
     assert any(not is_plain(mask) for mask in masks), "and itself under masks"
-    columns = [PROBLEMS[problem].columns(case_to_dict(cell.case) | {"mode": "forward"}) for cell in cells(problem)]
+    columns = [load(problem).columns(case_to_dict(cell.case) | {"mode": "forward"}) for cell in cells(problem)]
     families = {row["family"] for row in columns}
     assert families <= {family for family, _ in FAMILIES.values()} and len(families) >= 3
     for run in (TINY, RunConfig(scale="smoke", device="cpu"), HANDOUT):
-        assert {cell.implementation for cell in cells(problem, run)} <= set(BUILDERS)
+        assert {cell.implementation for cell in cells(problem, run)} <= {*IMPLEMENTATIONS, *BUILDERS}
 
 
 @pytest.fixture
 def block_sparse():
-    return load_frame(PROBLEMS["block_sparse"], read_records(Path("results/nvidia-h100/records/block_sparse.jsonl")))
+    return load_frame(load("block_sparse"), read_records(Path("results/nvidia-h100/records/block_sparse.jsonl")))
 
 
 @pytest.mark.parametrize(
@@ -100,12 +95,12 @@ def test_implementations_of_documents_agree(name, mask):
     """Packed, padded and by lists: the same output and gradients, back in the common layout."""
     case = small_case(mask)
     inputs = attention_inputs(case.shape, device="cpu")
-    dense = mask_of(case, "cpu", 0).to_dense()
+    dense = mask_of(case, TINY).to_dense()
     leaves = [x.double().requires_grad_() for x in inputs[:3]]
     expected = attention_reference(*leaves, mask=dense)
     expected_grads = torch.autograd.grad(expected, leaves, inputs.grad_output.double())
 
-    chosen = implementation(name, case)
+    chosen = build_case(name, case, TINY)
     packed = [chosen.pack(x).requires_grad_() for x in inputs[:3]]
     output = chosen.attend(*packed)
     grads = torch.autograd.grad(output, packed, chosen.pack(inputs.grad_output))
@@ -116,7 +111,7 @@ def test_implementations_of_documents_agree(name, mask):
 @pytest.mark.parametrize("mask", ["causal", DOCUMENT, f"{DOCUMENT}+causal", f"{DOCUMENT}+window:20", "random:0.5"])
 def test_flex_attention_attends_what_the_mask_says(mask):
     """Documents under a window lost the window: its predicate was theirs alone."""
-    truth = mask_of(small_case(mask), "cpu", 0)
+    truth = mask_of(small_case(mask), TINY)
     flex = truth.to_flex(_predicate(small_case(mask), truth))
     query, key = torch.arange(128)[:, None], torch.arange(128)
     tiles = flex.to_dense()[0, 0].bool().repeat_interleave(64, 0).repeat_interleave(64, 1)
@@ -132,22 +127,22 @@ def test_a_cell_reports_all_that_it_promises(mask):
     cell = masks.mask_cell(small_case(mask), "triton", TINY)
     rows = {measurement.row: measurement for measurement in DenseMasks().measure(cell, TINY)}
     assert set(rows) == set(cell.rows)
-    truth = mask_of(cell.case, "cpu", 0)
+    truth = mask_of(cell.case, TINY)
     assert rows[masks.DENSITY].samples == [truth.density]
     assert rows[masks.BLOCK_DENSITY].samples == [truth.block_density]
-    assert (masks.MASK_TIME in rows) == mask.startswith(("shared", "topk")), "lists that each call builds anew"
-    times = [rows[row] for row in (masks.FORWARD, masks.BACKWARD, masks.BOTH)]
+    assert (attention.MASK_TIME in rows) == mask.startswith(("shared", "topk")), "lists that each call builds anew"
+    times = [rows[row] for row in (attention.FORWARD, attention.BACKWARD, attention.BOTH)]
     assert all(time.kernel.startswith("interpreter") and 0 <= time.error <= 1 for time in times)
 
 
 def test_an_implementation_that_ignores_the_mask_is_not_timed(monkeypatch):
     unmasked = Built(attend=lambda q, k, v: attention_reference(q, k, v))
-    monkeypatch.setattr(masks, "build_masked", lambda *_: unmasked)
+    monkeypatch.setattr(attention, "build_case", lambda *_: unmasked)
     cell = masks.mask_cell(small_case("random:0.5"), "eager", TINY)
     rows = []
     with pytest.raises(Disagreement, match="output is off by"):
         rows.extend(measurement.row for measurement in DenseMasks().measure(cell, TINY))
-    assert masks.FORWARD not in rows
+    assert attention.FORWARD not in rows
 
 
 @pytest.mark.parametrize(
@@ -173,6 +168,6 @@ def test_flash_attention_4_is_asked_for_the_mask(mask, expected, monkeypatch):
     monkeypatch.setattr(implementations, "version", lambda name: "0")
     case = MaskCase(mask=mask, batch=1, heads=2, seqlen_q=128, head_dim=32, dtype="bfloat16")
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)  # its boundaries stay on the CPU
-    built = BUILDERS["fa4"](case, None, RunConfig(scale="handout", device="cuda"))
+    built = build_case("fa4", case, HANDOUT)
     x = torch.zeros(1, 2, 128, 32)
     assert built.unpack(built.attend(*(built.pack(x) for _ in range(3)))).shape == x.shape and asked == expected

@@ -5,7 +5,7 @@ import pytest
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.harness import Shard, planned_cells
 from cs336_systems.experiments.records import read_records, read_runs
-from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.spec import load
 from tests.command_line import invoke
 
 HANDOUT = RunConfig(scale="handout", device="cuda")
@@ -58,7 +58,7 @@ def test_own_implementations_take_turns_in_the_cell_of_their_case():
     """Each had a cell of its own, of which the next one replaced the others' rows: ratios were of unrelated rounds."""
     own = ["tests.own_attention:attend", "tests.own_attention:attend_to_everything"]
     (cell,) = planned_cells("attention_shapes", RunConfig(scale="tiny", device="cpu"), ["triton", *own])
-    assert cell.implementations == (*PROBLEMS["attention_shapes"].implementations, *own)
+    assert cell.implementations == (*load("attention_shapes").implementations, *own)
     rows = {name: [(row.mode, row.quantity) for row in cell.rows if row.implementation == name] for name in own}
     assert rows[own[0]] == rows[own[1]] and len(rows[own[0]]) == 3
 

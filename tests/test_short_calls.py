@@ -9,18 +9,20 @@ import torch
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import short_calls
-from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.short_calls import CALLS, GRAPH_SAMPLES, ROUNDS, graph_times
+from cs336_systems.experiments.few_queries import GRAPH_SAMPLES
+from cs336_systems.experiments.short_calls import CALLS, ROUNDS
+from cs336_systems.experiments.spec import load
 from cs336_systems.experiments.turns import Player, play
 from cs336_systems.measure.timing import time_calls
 
 COVERS = (
+    "cs336_systems/experiments/few_queries.py",
     "cs336_systems/experiments/short_calls.py",
     "cs336_systems/experiments/turns.py",
     "cs336_systems/measure/timing.py",
 )
 TINY = RunConfig(scale="tiny", device="cpu")
-PROBLEM = PROBLEMS["short_calls"]
+PROBLEM = load("short_calls")
 
 
 def tiny_cell():
@@ -52,7 +54,8 @@ def test_the_host_is_free_before_the_device_is_done(monkeypatch):
 @pytest.mark.alone
 def test_a_replayed_call_takes_its_kernels_time_and_no_launch():
     cycles_per_ms = 2 * 10**8 / max(time_calls(lambda: torch.cuda._sleep(2 * 10**8), device="cuda", num_samples=3))
-    samples = graph_times(lambda: torch.cuda._sleep(int(0.1 * cycles_per_ms)))
+    run = RunConfig(scale="tiny", device="cuda")
+    samples = load("few_queries").samples_of(lambda: torch.cuda._sleep(int(0.1 * cycles_per_ms)), None, run)
     assert len(samples) == GRAPH_SAMPLES
     assert median(samples) == pytest.approx(0.1, rel=0.1)
 

@@ -14,8 +14,7 @@ from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments import tile_choice, tuning
 from cs336_systems.experiments.attention import sized_shape
 from cs336_systems.experiments.implementations import chosen_tiles
-from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.spec import Cell, Unsupported
+from cs336_systems.experiments.spec import Cell, Unsupported, load
 from cs336_systems.experiments.tile_choice import ROWS, cell_configs, plausible_grid
 from cs336_systems.experiments.tuning import compile_on_shape
 
@@ -27,7 +26,7 @@ COVERS = (
 )
 HAS_CUDA = torch.cuda.is_available()
 NO_CUDA = pytest.mark.skipif(HAS_CUDA, reason="there is a CUDA device here")
-CHOICE = PROBLEMS["tile_choice"]
+CHOICE = load("tile_choice")
 TINY = RunConfig(scale="tiny", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")
 

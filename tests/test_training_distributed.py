@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 from cs336_systems.analysis import traffic
 from cs336_systems.config import Precision, RunConfig
 from cs336_systems.distributed.launch import run_ranks
-from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.spec import Unsupported
+from cs336_systems.experiments.spec import Unsupported, load
 from cs336_systems.experiments.training_run import FIRST_BOUND, LAST_BOUND, curve_error
 from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, train
 from cs336_systems.training.config import WRAPPERS
@@ -191,7 +190,7 @@ def test_predicted_bytes_are_those_that_the_wrappers_send(monkeypatch):
 
 def test_the_experiments_cells_yield_the_promised_rows():
     run = RunConfig(scale="tiny", device="cpu")
-    problem = PROBLEMS["training_run"]
+    problem = load("training_run")
     cells = problem.cells(run)
     assert [cell.implementation for cell in cells] == ["none", "bucketed"]
     for cell in cells:
@@ -205,9 +204,9 @@ def test_the_experiments_cells_yield_the_promised_rows():
 def test_another_model_is_not_recorded_as_trained():
     """The records of this package's model were once under the name of the user's."""
     run = RunConfig(scale="tiny", device="cpu", model="tests.broken_models:Raises")
-    cell = PROBLEMS["training_run"].cells(run)[0]
+    cell = load("training_run").cells(run)[0]
     with pytest.raises(Unsupported, match="the run trains this package's model, not the user's"):
-        list(PROBLEMS["training_run"].measure(cell, run))
+        list(load("training_run").measure(cell, run))
 
 
 def test_another_curve_is_not_recorded():

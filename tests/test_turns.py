@@ -8,11 +8,10 @@ import torch
 
 from cs336_systems.attention import flash_attention
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import turns
+from cs336_systems.experiments import attention, turns
 from cs336_systems.experiments.harness import Provenance, Sweep, planned_cells
 from cs336_systems.experiments.implementations import Built, build
-from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.spec import Unsupported
+from cs336_systems.experiments.spec import Unsupported, load
 from cs336_systems.experiments.turns import ROUNDS, Player, in_order, play
 from cs336_systems.experiments.worker import Outcome
 from cs336_systems.measure.timing import time_in_a_row
@@ -20,7 +19,7 @@ from cs336_systems.measure.timing import time_in_a_row
 COVERS = ("cs336_systems/experiments/turns.py", "cs336_systems/measure/timing.py")
 
 TINY = RunConfig(scale="tiny", device="cpu")
-PROBLEM, SHAPES = PROBLEMS["short_calls"], PROBLEMS["attention_shapes"]
+PROBLEM, SHAPES = load("short_calls"), load("attention_shapes")
 MODES = ("forward", "backward", "forward_backward")
 TORCH_OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB")
 HOST_OOM = RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
@@ -74,12 +73,12 @@ def broken_build(monkeypatch, breaks) -> None:
     def raising(q, k, v):
         raise breaks
 
-    def replaced(name, shape, device):
+    def replaced(name, case, run):
         if name != "triton":
-            return build(name, shape, device)
+            return build(name, case, run.device)
         return Built(attend=raising if isinstance(breaks, BaseException) else breaks)
 
-    monkeypatch.setattr(turns, "build", replaced)
+    monkeypatch.setattr(attention, "build_case", replaced)
 
 
 @pytest.mark.parametrize(

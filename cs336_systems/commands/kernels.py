@@ -65,17 +65,16 @@ def shipped_requests(arch: str) -> list[CompileRequest]:
     ]
 
 
-def compile_with_progress(requests: Sequence[CompileRequest], jobs: int | None = None) -> list[CompileReport]:
+def compile_with_progress(requests: Sequence[CompileRequest]) -> list[CompileReport]:
     """Reports of `requests` in their order, under a progress bar, or with a line every LINE_EVERY."""
-    from cs336_systems.attention.compilation import check_jobs, compile_configs
+    from cs336_systems.attention.compilation import compile_configs
 
     found = {}
-    check_jobs(jobs)
     with progress_bar() as progress:
         if progress.disable:
             print(f"compiling {len(requests)} kernels, some seconds each", file=sys.stderr, flush=True)
         task = progress.add_task("compiling", total=len(requests), cell="")
-        for report in compile_configs(requests, jobs=jobs):
+        for report in compile_configs(requests):
             found[report.request] = report
             progress.advance(task)
             if progress.disable and len(found) % LINE_EVERY == 0:

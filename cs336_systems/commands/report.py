@@ -17,18 +17,18 @@ SUFFIXES = [scale + axes for axes in ("", "-chosen") for scale in ("", "-smoke",
 def list_problems() -> None:
     """List every problem: what `run` measures, what `grade` grades, and what is answered in writing."""
     from cs336_systems.experiments.pages import COMMANDS
-    from cs336_systems.experiments.registry import PROBLEMS
+    from cs336_systems.experiments.spec import measured_problems
     from cs336_systems.handout import HANDOUT
 
     answered = {"graded": "`grade`", "written": "in writing", "measured": "`run`"}
-    for problem in HANDOUT.values():  # two lines each: a table would cut the names
-        points = [f"{problem.points} point{'s' if problem.points > 1 else ''}"] if problem.points else []
-        facts = [f"section {problem.section}", *points, *map(str, problem.editions)]
-        facts.append(f"`{COMMANDS[problem.name]}`" if problem.name in COMMANDS else answered[problem.answer])
-        typer.echo(f"{problem.name}\n    {problem.title} ({', '.join(facts)})")
-    for name in PROBLEMS:
+    for asked in HANDOUT.values():  # two lines each: a table would cut the names
+        points = [f"{asked.points} point{'s' if asked.points > 1 else ''}"] if asked.points else []
+        facts = [f"section {asked.section}", *points, *map(str, asked.editions)]
+        facts.append(f"`{COMMANDS[asked.name]}`" if asked.name in COMMANDS else answered[asked.answer])
+        typer.echo(f"{asked.name}\n    {asked.title} ({', '.join(facts)})")
+    for name, problem in measured_problems().items():
         if name not in HANDOUT:
-            typer.echo(f"{name}\n    {PROBLEMS[name].title} (beyond the handout, `run`)")
+            typer.echo(f"{name}\n    {problem.title} (beyond the handout, `run`)")
 
 
 def report(
@@ -40,14 +40,14 @@ def report(
     """Turn records into report.html; the published folder's also into the pages, their figures and full tables."""
     from cs336_systems.experiments.html_report import PAGE, write_report
     from cs336_systems.experiments.pages import Book
-    from cs336_systems.experiments.registry import PROBLEMS
+    from cs336_systems.experiments.spec import measured_problems
 
     only = problem or []
     published = results / PUBLISHED_FOLDER
     is_here = all(Path(name).is_file() for name in DOCUMENTS)
     with one_line_errors():
         for name in only:
-            if name not in PROBLEMS:
+            if name not in measured_problems():
                 raise ValueError(unknown_problem(name))
         if check:
             found = Book(Path(), published).check()

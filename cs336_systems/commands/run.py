@@ -130,16 +130,16 @@ def _count(number: int, noun: str) -> str:
 
 
 def _choose_problems(names: list[str], run_all: bool) -> list[str]:
-    from cs336_systems.experiments.registry import PROBLEMS
+    from cs336_systems.experiments.spec import measured_problems
 
     if run_all and names:
         raise ValueError("give problem names or --all, not both")
     for name in names:
-        if name not in PROBLEMS:
+        if name not in measured_problems():
             raise ValueError(shared.unknown_problem(name))
     if not names and not run_all:
         raise ValueError("give problem names or --all; `cs336-systems list` shows the names")
-    return list(PROBLEMS) if run_all else list(dict.fromkeys(names))
+    return list(measured_problems()) if run_all else list(dict.fromkeys(names))
 
 
 def _sizes(option: str, text: str | None) -> tuple[int, ...]:
@@ -153,13 +153,13 @@ def _sizes(option: str, text: str | None) -> tuple[int, ...]:
 def _stages_of(chosen: list[str], implementations: list[str] | None) -> list[str]:
     """The implementations that are stages of ours; ValueError where a problem does not compare them."""
     from cs336_systems.experiments.implementations import STAGES
-    from cs336_systems.experiments.registry import PROBLEMS
+    from cs336_systems.experiments.spec import load, measured_problems
 
     if implementations:
         raise ValueError("give --stages or --implementation, not both")
     for name in chosen:
-        if "stages" not in PROBLEMS[name].tables:
-            able = ", ".join(other for other, problem in PROBLEMS.items() if "stages" in problem.tables)
+        if "stages" not in load(name).tables:
+            able = ", ".join(other for other, problem in measured_problems().items() if "stages" in problem.tables)
             raise ValueError(f"--stages has no effect on {name}; problems with a table of stages: {able}")
     return list(STAGES)
 
@@ -168,9 +168,9 @@ def _show_stages(name: str, sweep: Sweep) -> None:
     """Print what the records say of each stage beside the one before."""
     from cs336_systems.experiments.frames import load_frame
     from cs336_systems.experiments.records import read_records
-    from cs336_systems.experiments.registry import PROBLEMS
+    from cs336_systems.experiments.spec import load
 
-    problem = PROBLEMS[name]
+    problem = load(name)
     table = problem.tables["stages"].build(load_frame(problem, read_records(sweep.record_file(name))))
     typer.echo(f"\n{table.title}\n\n{table.markdown()}\n")
 
@@ -191,14 +191,14 @@ def _check_model(config: RunConfig, chosen: list[str], cells: list[Cell]) -> Non
 def _check_implementations(names: list[str] | None, chosen: list[str], cells: list[Cell]) -> None:
     from cs336_systems.experiments.implementations import IMPLEMENTATIONS, load_name
     from cs336_systems.experiments.mask_implementations import BUILDERS
-    from cs336_systems.experiments.registry import PROBLEMS
+    from cs336_systems.experiments.spec import load
     from cs336_systems.experiments.worker import search_current_folder
 
     known = dict.fromkeys((*IMPLEMENTATIONS, *BUILDERS, *(name for cell in cells for name in cell.implementations)))
     for name in names or []:
         if ":" in name:
             for problem in chosen:
-                if not PROBLEMS[problem].takes:
+                if not load(problem).takes:
                     raise ValueError(f"{problem} takes no implementation of your own, got {name!r}")
             search_current_folder()
             load_name(name)

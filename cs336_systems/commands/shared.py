@@ -30,7 +30,7 @@ OPTION_OF = {
 }  # fmt: skip
 SAME_NAME = (
     "accumulation|arch|attention|autocast|batch|checkpoint_every|context_length|context_parallel|heads|implementation|"
-    "jobs|log_every|mode|out|parameters|precision|scale|seed|steps|temperature|text|top_p|weight_decay|wrapper"
+    "log_every|mode|out|parameters|precision|scale|seed|steps|temperature|text|top_p|weight_decay|wrapper"
 )
 FIELD = re.compile(
     r"^(?:(?:RunConfig|TrainingConfig|ModelConfig|ModelCase|MemoryCase|AttentionShape|Precision)\.)?"
@@ -50,7 +50,7 @@ DirtyOption = Annotated[bool | None, typer.Option("--dirty/--clean", help="Wheth
 def unknown_problem(name: str) -> str:
     """What to say of a problem that is not measured: the nearest name, or how the handout's is answered."""
     from cs336_systems.experiments.pages import COMMANDS
-    from cs336_systems.experiments.registry import PROBLEMS
+    from cs336_systems.experiments.spec import measured_problems
     from cs336_systems.handout import HANDOUT
 
     if name in COMMANDS:
@@ -59,7 +59,8 @@ def unknown_problem(name: str) -> str:
         if HANDOUT[name].answer == "graded":
             return f"{name} measures nothing; it is graded: `cs336-systems grade ADAPTERS --problem {name}`"
         return f"{name} measures nothing; it is answered in writing: see its page, writeup/{name}.md"
-    near = [known for known in PROBLEMS if name in known] or difflib.get_close_matches(name, PROBLEMS)
+    known = list(measured_problems())
+    near = [one for one in known if name in one] or difflib.get_close_matches(name, known)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"unknown problem {name!r}; {hint}`cs336-systems list` shows the names"
 

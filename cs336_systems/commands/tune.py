@@ -57,8 +57,6 @@ def flash(
     config: Annotated[list[str] | None, typer.Option(help="Only these, and the table's; may be repeated.")] = None,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Compile; needs no GPU.")] = False,
     arch: Annotated[str | None, typer.Option(help="With --compile-only: sm80, sm86, sm89, sm90 or sm100.")] = None,
-    max_spill_bytes: Annotated[int, typer.Option(help="Do not measure what spills more.")] = MAX_SPILL_BYTES,
-    jobs: Annotated[int | None, typer.Option(help="Compiling processes; default: one a core.")] = None,
     results: ResultsOption = Path("results"),
     seed: shared.SeedOption = 0,
     rerun: shared.RerunOption = "none",
@@ -67,18 +65,15 @@ def flash(
     dirty: shared.DirtyOption = None,
 ) -> None:
     """Compile, check and time a grid of tiles for the attention kernels; say what the tables might hold."""
-    from cs336_systems.attention.compilation import check_arch, check_jobs
+    from cs336_systems.attention.compilation import check_arch
     from cs336_systems.attention.tiles import MAX_HEAD_DIM, target_of
     from cs336_systems.config import AttentionShape, RunConfig
-    from cs336_systems.experiments.tuning import TUNE_FLASH, beside_table, tune_cells
+    from cs336_systems.experiments.tuning import TUNE_FLASH, tune_cells
 
     with one_line_errors():
         kernels = _choices("--kernel", kernel or KERNELS, KERNELS)
         dtypes = _choices("--dtype", dtype or DTYPES[:1], DTYPES)
         check_sweep_options(rerun, time_budget)
-        check_jobs(jobs)
-        if max_spill_bytes < 0:
-            raise ValueError(f"--max-spill-bytes must not be negative, got {max_spill_bytes}")
         for width in head_dim or ():
             if not 1 <= width <= MAX_HEAD_DIM:
                 raise ValueError(f"--head-dim must be between 1 and {MAX_HEAD_DIM}, got {width}")
@@ -94,8 +89,7 @@ def flash(
         if compile_only:
             target = arch or machine_arch("--compile-only")
             check_arch(target)
-            found = _compile(tune_cells(shapes, kernels, target, config or []), target, jobs)
-            reports = list(dict.fromkeys(found.values()))
+            cells = tune_cells(shapes, kernels, target, config or [])
         elif arch is not None:
             raise ValueError("--arch goes with --compile-only: what is measured is this machine's GPU")
         else:
@@ -103,17 +97,13 @@ def flash(
             run = RunConfig(scale="handout", device="cuda", seed=seed)
             sweep = open_sweep(run, results, [TUNE_FLASH], commit, dirty, rerun=rerun)
     if compile_only:
-        print_reports(reports, max_spill_bytes)
-        good = sum(not report.obstacle(max_spill_bytes) for report in reports)
-        typer.echo(f"{good} of {len(reports)} are worth measuring (at most {max_spill_bytes} bytes spilled)")
-        if not good:
-            raise typer.Exit(EXIT_NOTHING_MEASURED)
+        _show_compiled(list(dict.fromkeys(_compile(cells, target).values())))
         return
     with measuring(sweep):
         with one_line_errors():
             capability = sweep.device.compute_capability
-            cells = beside_table(tune_cells(shapes, kernels, target_of(capability), config or []), capability)
-        counts = _measure(sweep, cells, max_spill_bytes, jobs, time_budget)
+            cells = tune_cells(shapes, kernels, target_of(capability), config or [], capability)
+        counts = _measure(sweep, cells, time_budget)
     typer.echo(", ".join(f"{count} {status}" for status, count in counts.items()))
     if not _show_measured(sweep, shapes):
         typer.echo("error: nothing could be measured", err=True)
@@ -127,7 +117,7 @@ def _choices(option: str, given: Sequence[str], known: Sequence[str]) -> list[st
     return list(dict.fromkeys(given))
 
 
-def _compile(cells: Sequence[Cell], arch: str, jobs: int | None) -> dict[Cell, CompileReport]:
+def _compile(cells: Sequence[Cell], arch: str) -> dict[Cell, CompileReport]:
     """What the compiler makes of each cell; cells that differ in lengths, batch or heads share a report."""
     from cs336_systems.attention.compilation import CompileRequest
     from cs336_systems.attention.tiles import KernelConfig
@@ -139,9 +129,17 @@ def _compile(cells: Sequence[Cell], arch: str, jobs: int | None) -> dict[Cell, C
         )
         for cell in cells
     }  # fmt: skip
-    found = compile_with_progress(list(dict.fromkeys(requests.values())), jobs)
+    found = compile_with_progress(list(dict.fromkeys(requests.values())))
     reports = {report.request: report for report in found}
     return {cell: reports[request] for cell, request in requests.items()}
+
+
+def _show_compiled(reports: Sequence[CompileReport]) -> None:
+    print_reports(reports, MAX_SPILL_BYTES)
+    good = sum(not report.obstacle(MAX_SPILL_BYTES) for report in reports)
+    typer.echo(f"{good} of {len(reports)} are worth measuring (at most {MAX_SPILL_BYTES} bytes spilled)")
+    if not good:
+        raise typer.Exit(EXIT_NOTHING_MEASURED)
 
 
 def _require_gpu() -> None:
@@ -152,9 +150,7 @@ def _require_gpu() -> None:
                          "speed): --compile-only --arch sm90 compiles without one")  # fmt: skip
 
 
-def _measure(
-    sweep: Sweep, cells: list[Cell], max_spill_bytes: int, jobs: int | None, time_budget_s: float | None
-) -> Counter[str]:
+def _measure(sweep: Sweep, cells: list[Cell], time_budget_s: float | None) -> Counter[str]:
     """Record every cell that has no record yet, or why the compiler says not to try it; cells counted by status."""
     from cs336_systems.attention.compilation import arch_of_capability
     from cs336_systems.attention.tiles import KernelConfig
@@ -166,12 +162,12 @@ def _measure(
     counts: Counter[str] = Counter({f"{status} before": count for status, count in finished.items()})
     arch = arch_of_capability(sweep.device.compute_capability)
     if arch is not None and left:
-        for cell, report in _compile(left, arch, jobs).items():
-            if obstacle := report.obstacle(max_spill_bytes):
+        for cell, report in _compile(left, arch).items():
+            if obstacle := report.obstacle(MAX_SPILL_BYTES):
                 sweep.record(cell, Outcome(status="skipped", message=obstacle))
                 left.remove(cell)
                 counts["skipped"] += 1
-        compile_ahead([(cell.case, KernelConfig.from_name(cell.implementation)) for cell in left], arch, jobs)
+        compile_ahead([(cell.case, KernelConfig.from_name(cell.implementation)) for cell in left], arch)
     budget = None if time_budget_s is None else time_budget_s - (time.monotonic() - started)
     counts += measure_shown("tuning", left, partial(sweep.measure, left, time_budget_s=budget))[TUNE_FLASH]
     return counts

@@ -1,12 +1,15 @@
 """What all experiments with attention share: their rows, cells, shapes in words, and how an implementation is measured.
 
-Each pass is checked against the float64 oracle on the same inputs, and only then timed. `implementations` builds what
-is measured; `turns` lets several take turns.
+Each pass is checked against the float64 oracle on the same inputs, and only then timed. `AttentionExperiment` measures
+one implementation a cell: a pass that runs out of memory costs neither the pass before it nor another implementation,
+and peaks are one implementation's own. Where ratios count, `AttentionByTurns` (turns.py) lets several take turns in one
+cell; its experiments say in the same words what is built.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
@@ -15,20 +18,23 @@ from torch import Tensor
 
 from cs336_systems.accounting import attention_flops, tflops_per_s
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
-from cs336_systems.config import AttentionShape, MaskCase, RunConfig
+from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments import Bars, Cell, Disagreement, Experiment, Pivot, Row, Sample, TableSpec, Unsupported
-from cs336_systems.experiments.implementations import PEERS, Built, build
-from cs336_systems.experiments.mask_implementations import is_plain, mask_of
+from cs336_systems.experiments.axes import OF_THE_MASK
+from cs336_systems.experiments.implementations import PEERS, Built
+from cs336_systems.experiments.mask_implementations import build_case, is_plain, mask_of, masked_of, shape_of
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.measure.memory import MIB, peak_cuda_bytes, release, saved_for_backward
-from cs336_systems.measure.timing import time_calls, time_once
+from cs336_systems.measure.timing import MIN_SAMPLES, time_calls, time_once
 
 FORWARD = Row(mode="forward", quantity="time", unit="ms")
 BACKWARD = Row(mode="backward", quantity="time", unit="ms")
 BOTH = Row(mode="forward_backward", quantity="time", unit="ms")
-PEAK = Row(mode="forward_backward", quantity="peak_memory", unit="MiB")
+PEAK = Row(mode="forward_backward", quantity="peak_memory", unit="MiB", gpu_only=True)
 SAVED = Row(mode="backward", quantity="saved_for_backward", unit="MiB")
-BEFORE_BACKWARD = Row(mode="backward", quantity="memory_before_backward", unit="MiB")
+BEFORE_BACKWARD = Row(mode="backward", quantity="memory_before_backward", unit="MiB", gpu_only=True)
+MASK_TIME = Row(mode="forward", quantity="mask_time", unit="ms")
+TIMES = ("time", "graph_time")  # quantities that are a pass's time
 
 BUDGET_MS = {"cuda": 150.0, "cpu": 50.0}
 # An H200 at its power limit lowers its clock by up to a tenth within 100 ms of large kernels, holds it there, and after
@@ -40,6 +46,7 @@ MODE_WORDS = {"forward": "forward", "backward": "backward", "forward_backward": 
 BY_SHAPE = {"batch × heads × length × head dim": "shape"}  # a table's first column
 BOTH_TIMES = {"quantity": "time", "mode": "forward_backward"}  # which rows are times of both passes together
 RESULTS = ("output", "grad_q", "grad_k", "grad_v")
+Call = Callable[[], object]
 Sizes = tuple[int, int, int, int, bool]  # batch, heads, length, head_dim, causal
 HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}  # of the handout's two grids
 SMALL: dict[str, tuple[Sizes, ...]] = {"tiny": ((1, 1, 64, 64, True),), "smoke": ((1, 1, 128, 64, True),)}
@@ -50,19 +57,91 @@ class AttentionExperiment(Experiment):
 
     sizes: ClassVar[Mapping[str, Sequence[Sizes]]]  # by scale
     rows: tuple[Row, ...] = (FORWARD, BACKWARD, BOTH)
+    sum_loss: bool = False  # the loss is the sum of the output, whose gradient is a stride-0 tensor of ones; or random
+    settled: bool = False  # a GPU rests and then runs a pass for a while before it times it, past the fall of its clock
 
     def cases(self, run: RunConfig) -> Sequence[AttentionShape]:
         return [sized_shape(run, *sizes) for sizes in self.sizes[run.scale]]
 
-    def names(self, run: RunConfig) -> Sequence[str]:
-        """The implementations measured at the run's scale."""
-        return self.implementations
+    def built(self, name: str, case: Any, run: RunConfig) -> Built:
+        """What is measured as the implementation `name`; `Unsupported` with the reason."""
+        return build_case(name, case, run)
 
-    def cells(self, run: RunConfig) -> list[Cell]:
-        return [attention_cell(shape, name, run, self.rows) for shape in self.cases(run) for name in self.names(run)]
+    def samples_of(self, call: Call, case: Any, run: RunConfig) -> list[float]:
+        """Milliseconds of `call`: of as many as its time allows KEPT_SAMPLES, evenly spaced in time."""
+        samples = time_calls(call, device=run.device, warmup=1, budget_ms=BUDGET_MS[run.device])
+        if (count := len(samples)) > KEPT_SAMPLES:
+            samples = [samples[place * count // KEPT_SAMPLES] for place in range(KEPT_SAMPLES)]
+        return samples
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return measure_attention(cell, run)
+        """The promised shares of the case's mask, of attended pairs and of live tiles, then its passes."""
+        for row in cell.rows:
+            if row.quantity in OF_THE_MASK:
+                mask = mask_of(masked_of(cell.case), run)
+                yield Sample(row=row, samples=[getattr(mask, row.quantity)])
+        passes = tuple(row for row in cell.rows if row.quantity not in OF_THE_MASK)
+        yield from self.measure_passes(replace(cell, rows=passes), run)
+
+    def measure_passes(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        """The rows of the cell's implementation, in the order forward, backward, both.
+
+        The forward is timed without a graph, the backward on a graph made outside, the two together from scratch. An
+        interpreted call says nothing of speed and takes seconds: the one that was checked is its only sample.
+        """
+        case, device = cell.case, run.device
+        built = self.built(cell.implementation, case, run)
+        kernel, interpreted = built.kernel, built.kernel.startswith("interpreter")
+        if MASK_TIME in cell.rows and built.build_mask is not None:
+            samples = time_calls(built.build_mask, device=device, num_samples=MIN_SAMPLES)
+            yield Sample(row=MASK_TIME, samples=samples)
+        inputs = inputs_of(case, run, self.sum_loss)
+        passes = Passes(built, inputs, self.sum_loss)
+
+        def checked(call: Callable[[], Sequence[Tensor]], *names: str) -> tuple[float, float]:
+            """Milliseconds of the first call, and the error over its bound of what it returned."""
+            returned: list[Tensor] = []
+            first_ms = time_once(lambda: returned.extend(call()), device)
+            results = {name: built.unpack(x) for name, x in zip(names, returned)}
+            # What does not fit needs no oracle.
+            return first_ms, checked_error(oracle_of(case, run, self.sum_loss), results, cell.implementation)
+
+        def timed(mode: str, call: Call, first_ms: float, error: float) -> Iterator[Sample]:
+            for row in cell.rows:
+                if row.mode == mode and row.quantity in TIMES:
+                    if self.settled and device == "cuda":
+                        settle(call)
+                    samples = [first_ms] if interpreted else self.samples_of(call, case, run)
+                    yield Sample(row=row, samples=samples, kernel=kernel, error=error)
+
+        with built.context():
+            # forward
+            first_ms, error = checked(passes.forward, "output")
+            yield from timed("forward", passes.forward, first_ms, error)
+            if all(row.mode == "forward" for row in cell.rows):
+                return
+
+            # backward
+            first_ms, gradient_error = checked(passes.both, *RESULTS[1:])
+            error = max(error, gradient_error)
+            if SAVED in cell.rows:
+                yield Sample(row=SAVED, samples=[saved_for_backward(passes.output) / MIB], kernel=kernel)
+            release(device)
+            allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
+            output = passes.output()
+            if BEFORE_BACKWARD in cell.rows:
+                torch.cuda.synchronize()
+                used = torch.cuda.memory_allocated() - allocated + sum(x.nbytes for x in inputs)
+                yield Sample(row=BEFORE_BACKWARD, samples=[used / MIB], kernel=kernel)
+            backward = partial(passes.backward, output)
+            backward_ms = time_once(backward, device) if interpreted and BACKWARD in cell.rows else math.nan
+            yield from timed("backward", backward, backward_ms, error)
+            del output, backward
+
+            # forward and backward
+            yield from timed("forward_backward", passes.both, first_ms, error)
+            if PEAK in cell.rows:
+                yield Sample(row=PEAK, samples=[peak_cuda_bytes(passes.both) / MIB], kernel=kernel)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """The row's `shape` and `pass` in words, and `tflops` of a measured time in ms; NaN where nothing was timed."""
@@ -105,14 +184,7 @@ def sized_shape(
     )  # fmt: skip
 
 
-def attention_cell(shape: AttentionShape, implementation: str, run: RunConfig, rows: tuple[Row, ...]) -> Cell:
-    """A cell that reports `rows`, on a CPU without those that CUDA's allocator fills."""
-    if run.device == "cpu":
-        rows = tuple(row for row in rows if row not in (PEAK, BEFORE_BACKWARD))
-    return Cell(case=shape, implementation=implementation, rows=rows)
-
-
-def settle(call: Callable[[], object]) -> None:
+def settle(call: Call) -> None:
     """Leave the GPU idle for REST_MS, then run `call`, one after the other, for SETTLE_MS."""
     torch.cuda.synchronize()
     time.sleep(REST_MS / 1e3)
@@ -131,7 +203,7 @@ class Passes:
     def __init__(self, built: Built, inputs: AttentionInputs, sum_loss: bool = False) -> None:
         *packed, self.grad_output = (built.pack(x) for x in inputs)
         self.leaves = [x.detach().clone().requires_grad_() for x in packed]
-        self.attend, self.sum_loss = built.attend, sum_loss
+        self.attend, self.no_backward, self.sum_loss = built.attend, built.no_backward, sum_loss
 
     def forward(self) -> tuple[Tensor]:
         with torch.no_grad():  # and on no leaves, which FlexAttention refuses on a CPU
@@ -142,6 +214,8 @@ class Passes:
         return self.attend(*self.leaves)
 
     def both(self) -> tuple[Tensor, ...]:
+        if self.no_backward:
+            raise Unsupported(self.no_backward)
         output = self.output()
         if self.sum_loss:
             return torch.autograd.grad(output.sum(), self.leaves)
@@ -150,84 +224,6 @@ class Passes:
     def backward(self, output: Tensor) -> tuple[Tensor, ...]:
         """The backward of `output`, whose graph stays."""
         return torch.autograd.grad(output, self.leaves, self.grad_output, retain_graph=True)
-
-
-def measure_attention(
-    cell: Cell, run: RunConfig, *, built: Built | None = None, masked: MaskCase | None = None,
-    num_samples: int | None = None, sum_loss: bool = False, settled: bool = False,
-    take: Callable[[Callable[[], object]], list[float]] | None = None,
-) -> Iterator[Sample]:  # fmt: skip
-    """Measure the promised rows of `cell` in the order forward, backward, forward_backward.
-
-    What is measured is `built`, without it the cell's implementation; under the mask of `masked`, without it on the
-    shape that is the cell's case. Each part is checked against the oracle before it is timed. The forward is timed
-    without a graph, the backward on a graph made outside, the two together from scratch. Without `num_samples` a row
-    takes as many as its time allows and keeps KEPT_SAMPLES of them, evenly spaced in time. With `sum_loss` the loss is
-    the sum of the output, so that its gradient arrives as a stride-0 tensor of ones; without, that gradient is random.
-    `settled`: a GPU rests, then runs each part for a while before it is timed, so that no median falls where the clock
-    does. `take` gives the samples of a part in the place of calls one by one. An interpreted call says nothing of speed
-    and takes seconds: the one that was checked is its only sample.
-    """
-    shape = cell.case if masked is None else masked.shape
-    built = built or build(cell.implementation, shape, run.device)
-    given = (shape, run.device, run.seed, sum_loss)
-    inputs, device, kernel = inputs_of(*given), run.device, built.kernel
-    interpreted = kernel.startswith("interpreter")
-    passes = Passes(built, inputs, sum_loss)
-
-    def checked(call: Callable[[], Sequence[Tensor]], *names: str) -> tuple[float, float]:
-        """Milliseconds of the first call, and the error over its bound of what it returned."""
-        returned: list[Tensor] = []
-        first_ms = time_once(lambda: returned.extend(call()), device)
-        results = {name: built.unpack(x) for name, x in zip(names, returned)}
-        # What does not fit needs no oracle.
-        return first_ms, checked_error(oracle_of(*given, masked), results, cell.implementation)
-
-    def timed(row: Row, call: Callable[[], object], first_ms: float, error: float) -> Iterator[Sample]:
-        if row not in cell.rows:
-            return
-        if settled and device == "cuda":
-            settle(call)
-        samples = [first_ms]
-        if take is not None:
-            samples = take(call)
-        elif not interpreted:
-            samples = time_calls(call, device=device, warmup=1, num_samples=num_samples, budget_ms=BUDGET_MS[device])
-        if num_samples is None and (count := len(samples)) > KEPT_SAMPLES:
-            samples = [samples[place * count // KEPT_SAMPLES] for place in range(KEPT_SAMPLES)]
-        yield Sample(row=row, samples=samples, kernel=kernel, error=error)
-
-    with built.context():
-        # forward
-        first_ms, error = checked(passes.forward, "output")
-        yield from timed(FORWARD, passes.forward, first_ms, error)
-        if all(row.mode == "forward" for row in cell.rows):
-            return
-        if device == "cpu" and cell.implementation == "flex":
-            raise Unsupported("FlexAttention has no backward on a CPU")
-
-        # backward
-        first_ms, gradient_error = checked(passes.both, *RESULTS[1:])
-        error = max(error, gradient_error)
-        if SAVED in cell.rows:
-            yield Sample(row=SAVED, samples=[saved_for_backward(passes.output) / MIB], kernel=kernel)
-        release(device)
-        allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
-        output = passes.output()
-        if BEFORE_BACKWARD in cell.rows:
-            torch.cuda.synchronize()
-            used = torch.cuda.memory_allocated() - allocated + sum(x.nbytes for x in inputs)
-            yield Sample(row=BEFORE_BACKWARD, samples=[used / MIB], kernel=kernel)
-
-        backward = partial(passes.backward, output)
-        backward_ms = time_once(backward, device) if interpreted and BACKWARD in cell.rows else math.nan
-        yield from timed(BACKWARD, backward, backward_ms, error)
-        del output, backward
-
-        # forward and backward
-        yield from timed(BOTH, passes.both, first_ms, error)
-        if PEAK in cell.rows:
-            yield Sample(row=PEAK, samples=[peak_cuda_bytes(passes.both) / MIB], kernel=kernel)
 
 
 def checked_error(oracle: Oracle, results: Mapping[str, Tensor], implementation: str = "") -> float:
@@ -244,26 +240,27 @@ def checked_error(oracle: Oracle, results: Mapping[str, Tensor], implementation:
     return worst
 
 
-# What the implementations of a shape share, which a sweep visits one after the other.
+# What the implementations of a case share, which a sweep visits one after the other.
 @lru_cache(maxsize=1)
-def inputs_of(shape: AttentionShape, device: str, seed: int, sum_loss: bool = False) -> AttentionInputs:
+def inputs_of(case: Any, run: RunConfig, sum_loss: bool = False) -> AttentionInputs:
     oracle_of.cache_clear()
-    release(device)
-    inputs = attention_inputs(shape, device=device, seed=seed)
+    release(run.device)
+    inputs = attention_inputs(shape_of(case), device=run.device, seed=run.seed)
     if sum_loss:
         inputs = inputs._replace(grad_output=inputs.q.new_ones(()).expand(inputs.q.shape))
     return inputs
 
 
 @lru_cache(maxsize=1)
-def oracle_of(
-    shape: AttentionShape, device: str, seed: int, sum_loss: bool = False, masked: MaskCase | None = None
-) -> Oracle:
-    """`masked` says which pairs are attended, where the shape does not."""
-    release(device)
-    plain = masked is None or is_plain(masked.mask)
-    token_mask = None if plain else mask_of(masked, device, seed).to_dense()
-    oracle = compute_oracle(*inputs_of(shape, device, seed, sum_loss), is_causal=shape.is_causal, mask=token_mask)
-    del token_mask
-    release(device)
+def oracle_of(case: Any, run: RunConfig, sum_loss: bool = False) -> Oracle:
+    release(run.device)
+    oracle = oracle_on(case, run, inputs_of(case, run, sum_loss))
+    release(run.device)
     return oracle
+
+
+def oracle_on(case: Any, run: RunConfig, inputs: AttentionInputs) -> Oracle:
+    """The oracle of `inputs` under the mask of `case`."""
+    masked = masked_of(case)
+    token_mask = None if masked is None or is_plain(masked.mask) else mask_of(masked, run).to_dense()
+    return compute_oracle(*inputs, is_causal=shape_of(case).is_causal, mask=token_mask)

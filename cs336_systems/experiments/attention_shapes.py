@@ -6,10 +6,8 @@ bfloat16. What calls take that are too short for that, `short_calls` measures.
 
 from dataclasses import replace
 
-from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments import Unsupported, problem
+from cs336_systems.experiments import problem
 from cs336_systems.experiments.attention import BOTH_TIMES, SMALL, rate_bars, rate_tables
-from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.turns import AttentionByTurns
 
 DRAWN = ("triton", "hopper", "sdpa_cudnn", "fa4")
@@ -41,11 +39,6 @@ class AttentionShapes(AttentionByTurns):
             (1, 16, 8192, 256, True),
         ),
     }
-
-    def built(self, name: str, case: AttentionShape, run: RunConfig) -> Built:
-        if run.device == "cpu" and name == "flex":
-            raise Unsupported("FlexAttention has no backward on a CPU")
-        return super().built(name, case, run)
 
     tables = rate_tables((("hopper", "fa4"), ("hopper", "sdpa_cudnn"), ("triton", "sdpa_cudnn"), ("triton", "flex")))
     figures = {  # of most shapes: it stands on the README's first screen

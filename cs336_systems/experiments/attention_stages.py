@@ -6,17 +6,17 @@ passes alone, a sliding window also builds its lists, and float32 inputs under a
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from cs336_systems.attention import BlockMask, explain_backend, flash_attention
-from cs336_systems.attention.backends import AttentionLayout
+from cs336_systems.attention import BlockMask, flash_attention
 from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
-from cs336_systems.experiments import Bars, Cell, Experiment, Pick, Row, Sample, Unsupported, Wide, problem
+from cs336_systems.experiments import Bars, Cell, Experiment, Pick, Row, Sample, Wide, problem
 from cs336_systems.experiments.attention import RESULTS, checked_error
+from cs336_systems.experiments.implementations import taken_by
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.measure.stages import STAGES, TOTAL, time_stages
 
@@ -98,14 +98,11 @@ def staged_call(
         batch=1, heads=case.heads, seqlen_q=case.seqlen, seqlen_k=case.seqlen, head_dim=case.head_dim,
         is_causal=True, dtype="float32" if case.call == "autocast" else case.dtype,
     )  # fmt: skip
+    layout = "block_mask" if case.call == "window" else "dense"
+    taken_by(backend, replace(shape, dtype=case.dtype), run.device, layout=layout)
     q, k, v, grad_output = attention_inputs(shape, device=run.device, seed=run.seed)
     dtype = getattr(torch, case.dtype)
     lowered = [x.to(dtype) for x in (q, k, v, grad_output)]
-    try:
-        layout: AttentionLayout = "block_mask" if case.call == "window" else "dense"
-        explain_backend(lowered[0], lowered[1], backend=backend, layout=layout)
-    except ValueError as error:
-        raise Unsupported(str(error)) from None
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def window() -> BlockMask:

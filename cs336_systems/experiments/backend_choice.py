@@ -13,10 +13,9 @@ import pandas as pd
 from cs336_systems.attention.backends import BACKENDS, AttentionLayout, select_backend
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments import Lines, Pivot, problem
-from cs336_systems.experiments.attention import BOTH, BY_SHAPE, sized_shape
+from cs336_systems.experiments.attention import BOTH, BY_SHAPE, Call, sized_shape
 from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.masks import MaskedByTurns
-from cs336_systems.experiments.turns import Call, Turn, graph_turn
+from cs336_systems.experiments.turns import AttentionByTurns, Turn, graph_turn
 
 # Of the table; others are probes, of whether they can take the next larger one's row.
 HEAD_DIMS = (32, 64, 80, 96, 128, 160, 192, 256)
@@ -54,7 +53,7 @@ class Attended(AttentionShape):
 
 
 @problem(title="Triton beside Hopper by size and mask: what `auto` chooses by", order=2)
-class BackendChoice(MaskedByTurns):
+class BackendChoice(AttentionByTurns):
     implementations = ("triton", "hopper")
     rows = (BOTH,)
     speeds = {"over_triton": {"implementation": "triton"}}

@@ -31,10 +31,8 @@ class DenseMasks(MaskExperiment):
                 masks = masks[1::2]  # in a laptop's minutes the shorter length shows the causal ones
             for mask in masks if run.scale != "tiny" else masks[-1:]:
                 peers: tuple[str, ...] = PACKED_PEERS if mask.startswith("document") else DENSE_PEERS
-                if run.scale == "handout" or (seqlen == LENGTHS[run.scale][0] and mask == masks[-1]):
-                    peers = (*peers, "flex")  # compiles for each case, most of the problem's time on a laptop
                 ours = ("triton",) if mask == "full" else ("triton", "triton_lists")
-                yield mask_case(run, mask, seqlen, heads=64, head_dim=128), names_of(run, peers, ours)
+                yield mask_case(run, mask, seqlen, heads=64, head_dim=128), names_of(run, (*peers, "flex"), ours)
 
     tables = rate_tables(
         tuple(("hopper", peer) for peer in ("triton", "torch_varlen", "flex", "sdpa_padded", "sdpa_cudnn")),

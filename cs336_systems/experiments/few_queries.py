@@ -6,16 +6,18 @@ values that fit the L2 cache are there from the call before.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, DTypeName, RunConfig
-from cs336_systems.experiments import Bars, Cell, Pivot, Sample, attention, problem
+from cs336_systems.experiments import Bars, Cell, Pivot, Row, attention, problem
 from cs336_systems.experiments.attention import FORWARD
-from cs336_systems.experiments.implementations import Built, build, whole_keys
-from cs336_systems.experiments.short_calls import GRAPH_FORWARD, graph_times
+from cs336_systems.experiments.implementations import Built, whole_keys
+from cs336_systems.experiments.turns import MOST_CALLS, captured
+from cs336_systems.measure.timing import time_calls
 
+GRAPH_FORWARD = Row(mode="forward", quantity="graph_time", unit="ms")
+GRAPH_SAMPLES = 10
 WHOLE = "triton_whole"  # the Triton forward without splitting
 SIXTEEN_BIT = (WHOLE, "triton", "sdpa_flash", "sdpa_cudnn", "fa4")
 GENERATING = ("triton", "sdpa_flash", "sdpa_cudnn")  # what the figure shows: fa4 takes up to forty times as long
@@ -46,6 +48,7 @@ SHAPES: dict[str, dict[DTypeName, tuple[tuple[int, int, int, int, int, int, bool
 @problem(title="Attention of one head, and of generated tokens: the keys split, whole, and the libraries", order=4)
 class FewQueries(attention.AttentionExperiment):
     implementations = (WHOLE, "triton", "hopper", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "fa4")
+    settled = True
 
     def cells(self, run: RunConfig) -> list[Cell]:
         """Every implementation that takes the dtype on every shape; the Hopper kernels on heads of a sequence."""
@@ -61,12 +64,21 @@ class FewQueries(attention.AttentionExperiment):
                 cells += [Cell(case=case, implementation=name, rows=rows) for name in (*names, *more)]
         return cells
 
-    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """The forward, checked against the oracle and then timed."""
-        built = build_forward(cell.implementation, cell.case, run.device)
-        how: dict[str, Any] = {"settled": True, "take": graph_times} if run.device == "cuda" else {"num_samples": 3}
-        for sample in attention.measure_attention(replace(cell, rows=(FORWARD,)), run, built=built, **how):
-            yield replace(sample, row=cell.rows[0])
+    def built(self, name: str, case: AttentionShape, run: RunConfig) -> Built:
+        """The forward `name`; its kernel's name ends with the number of parts if there are several."""
+        built = super().built("triton" if name == WHOLE else name, case, run)
+        kernels = built.kernel.split()
+        kernel = " ".join(kernels[: 2 if kernels[:1] == ["interpreter"] else 1])
+        if name == WHOLE:
+            return Built(attend=whole_keys(case), kernel=kernel.partition("/")[0])
+        return replace(built, kernel=kernel)
+
+    def samples_of(self, call: attention.Call, case: Any, run: RunConfig) -> list[float]:
+        """Milliseconds a call, on a GPU replayed from a graph of MOST_CALLS in a row."""
+        if run.device == "cpu":
+            return time_calls(call, device="cpu", warmup=1, num_samples=3)
+        graph = captured(call)
+        return [ms / MOST_CALLS for ms in time_calls(graph.replay, device="cuda", num_samples=GRAPH_SAMPLES)]
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`parts`: into how many the kernel's name says that the keys were split; `tb_s`: keys and values read."""
@@ -101,13 +113,3 @@ class FewQueries(attention.AttentionExperiment):
             where={"mode": "forward", "is_causal": False, "implementation": GENERATING},
         ),
     }
-
-
-def build_forward(name: str, shape: AttentionShape, device: str) -> Built:
-    """The forward `name`, and the name of its kernel, which ends with the number of parts if there are several."""
-    built = build("triton" if name == WHOLE else name, shape, device)
-    kernels = built.kernel.split()
-    kernel = " ".join(kernels[: 2 if kernels[:1] == ["interpreter"] else 1])
-    if name == WHOLE:
-        return Built(attend=whole_keys(shape), kernel=kernel.partition("/")[0])
-    return replace(built, kernel=kernel)

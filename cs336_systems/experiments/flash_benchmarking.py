@@ -60,7 +60,7 @@ class FlashBenchmarking(attention.AttentionExperiment):
             raise Unsupported(f"it compiles anew for each length: up to {LONGEST_RECOMPILED} tokens at smoke scale")
         if run.scale == "smoke" and name in (*RECOMPILED, "compiled") and cell.case.dtype != "float32":
             raise Unsupported("it compiles anew for each dtype: float32 alone at smoke scale")
-        yield from attention.measure_attention(cell, run)
+        yield from super().measure(cell, run)
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`slower(mode=..., dtype=...)`: on how many shapes of how many triton is slower than plain attention."""

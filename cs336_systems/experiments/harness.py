@@ -25,8 +25,7 @@ from cs336_systems.config import RunConfig
 from cs336_systems.device import DeviceInfo, get_device_info
 from cs336_systems.experiments.axes import CHOSEN, choose_cells
 from cs336_systems.experiments.records import Record, Run, append_records, case_to_dict, latest, read_records
-from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.spec import Cell, Row, Sample
+from cs336_systems.experiments.spec import Cell, Row, Sample, load
 from cs336_systems.experiments.worker import Outcome, Worker
 
 # Of the machine's memory, what a CPU cell may be predicted to need before it is skipped.
@@ -260,7 +259,7 @@ class Sweep:
 def planned_cells(problem: str, run: RunConfig, implementations: Iterable[str] = ()) -> list[Cell]:
     """All cells of `problem`. Of `implementations` those named `package.module:Name`, a reader's own, are planned too:
     they have a cell on each case, or take turns with the others of its cell."""
-    found = PROBLEMS[problem]
+    found = load(problem)
     cells = choose_cells(problem, found.cells(run), run.axes)
     own = [name for name in implementations if ":" in name]
     if found.by_turns:

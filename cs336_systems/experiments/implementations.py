@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336_systems.attention import BlockMask, FlashAttentionPyTorch, attention_reference, flash_attention
 from cs336_systems.attention.api import explain_backend
-from cs336_systems.attention.backends import INTERPRETER_BFLOAT16, hopper_refusal
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.attention.tiles import KernelConfig, select_config
 from cs336_systems.attention.tiles.config import tma_reads_rows
@@ -53,6 +52,7 @@ class Built:
     pack: Callable[[Tensor], Tensor] = lambda x: x  # from (batch, heads, tokens, head_dim)
     unpack: Callable[[Tensor], Tensor] = lambda x: x  # back to it
     build_mask: Callable[[], object] | None = None  # what a call with a new mask has to do before, timed apart
+    no_backward: str = ""  # why it has a forward alone
     # In which it is called. To tell SDPA its kernel takes the host about 10 µs, for which a short call would wait.
     context: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -73,15 +73,13 @@ def build(name: str, shape: AttentionShape, device: str) -> Built:
     if name in ("tiled", "tiled_compiled"):
         compiled = name == "tiled_compiled"
         return Built(attend=lambda q, k, v: FlashAttentionPyTorch.apply(q, k, v, causal, None, compiled))
-    if name == "triton_first":
-        return Built(attend=_first(shape, device), kernel=ran("flash_fwd_kernel tiled_backward", device))
-    if name in ("triton", "hopper"):
-        kernel = _triton_kernels(shape, device) if name == "triton" else _hopper_kernels(shape, device)
-        return Built(
-            attend=partial(flash_attention, is_causal=causal, enable_gqa=grouped, backend=name), kernel=kernel
-        )  # fmt: skip
+    if name in ("triton_first", "triton", "hopper"):
+        kernel = _kernels(name, *taken_by(name, shape, device), shape)
+        ours = partial(flash_attention, is_causal=causal, enable_gqa=grouped, backend=name)
+        return Built(attend=ours, kernel=kernel)
     if name == "flex":
-        return Built(attend=_flex(shape, device))
+        no_backward = "FlexAttention has no backward on a CPU" if device == "cpu" else ""
+        return Built(attend=_flex(shape, device), no_backward=no_backward)
     if name == "flex_flash":
         flash_attention_4(shape, device)  # which it needs
         flex: Any = _flex(shape, device)
@@ -122,19 +120,6 @@ def first_of(results: Any) -> Tensor:
     return results[0] if isinstance(results, tuple) else results
 
 
-def _first(shape: AttentionShape, device: str) -> AttentionFunction:
-    """The handout's forward, for the shapes that it takes."""
-    from cs336_systems.attention.triton.first import check_first
-
-    query, key = query_and_key(shape, device)
-    try:
-        explain_backend(query, key, backend="triton_first")
-        check_first(query, key)
-    except ValueError as error:
-        raise Unsupported(str(error)) from None
-    return lambda q, k, v: flash_attention(q, k, v, is_causal=shape.is_causal, backend="triton_first")
-
-
 def _own(name: str, causal: bool) -> AttentionFunction:
     """A reader's attention, `package.module:Name`: an autograd.Function or a function of (q, k, v, is_causal).
 
@@ -169,27 +154,34 @@ def ran(kernel: str, device: str) -> str:
     return kernel if device == "cuda" else f"interpreter {kernel}"
 
 
-def _hopper_kernels(shape: AttentionShape, device: str) -> str:
-    """The kernels that run; `Unsupported` where they cannot."""
+def taken_by(backend: str, shape: AttentionShape, device: str, **options: Any) -> tuple[Tensor, Tensor]:
+    """Tensors of q's and k's size; `Unsupported` where `backend` refuses them, or `options` of `explain_backend`."""
     q, k = query_and_key(shape, device)
-    if (why := hopper_refusal(q)) is not None:
-        raise Unsupported(why)
-    from cs336_systems.attention.hopper.function import kernel_names
+    try:
+        explain_backend(q, k, backend=backend, is_causal=shape.is_causal, **options)
+        if backend == "triton_first":
+            from cs336_systems.attention.triton.first import check_first
 
-    return kernel_names(q, k, is_causal=shape.is_causal)
+            check_first(q, k)
+    except ValueError as error:
+        raise Unsupported(str(error)) from None
+    return q, k
 
 
-def _triton_kernels(shape: AttentionShape, device: str) -> str:
+def _kernels(backend: str, q: Tensor, k: Tensor, shape: AttentionShape) -> str:
     """The kernels that run with the tiles chosen, and whether it is the interpreter that runs them."""
-    if shape.dtype == "bfloat16" and device == "cpu":
-        raise Unsupported(INTERPRETER_BFLOAT16)
+    if backend == "hopper":
+        from cs336_systems.attention.hopper.function import kernel_names
+
+        return kernel_names(q, k, is_causal=shape.is_causal)
+    if backend == "triton_first":
+        return ran("flash_fwd_kernel tiled_backward", q.device.type)
     from cs336_systems.attention.triton.function import forward_name, kernel_config
 
-    q, k = query_and_key(shape, device)
     rows = _query_rows(q, k, shape)
     forward = forward_name(kernel_config("forward", rows, k, is_causal=shape.is_causal), rows, k, shape.is_causal)
     others = (kernel_config(kernel, q, k, is_causal=shape.is_causal).name for kernel in ("dkdv", "dq"))
-    return ran(" ".join([forward, *others]), device)
+    return ran(" ".join([forward, *others]), q.device.type)
 
 
 def whole_keys(shape: AttentionShape) -> AttentionFunction:

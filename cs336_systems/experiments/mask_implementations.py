@@ -1,6 +1,6 @@
-"""The implementations that the mask experiments compare, by name: ours, and what a user would write with a library.
+"""What is measured on a case of attention: `implementations` without a mask or under the causal one, others here.
 
-`build_masked(name, case, mask, run)` returns a `Built`, or raises `Unsupported` with the reason. Layouts differ (packed
+`build_case(name, case, run)` returns a `Built`, or raises `Unsupported` with the reason. Layouts differ (packed
 documents, a padded batch), so each says how inputs are packed and results unpacked, outside the timing.
 """
 
@@ -13,36 +13,55 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cs336_systems.attention import BlockMask, attention_reference, flash_attention, flash_attention_varlen
-from cs336_systems.attention.backends import LIMITS
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import choose_keys, mask_chosen, shared_keys_attention
 from cs336_systems.attention.masks import parse_mask
 from cs336_systems.attention.masks.parse import random_bias
-from cs336_systems.config import MaskCase, RunConfig
+from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments.implementations import (
     FLEX_BLOCK,
+    IMPLEMENTATIONS,
     Built,
     build,
     compiled_flex,
     first_of,
     flash_attention_4,
     ran,
+    taken_by,
 )
 from cs336_systems.experiments.spec import Unsupported
 
 
-def build_masked(name: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
-    """The implementation `name` for `case` and its `mask`, on the run's device; ValueError for an unknown name."""
+def build_case(name: str, case: Any, run: RunConfig) -> Built:
+    """The implementation `name` of what `case` attends, on the run's device; ValueError for an unknown name."""
+    masked = masked_of(case)
+    if masked is None:
+        return build(name, case, run.device)
+    if run.device == "cpu" and name == "flex":
+        raise Unsupported("compiled FlexAttention is measured on a GPU: on CPU it compiles anew for each mask")
+    if (dense := name.removesuffix("_lists")) in IMPLEMENTATIONS:
+        built = build(dense, masked.shape, run.device)  # refuses what does not run here
+        if name == dense and is_plain(masked.mask):
+            return built
     if name not in BUILDERS:
         raise ValueError(f"implementation must be one of {', '.join(BUILDERS)}, got {name!r}")
-    return BUILDERS[name](case, mask, run)
+    return BUILDERS[name](masked, run)
+
+
+def masked_of(case: Any) -> MaskCase | None:
+    """The mask by name that a case is, or has as its `mask_case`; None where its shape says what is attended."""
+    return case if isinstance(case, MaskCase) else getattr(case, "mask_case", None)
+
+
+def shape_of(case: Any) -> AttentionShape:
+    return case.shape if isinstance(case, MaskCase) else case
 
 
 @lru_cache(maxsize=1)
-def mask_of(case: MaskCase, device: str, seed: int) -> BlockMask:
-    """The mask that `case` names, on `device`."""
+def mask_of(case: MaskCase, run: RunConfig) -> BlockMask:
+    """The mask that `case` names, on the run's device."""
     size = (case.query_block, case.key_block)
-    return parse_mask(case.mask, seqlen=case.seqlen_q, block_size=size, seed=seed, device=device)
+    return parse_mask(case.mask, seqlen=case.seqlen_q, block_size=size, seed=run.seed, device=run.device)
 
 
 def is_plain(pattern: str) -> bool:
@@ -73,17 +92,12 @@ def document_lengths(case: MaskCase) -> list[int]:
 # Ours
 
 
-def _ours(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
-    """Our best path for the mask: dense, varlen, gathered keys, dilated by reshape; lists for every other."""
-    build(backend, case.shape, run.device)  # refuses what does not run here
+def _ours(backend: str, case: MaskCase, run: RunConfig) -> Built:
+    """Our best path for the mask: varlen, gathered keys, dilated by reshape; lists for every other."""
     kind, argument, causal = mask_parts(case.mask)
     kernel = ran(kind, run.device)
-    if is_plain(case.mask):
-        return _dense(backend, case, mask, run)
     if kind == "document":
-        lengths = document_lengths(case)
-        ends = _ends(lengths, run)  # on the device once, as peers have them: a copy in each call would stall the host
-        longest = max(lengths)
+        ends, longest = _ends(case, run)
 
         def packed(q: Tensor, k: Tensor, v: Tensor) -> Any:
             return flash_attention_varlen(q, k, v, ends, ends, longest, longest, is_causal=causal, backend=backend)
@@ -106,17 +120,14 @@ def _ours(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Buil
             return mask_chosen(*choose_keys(bias, num_keys), case.seqlen_q, case.seqlen_q, is_causal=causal)
 
         return Built(attend=shared, build_mask=choose, kernel=kernel)
-    return _lists(backend, case, mask, run)
+    return _lists(backend, case, run)
 
 
-def _lists(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
+def _lists(backend: str, case: MaskCase, run: RunConfig) -> Built:
     """Our kernels that walk the mask's lists; those of documents and of each query's keys change from call to call."""
-    build(backend, case.shape, run.device)  # refuses what does not run here
-    least = LIMITS["hopper"].block_size
-    if backend == "hopper" and (case.query_block < least[0] or case.key_block < least[1]):
-        raise Unsupported(f"hopper walks lists of tiles of at least {least}")
-    kind, argument, causal = mask_parts(case.mask)
     size, build_mask = (case.query_block, case.key_block), None
+    taken_by(backend, case.shape, run.device, layout="block_mask", block_size=size)
+    kind, argument, causal = mask_parts(case.mask)
     if kind == "topk":
         bias = random_bias(case.seqlen_q, 1, run.seed).to(run.device)[:, :, None]
         build_mask = partial(BlockMask.dynamic_topk, bias, int(argument), size)
@@ -124,7 +135,7 @@ def _lists(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Bui
         lengths = document_lengths(case)
         build_mask = partial(BlockMask.document, lengths, is_causal=causal, block_size=size, device=run.device)
     return Built(
-        attend=partial(flash_attention, block_mask=mask, backend=backend), build_mask=build_mask,
+        attend=partial(flash_attention, block_mask=mask_of(case, run), backend=backend), build_mask=build_mask,
         kernel=ran("lists", run.device),
     )  # fmt: skip
 
@@ -132,20 +143,14 @@ def _lists(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Bui
 # The libraries
 
 
-def _dense(name: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
-    if not is_plain(case.mask):
-        raise Unsupported(f"{name} takes no mask but the causal one")
-    return build(name, case.shape, run.device)
-
-
-def _torch_varlen(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
+def _torch_varlen(case: MaskCase, run: RunConfig) -> Built:
     """PyTorch's own packed attention (FlashAttention-2)."""
-    lengths, causal = document_lengths(case), mask_parts(case.mask)[2]
     if run.device == "cpu" or case.dtype == "float32":
         raise Unsupported("torch.nn.attention.varlen needs CUDA and 16 bits")
     from torch.nn.attention.varlen import varlen_attn
 
-    ends, longest, window = _ends(lengths, run), max(lengths), (-1, 0) if causal else (-1, -1)
+    ends, longest = _ends(case, run)
+    window = (-1, 0) if mask_parts(case.mask)[2] else (-1, -1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return varlen_attn(q, k, v, ends, ends, longest, longest, window_size=window)
@@ -153,9 +158,10 @@ def _torch_varlen(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     return Built(attend=attend, pack=_pack, unpack=_unpack)
 
 
-def _ends(lengths: list[int], run: RunConfig) -> Tensor:
-    """Where documents begin and end in the packed tokens."""
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(run.device)
+def _ends(case: MaskCase, run: RunConfig) -> tuple[Tensor, int]:
+    """Where documents begin and end in the packed tokens, on the device once, and the longest one's length."""
+    lengths = document_lengths(case)
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(run.device), max(lengths)
 
 
 def _pack(x: Tensor) -> Tensor:
@@ -167,7 +173,7 @@ def _unpack(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]
 
 
-def _padded(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
+def _padded(case: MaskCase, run: RunConfig) -> Built:
     """SDPA on a batch of documents padded to the longest: what a batch costs without packing."""
     lengths = [length for length in document_lengths(case) if length]
     causal, longest = mask_parts(case.mask)[2], max(lengths)
@@ -187,37 +193,24 @@ def _padded(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     return Built(attend=attend, pack=pack, unpack=unpack)
 
 
-def _flex(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
+def _flex(case: MaskCase, run: RunConfig, **options: Any) -> Built:
     """FlexAttention, compiled, with the same tile lists; its token predicate is arithmetic where the mask has one."""
-    if run.device == "cpu":
-        raise Unsupported("compiled FlexAttention is measured on a GPU: on CPU it compiles anew for each mask")
-    if case.mask == "full":
-        return build("flex", case.shape, run.device)
     if min(case.query_block, case.key_block) < FLEX_BLOCK:
         raise Unsupported(f"FlexAttention's backward has no kernel for mask tiles below {FLEX_BLOCK} (PyTorch 2.11)")
-    return Built(attend=partial(compiled_flex(dynamic=False), block_mask=mask.to_flex(_predicate(case, mask))))
+    mask = mask_of(case, run)
+    tiles = mask.to_flex(_predicate(case, mask))
+    return Built(attend=partial(compiled_flex(dynamic=False), block_mask=tiles, **options))
 
 
-def _flex_flash(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
-    """The same by FlashAttention-4's kernels."""
-    build("fa4", case.shape, run.device)  # which it needs
-    flex: Any = _flex(case, mask, run).attend
-    return Built(attend=partial(flex, kernel_options={"BACKEND": "FLASH"}))
-
-
-def _flash_attention_4(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
-    """FlashAttention-4 where it has the mask itself: none, causal, a window, packed documents."""
-    if is_plain(case.mask):
-        return _dense("fa4", case, mask, run)
+def _flash_attention_4(case: MaskCase, run: RunConfig) -> Built:
+    """FlashAttention-4 where it has the mask itself: a window, packed documents."""
     kind, argument, causal = mask_parts(case.mask)
     if kind == "window":
         window = {"causal": True, "window_size": (int(argument) - 1, 0)}
         return Built(attend=flash_attention_4(case.shape, run.device, **window))
-    build("fa4", case.shape, run.device)  # refuses what does not run here
     from flash_attn.cute import flash_attn_varlen_func
 
-    lengths = document_lengths(case)
-    ends, longest = _ends(lengths, run), max(lengths)
+    ends, longest = _ends(case, run)
 
     def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return first_of(
@@ -232,8 +225,6 @@ def _flash_attention_4(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built
 
 def _predicate(case: MaskCase, mask: BlockMask) -> Callable[..., Tensor] | None:
     kind, _, causal = mask_parts(case.mask)
-    if case.mask == "causal":
-        return lambda batch, head, query, key: query >= key
     if kind != "document":
         return None
     lengths = torch.tensor(document_lengths(case))
@@ -243,17 +234,20 @@ def _predicate(case: MaskCase, mask: BlockMask) -> Callable[..., Tensor] | None:
     return lambda batch, head, query, key: ids[query] == ids[key]
 
 
-BUILDERS: dict[str, Callable[[MaskCase, BlockMask, RunConfig], Built]] = {
-    "eager": lambda _, mask, __: Built(attend=partial(attention_reference, mask=mask.to_dense())),
-    "tiled": lambda _, mask, __: Built(attend=partial(flash_attention, block_mask=mask, backend="tiled")),
+def _token_mask(case: MaskCase, run: RunConfig) -> Built:
+    """SDPA with a bool mask of (queries, keys): it computes every pair and drops those that are masked."""
+    return Built(attend=partial(F.scaled_dot_product_attention, attn_mask=mask_of(case, run).to_dense()))
+
+
+BUILDERS: dict[str, Callable[[MaskCase, RunConfig], Built]] = {  # under a mask that dense kernels do not know
+    "eager": lambda case, run: Built(attend=partial(attention_reference, mask=mask_of(case, run).to_dense())),
+    "tiled": lambda case, run: Built(attend=partial(flash_attention, block_mask=mask_of(case, run), backend="tiled")),
     **{name: partial(_ours, name) for name in ("triton", "hopper")},
     **{f"{name}_lists": partial(_lists, name) for name in ("triton", "hopper")},
-    **{name: partial(_dense, name) for name in ("sdpa_flash", "sdpa_cudnn")},
-    # A bool mask of (queries, keys): SDPA computes every pair and drops those that are masked.
-    "sdpa_mask": lambda _, mask, __: Built(attend=partial(F.scaled_dot_product_attention, attn_mask=mask.to_dense())),
+    "sdpa_mask": _token_mask,
     "sdpa_padded": _padded,
     "torch_varlen": _torch_varlen,
     "flex": _flex,
-    "flex_flash": _flex_flash,
+    "flex_flash": partial(_flex, kernel_options={"BACKEND": "FLASH"}),
     "fa4": _flash_attention_4,
 }

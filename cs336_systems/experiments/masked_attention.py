@@ -11,8 +11,9 @@ from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments import Cell, problem
 from cs336_systems.experiments.attention import BOTH, FORWARD, MODE_WORDS, rate_bars, rate_tables, sized_shape
 from cs336_systems.experiments.mask_implementations import mask_parts
-from cs336_systems.experiments.masks import DENSITY, MaskedByTurns, with_pairs
+from cs336_systems.experiments.masks import DENSITY, with_pairs
 from cs336_systems.experiments.spec import turns_cell
+from cs336_systems.experiments.turns import AttentionByTurns
 
 LENGTH = {"tiny": 64, "smoke": 128, "handout": 16384}
 HEADS, HEAD_DIMS = 16, (64, 128)
@@ -38,7 +39,7 @@ class Masked(AttentionShape):
 
 
 @problem(title="Windows, packed documents and lists of tiles beside FlashAttention-4 and FlexAttention", order=2.5)
-class MaskedAttention(MaskedByTurns):
+class MaskedAttention(AttentionByTurns):
     implementations = tuple(dict.fromkeys((*OWN, *LISTED)))
     rounds = {"cpu": 3, "cuda": 8}
 

@@ -8,28 +8,21 @@ a slow dense path of ours flatters nothing.
 
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import pandas as pd
-from torch import Tensor
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR
 from cs336_systems.config import DTypeName, MaskCase, RunConfig
-from cs336_systems.experiments import Cell, Experiment, Listing, Pivot, Row, Sample, TableSpec
-from cs336_systems.experiments.attention import BACKWARD, BOTH, FORWARD, MODE_WORDS, PEAK, measure_attention
-from cs336_systems.experiments.frames import dicts, digits, pick, speed
-from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_of, mask_parts
-from cs336_systems.experiments.turns import AttentionByTurns
-from cs336_systems.measure.timing import MIN_SAMPLES, time_calls
+from cs336_systems.experiments import Cell, Listing, Pivot, Row, TableSpec, attention
+from cs336_systems.experiments.attention import MODE_WORDS, AttentionExperiment
+from cs336_systems.experiments.frames import digits, pick, with_speeds
+from cs336_systems.experiments.mask_implementations import is_plain, mask_parts
 
 DENSITY = Row(mode="forward", quantity="density", unit="1")
 BLOCK_DENSITY = Row(mode="forward", quantity="block_density", unit="1")
-MASK_TIME = Row(mode="forward", quantity="mask_time", unit="ms")
 SMALL_HEADS, SMALL_HEAD_DIM = 1, 32  # below handout scale, where kernels are interpreted
 DENSE_PEERS = ("hopper", "sdpa_flash", "sdpa_cudnn")  # beside full and causal attention
 DENSE = ("triton", "hopper", "sdpa_flash")  # whose fastest is dense attention; `auto` takes one of the first two
@@ -47,6 +40,8 @@ FAMILIES = {  # of a mask's pattern, without its numbers; whether dense attentio
     "dilated": ("dilated", False),
     "dilated+causal": ("causal dilated", True),
 }
+# What a row and the dense attention beside it have in common.
+AS_DENSE = ["mode", "quantity", "dense_causal", "batch", "heads", "seqlen_q", "head_dim", "dtype", "run"]
 BUILT_ANEW = {"document": "triton_lists", "shared": "triton", "topk": "triton"}  # whose build is timed, by mask
 
 
@@ -55,9 +50,9 @@ def mask_cell(case: MaskCase, implementation: str, run: RunConfig) -> Cell:
 
     Of masks that change from call to call one implementation reports what building the next one takes.
     """
-    rows = [DENSITY, BLOCK_DENSITY, FORWARD, BACKWARD, BOTH]
-    rows += [MASK_TIME] if BUILT_ANEW.get(mask_parts(case.mask)[0]) == implementation else []
-    rows += [PEAK] if run.device == "cuda" else []
+    rows = [DENSITY, BLOCK_DENSITY, *AttentionExperiment.rows]
+    rows += [attention.MASK_TIME] if BUILT_ANEW.get(mask_parts(case.mask)[0]) == implementation else []
+    rows += [attention.PEAK] if run.device == "cuda" else []
     return Cell(case=case, implementation=implementation, rows=tuple(rows))
 
 
@@ -84,26 +79,8 @@ def mask_case(
     )  # fmt: skip
 
 
-class MaskedByTurns(AttentionByTurns):
-    """Base of the experiments by turns whose cases name a mask, as their `mask_case`."""
-
-    def built(self, name: str, case: Any, run: RunConfig) -> Built:
-        return build_masked(name, case.mask_case, mask_of(case.mask_case, run.device, run.seed), run)
-
-    def token_mask(self, case: Any, run: RunConfig) -> Tensor | None:
-        mask = case.mask_case
-        return None if is_plain(mask.mask) else mask_of(mask, run.device, run.seed).to_dense()
-
-    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """The mask's density where a row asks for it, then all implementations by turns."""
-        density = mask_of(cell.case.mask_case, run.device, run.seed).density
-        times = tuple(row for row in cell.rows if row.quantity != DENSITY.quantity)
-        yield from (Sample(row=row, samples=[density]) for row in cell.rows if row not in times)
-        yield from super().measure(replace(cell, rows=times), run)
-
-
-class MaskExperiment(Experiment, ABC):
-    """Base of the experiments with masks: measurement, columns, dense attention beside."""
+class MaskExperiment(AttentionExperiment, ABC):
+    """Base of the experiments with masks by name: cells, columns, dense attention beside."""
 
     @abstractmethod
     def planned(self, run: RunConfig) -> Iterable[tuple[MaskCase, Sequence[str]]]:
@@ -111,17 +88,6 @@ class MaskExperiment(Experiment, ABC):
 
     def cells(self, run: RunConfig) -> list[Cell]:
         return [mask_cell(case, name, run) for case, names in self.planned(run) for name in names]
-
-    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """The shares of the mask that ran, then the passes."""
-        case, mask = cell.case, mask_of(cell.case, run.device, run.seed)
-        yield Sample(row=DENSITY, samples=[mask.density])
-        yield Sample(row=BLOCK_DENSITY, samples=[mask.block_density])
-        built = build_masked(cell.implementation, case, mask, run)
-        if MASK_TIME in cell.rows and built.build_mask is not None:
-            samples = time_calls(built.build_mask, device=run.device, num_samples=MIN_SAMPLES)
-            yield Sample(row=MASK_TIME, samples=samples)
-        yield from measure_attention(cell, run, built=built, masked=case)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`family` and `pattern` of the mask, its `number` (a density, a rate), `blocks`, `pass` and `dense_causal`."""
@@ -141,10 +107,18 @@ class MaskExperiment(Experiment, ABC):
         """Beside dense attention of one run: `dense` (whose), `over_dense` (times as fast), `ideal` (tiles of dense
         over live ones) and `ideal_by_pairs`."""
         frame = with_pairs(frame)
-        dense: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
-        for row in dicts(pick(frame, {"quantity": "time", "implementation": DENSE, "mask": is_plain})):
-            dense[_dense_key(row, row["mask"] == "causal")].append(row)
-        return frame.join(pd.DataFrame([_beside(row, dense) for row in dicts(frame)], index=frame.index))
+        plain = {"quantity": "time", "mask": is_plain}
+        for name in DENSE:
+            frame = with_speeds(frame, f"over_{name}", plain | {"implementation": name}, AS_DENSE)
+        over = frame[[f"over_{name}" for name in DENSE]].set_axis(DENSE, axis="columns")
+        # Beside the fastest of them a row gains least.
+        least, whose = over.min(axis="columns"), over.fillna(math.inf).idxmin(axis="columns")
+        frame = frame.assign(over_dense=least, dense=whose.where(least.notna(), ""))
+        shares = pick(frame, plain).drop_duplicates(AS_DENSE).set_index(AS_DENSE)[["live", "pairs"]]
+        of_dense = frame[AS_DENSE].join(shares, on=AS_DENSE)
+        for column, share in (("ideal", "live"), ("ideal_by_pairs", "pairs")):
+            frame[column] = (of_dense[share] / frame[share]).where(least.notna() & (frame[share] > 0))
+        return frame
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`over(mode=..., pattern=...)`: how many times as fast as dense attention the fastest of ours is."""
@@ -163,30 +137,12 @@ def with_pairs(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(tflops=rates.where((frame["quantity"] == "time") & (frame["median"] > 0)))
 
 
-def _beside(row: Mapping[str, Any], dense: Mapping[tuple[Any, ...], list[Any]]) -> dict[str, Any]:
-    """The columns of one row that need other rows than its own."""
-    found: dict[str, Any] = {"dense": ""} | dict.fromkeys(("over_dense", "ideal", "ideal_by_pairs"), math.nan)
-    if row["quantity"] != "time":
-        return found
-    bases = [(speed(row, base), base) for base in dense[_dense_key(row, row["dense_causal"])]]
-    if known := [pair for pair in bases if not math.isnan(pair[0])]:
-        found["over_dense"], fastest = min(known, key=lambda pair: pair[0])
-        found["dense"] = fastest["implementation"]
-        for column, share in (("ideal", "live"), ("ideal_by_pairs", "pairs")):
-            found[column] = fastest[share] / row[share] if row[share] else math.nan
-    return found
-
-
 def best_over_dense(frame: pd.DataFrame, mode: str = "forward_backward", **where: Any) -> float:
     """How many times as fast as dense attention the fastest of ours is on the one case of `where`."""
     rows = pick(frame, {"quantity": "time", "mode": mode, "implementation": ("triton", "hopper"), **where})
     if rows["case"].nunique() != 1:
         raise ValueError(f"{rows['case'].nunique()} cases have {where}, one is needed")
     return float(rows["over_dense"].max())
-
-
-def _dense_key(row: Mapping[str, Any], causal: bool) -> tuple[Any, ...]:
-    return (row["mode"], causal, *(row[name] for name in ("batch", "heads", "seqlen_q", "head_dim", "dtype", "run")))
 
 
 def dense_tables(**where: Any) -> dict[str, TableSpec]:

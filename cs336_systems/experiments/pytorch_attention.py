@@ -1,10 +1,10 @@
 """Plain PyTorch attention over sequence length and head dim: time, memory, and where it runs out of it."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments import Cell, Lines, Pick, Sample, Wide, attention, problem
+from cs336_systems.experiments import Lines, Pick, Wide, attention, problem
+from cs336_systems.measure.timing import time_calls
 
 BATCH = 8
 PASSES = 100  # timed, that the handout asks for
@@ -30,10 +30,12 @@ class PyTorchAttention(attention.AttentionExperiment):
             for seqlen in LENGTHS[run.scale]
         ]
 
-    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+    def samples_of(self, call: attention.Call, case: AttentionShape, run: RunConfig) -> list[float]:
         """As many passes as the handout asks for; below its scale the time decides."""
-        passes = PASSES if cell.case.seqlen_q <= LONGEST_OF_HANDOUT else PASSES_BEYOND
-        return attention.measure_attention(cell, run, num_samples=passes if run.scale == "handout" else None)
+        if run.scale != "handout":
+            return super().samples_of(call, case, run)
+        passes = PASSES if case.seqlen_q <= LONGEST_OF_HANDOUT else PASSES_BEYOND
+        return time_calls(call, device=run.device, warmup=1, num_samples=passes)
 
     tables = {
         name: Wide(

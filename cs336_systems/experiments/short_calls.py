@@ -11,14 +11,11 @@ Unlike elsewhere, the cache is not overwritten between calls: while the GPU does
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
-from cs336_systems.config import RunConfig
-from cs336_systems.experiments import Bars, Cell, Pivot, Row, problem
-from cs336_systems.experiments.attention import BOTH, BY_SHAPE, FORWARD, SMALL
-from cs336_systems.experiments.spec import turns_cell
-from cs336_systems.experiments.turns import MOST_CALLS, AttentionByTurns, Call, Turn, captured
+from cs336_systems.experiments import Bars, Pivot, problem
+from cs336_systems.experiments.attention import BOTH, BY_SHAPE, FORWARD, SMALL, Call
+from cs336_systems.experiments.turns import MOST_CALLS, AttentionByTurns, Turn, captured
 from cs336_systems.measure.timing import synchronize, time_calls
 
 # (batch, heads, length, head_dim, causal): one head, as the handout's grid has it; some heads; and calls of up to 1 ms.
@@ -35,15 +32,9 @@ SHAPES = {
         (8, 16, 2048, 128, True),
     ),
 }
-GRAPH_FORWARD = Row(mode="forward", quantity="graph_time", unit="ms")
 QUANTITIES = {"time": "calls in a row", "host_time": "what a call keeps the host from", "graph_time": "in a CUDA graph"}
-ROWS = {
-    "cpu": (FORWARD, BOTH),
-    "cuda": tuple(replace(row, quantity=quantity) for quantity in QUANTITIES for row in (FORWARD, BOTH)),
-}
 ROUNDS = {"cpu": 3, "cuda": 25}
 CALLS = {"cpu": 1, "cuda": MOST_CALLS}  # a turn's
-GRAPH_SAMPLES = 10
 
 
 @problem(title="What short attention calls take: the host, both, and the GPU alone, by turns", order=3)
@@ -51,9 +42,9 @@ class ShortCalls(AttentionByTurns):
     implementations = ("triton", "hopper", "sdpa_flash", "sdpa_cudnn")
     sizes = SHAPES
     rounds = ROUNDS
-
-    def cells(self, run: RunConfig) -> list[Cell]:
-        return [turns_cell(shape, self.implementations, ROWS[run.device]) for shape in self.cases(run)]
+    rows = tuple(
+        replace(row, quantity=name, gpu_only=name != "time") for name in QUANTITIES for row in (FORWARD, BOTH)
+    )
 
     def turn_of(self, call: Call, device: str) -> Turn:
         """CALLS calls in a row after one that is not timed, then on a GPU as many in a graph."""
@@ -97,9 +88,3 @@ class ShortCalls(AttentionByTurns):
         )
         for quantity, words in QUANTITIES.items()
     }
-
-
-def graph_times(call: Callable[[], object]) -> list[float]:
-    """Milliseconds of `call`, CUDA kernels of fixed shapes, replayed from a graph of CALLS calls in a row."""
-    graph = captured(call)
-    return [sample / CALLS["cuda"] for sample in time_calls(graph.replay, device="cuda", num_samples=GRAPH_SAMPLES)]

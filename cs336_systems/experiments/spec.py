@@ -63,6 +63,7 @@ class Row:
     unit: str  # ms, s, MiB, "1" for a pure number, ...
     case: Any = None  # the config dataclass of this row, where it is not the cell's own
     implementation: str = ""  # whose it is, where the cell measures several by turns
+    gpu_only: bool = False  # a CPU has none, such as what CUDA's allocator counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,15 +140,17 @@ class Experiment:
         """The config dataclasses that are measured at `run.scale`."""
         return ()
 
+    def names(self, run: RunConfig) -> Sequence[str]:
+        """Those of `implementations` that are measured at the run's scale."""
+        return self.implementations
+
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Every implementation on every case, each with all of `rows`; override where they differ."""
+        """All of `names` on every case, each with those of `rows` that the device has; override where they differ."""
+        rows = tuple(row for row in self.rows if run.device == "cuda" or not row.gpu_only)
+        names = self.names(run)
         if self.by_turns:
-            return [turns_cell(case, self.implementations, self.rows) for case in self.cases(run)]
-        return [
-            Cell(case=case, implementation=name, rows=self.rows)
-            for case in self.cases(run)
-            for name in self.implementations
-        ]
+            return [turns_cell(case, names, rows) for case in self.cases(run)]
+        return [Cell(case=case, implementation=name, rows=rows) for case in self.cases(run) for name in names]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """Measure `cell`, checking before timing; raises Unsupported or Disagreement, passes OutOfMemoryError."""
@@ -207,6 +210,11 @@ def experiments() -> dict[str, Experiment]:
         return (0, places.index(one.name), "") if one.name in HANDOUT else (1, one.order, one.name)
 
     return {one.name: one for one in sorted(found, key=place)}
+
+
+def measured_problems() -> dict[str, Experiment]:
+    """Those that `run` measures: all but the calculations."""
+    return {name: one for name, one in experiments().items() if not isinstance(one, Calculation)}
 
 
 def load(name: str) -> Experiment:

@@ -6,7 +6,7 @@ from typing import Any
 
 from cs336_systems.config import ModelCase, RunConfig, proxy_model
 from cs336_systems.experiments import Bars, Cell, Experiment, Pivot, Row, Sample, problem
-from cs336_systems.experiments.attention import BACKWARD, FORWARD, attention_cell
+from cs336_systems.experiments.attention import BACKWARD, FORWARD
 from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cases
 from cs336_systems.experiments.pytorch_attention import PyTorchAttention
 
@@ -23,7 +23,7 @@ class TorchCompile(Experiment):
     def cells(self, run: RunConfig) -> list[Cell]:
         """(a) the same attention, eager and compiled; (b) whole models, eager and compiled."""
         cells = [
-            attention_cell(shape, name, run, (FORWARD, BACKWARD))
+            Cell(case=shape, implementation=name, rows=(FORWARD, BACKWARD))
             for shape in PLAIN.cases(run)
             for name in self.implementations
             if name == "eager" or run.scale != "tiny"

@@ -9,7 +9,6 @@ Nothing here writes a table: a person reads the proposals and edits `attention/t
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -50,11 +49,11 @@ def measure_tiles(cell: Cell, run: RunConfig, configs: Sequence[KernelConfig]) -
 
     (row,) = cell.rows
     try:
-        call, used = launches_of(inputs_of(cell.case, run.device, run.seed), cell.case.is_causal, configs)
+        call, used = launches_of(inputs_of(cell.case, run), cell.case.is_causal, configs)
         results = call()
     except TritonError as error:  # does not compile, or not into this GPU's shared memory
         raise Unsupported(f"{cell.implementation}: {str(error).strip().splitlines()[0]}") from None
-    error_ratio = checked_error(oracle_of(cell.case, run.device, run.seed), results)
+    error_ratio = checked_error(oracle_of(cell.case, run), results)
     del results
     num_samples = NUM_SAMPLES[run.device]
     if row in STAGES:
@@ -104,12 +103,12 @@ def launches_of(
 Tiles = tuple[AttentionShape, KernelConfig]  # Triton compiles anew for lengths and heads of which 16 is no divisor
 
 
-def compile_ahead(tiles: Iterable[Tiles], arch: str, jobs: int | None = None) -> None:
+def compile_ahead(tiles: Iterable[Tiles], arch: str) -> None:
     """Compile what measuring `tiles` launches, a process a core, into Triton's cache on disk.
 
     What does not compile is left to its own cell, which says so.
     """
-    for _ in compile_all(list(dict.fromkeys(tiles)), partial(compile_on_shape, arch), jobs=jobs):
+    for _ in compile_all(list(dict.fromkeys(tiles)), partial(compile_on_shape, arch)):
         pass
 
 
@@ -134,30 +133,30 @@ def compile_on_shape(arch: str, tiles: Tiles) -> str:
 
 
 def tune_cells(
-    shapes: Sequence[AttentionShape], kernels: Sequence[str], target: str, names: Sequence[str]
-) -> list[Cell]:
-    """Every configuration to try on every shape: the named ones, or the grid of the `target` table."""
+    shapes: Sequence[AttentionShape], kernels: Sequence[str], target: str, names: Sequence[str],
+    capability: tuple[int, int] | None = None,
+) -> list[Cell]:  # fmt: skip
+    """Every configuration to try on every shape: the named ones, or the grid of the `target` table.
+
+    With a `capability` the table's own for the kernel and shape comes before them.
+    """
     named = [KernelConfig.from_name(name) for name in dict.fromkeys(names)]
     for config in named:
         if config.target not in TABLES:
             raise ValueError(f"--config must name a table of {', '.join(TABLES)}, got {config.name}")
     if named and not any(config.kernel in kernels for config in named):
         raise ValueError(f"--config must name configurations of {', '.join(kernels)}, got {', '.join(names)}")
-    return [
-        Cell(problem=TUNE_FLASH, case=shape, implementation=config.name, rows=(ROWS[kernel],))
-        for shape, kernel in product(shapes, kernels)
-        for config in named or tuning_grid(kernel, arch=target, head_dim=shape.head_dim, dtype=shape.dtype)
-        if config.kernel == kernel
-    ]
-
-
-def beside_table(cells: Sequence[Cell], capability: tuple[int, int] | None) -> list[Cell]:
-    """`cells`, each behind that of the table's own tiles for its kernel and shape; no two alike."""
-    found: dict[Cell, None] = {}
-    for cell in cells:
-        chosen = chosen_tiles(KernelConfig.from_name(cell.implementation).kernel, cell.case, capability)
-        found |= dict.fromkeys([replace(cell, implementation=chosen.name), cell])
-    return list(found)
+    cells: list[Cell] = []
+    for shape, kernel in product(shapes, kernels):
+        grid = named or tuning_grid(kernel, arch=target, head_dim=shape.head_dim, dtype=shape.dtype)
+        configs = [config for config in grid if config.kernel == kernel]
+        if configs and capability is not None:
+            configs = [chosen_tiles(kernel, shape, capability), *configs]
+        cells += [
+            Cell(problem=TUNE_FLASH, case=shape, implementation=config.name, rows=(ROWS[kernel],))
+            for config in dict.fromkeys(configs)
+        ]
+    return cells
 
 
 def tuned_on(

@@ -2,8 +2,8 @@
 
 A round is a turn of each implementation in each mode. Two rounds in a row go through them in opposite orders, and the
 next two begin with the next one, so that everybody comes as often in each place. Ratios are of one round, and the
-middle one of the rounds counts. `AttentionByTurns` is the base of the experiments that measure so; they say what is
-built, and what a turn is.
+middle one of the rounds counts. `AttentionByTurns` is the base of the experiments that measure so; they may say what a
+turn is.
 
 Its own turns are for large kernels. Such a kernel runs at the clock that the power limit leaves it, and that clock
 moves with the GPU's temperature and with the host's other GPUs: implementations measured seconds apart have ratios that
@@ -23,15 +23,13 @@ from typing import Any, TypeVar
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 from cs336_systems.attention.compilation import compiler_errors
-from cs336_systems.attention.contract import Oracle, compute_oracle
+from cs336_systems.attention.contract import Oracle
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import Cell, Disagreement, Experiment, Sample, Unsupported
-from cs336_systems.experiments.attention import RESULTS, AttentionExperiment, Passes, checked_error
+from cs336_systems.experiments import Cell, Disagreement, Sample, Unsupported
+from cs336_systems.experiments.attention import RESULTS, AttentionExperiment, Call, Passes, checked_error, oracle_on
 from cs336_systems.experiments.frames import dicts, digits, pick
-from cs336_systems.experiments.implementations import Built, build
 from cs336_systems.experiments.worker import outcome_of
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.measure.memory import one_out_of_memory_error, release
@@ -44,7 +42,6 @@ ROUNDS = {"cpu": 3, "cuda": 12}
 MOST_CALLS = 20  # in a row or a graph: a GPU queues a thousand launches before the host waits, and a call makes ten
 GRAPH_MS = 2.0  # of a graph's calls, beside which its launch takes nothing
 
-Call = Callable[[], object]
 P = TypeVar("P")
 Turn = Callable[[], dict[str, float]]  # takes one, at whose end the device is idle; milliseconds a call by quantity
 
@@ -105,7 +102,7 @@ def long_turn(call: Call, device: str) -> Turn:
     return turn
 
 
-def captured(call: Callable[[], object], count: int = MOST_CALLS) -> torch.cuda.CUDAGraph:
+def captured(call: Call, count: int = MOST_CALLS) -> torch.cuda.CUDAGraph:
     """`count` calls in a row as a CUDA graph."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
@@ -133,29 +130,20 @@ class AttentionByTurns(AttentionExperiment):
     """Base of the experiments whose implementations take turns: `long_turn`s, unless an experiment has its own."""
 
     by_turns = True
-    cells = Experiment.cells
     rounds: Mapping[str, int] = ROUNDS
-
-    def built(self, name: str, case: Any, run: RunConfig) -> Built:
-        """What is measured as the implementation `name`."""
-        return build(name, case, run.device)
-
-    def token_mask(self, case: Any, run: RunConfig) -> Tensor | None:
-        """The pairs that are attended, where the case's shape does not say it."""
-        return None
 
     def turn_of(self, call: Call, device: str) -> Turn:
         """The turn of one implementation in one mode."""
         return long_turn(call, device)
 
-    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+    def measure_passes(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """Each implementation of the cell checked against the oracle, then all that are right by turns.
 
         Who does not exist, is wrong, or raises before the first round has rows that say so, and the others play. An
         error that leaves a device useless is raised, as everybody's.
         """
         inputs = attention_inputs(cell.case, device=run.device, seed=run.seed)
-        oracle = compute_oracle(*inputs, is_causal=cell.case.is_causal, mask=self.token_mask(cell.case, run))
+        oracle = oracle_on(cell.case, run, inputs)
         players = []
         for name in cell.implementations:
             rows = [row for row in cell.rows if row.implementation == name]
