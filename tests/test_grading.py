@@ -9,11 +9,13 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from cs336_systems.cli import app
 from cs336_systems.grading.checks import CHECKS
 from cs336_systems.grading.grade import HUNG, Grade, Grader, Result, checks_of, chosen_problems, grade
+from cs336_systems.grading.models import largest_difference
 from cs336_systems.handout import HANDOUT, problems_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -224,6 +226,11 @@ def test_adapters_may_call_their_arguments_what_they_like(tmp_path: Path, grader
     for name in ("ddp_overlap_individual_parameters", "fsdp"):
         result = grader.run(CHECKS[f"{name}.equals_one_process"], path)
         assert result.status == "passed", result.detail
+
+
+def test_a_parameter_that_is_no_number_differs_by_more_than_any_bound():
+    ones, broken = ({name: torch.tensor([1.0, value]) for name in "ab"} for value in (1.0, torch.nan))
+    assert largest_difference(ones | {"b": broken["b"]}, ones) == (float("inf"), "b")
 
 
 def test_points_need_every_required_check_and_none_beyond():

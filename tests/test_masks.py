@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from cs336_systems.attention import BlockMask, attention_reference, flash_attention
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import choose_keys, shared_keys_attention
-from cs336_systems.attention.masks import parse_mask
+from cs336_systems.attention.masks import MAX_LIST_DENSITY, parse_mask
 from cs336_systems.cli import app
 from cs336_systems.distributed.context_parallel import merge_attention
 from tests.test_block_sparse import check
@@ -487,7 +487,7 @@ def test_doctor_diagnoses_a_mask(monkeypatch):
     [
         (["tokens:0.1"], "0 % dead tiles, ideal 1.00×: skipping tiles gains nothing on this mask"),
         (["full"], "exactly full: flash_attention takes the dense kernel, without lists"),
-        (["random:0.96"], "lists gain nothing: block density not below 0.95"),
+        (["random:0.96"], f"lists gain nothing: block density not below {MAX_LIST_DENSITY}"),
         (["topk:0"], "nothing is attended"),
         # Of a long dilated mask the pairs are those within segments, and one mask serves all heads.
         (["dilated:256/4", "--seqlen", "32768", "--heads", "8"], "(1, 1, 32768, 32768)"),

@@ -1,5 +1,6 @@
 """The models that distributed checks train, and one-process training to compare with."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -162,12 +163,16 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest difference of two sets of parameters, which must have the same names and shapes, and whose it is."""
+    """The largest difference of two sets of parameters, which must have the same names and shapes, and whose it is.
+
+    That of a NaN is infinite.
+    """
     assert ours.keys() == theirs.keys(), f"the names are {sorted(ours)}, not {sorted(theirs)}"
     for name, expected in theirs.items():
         shape = tuple(ours[name].shape)
         assert shape == expected.shape, f"{name} has shape {shape}, not {tuple(expected.shape)}"
-    return max(((ours[name].detach() - theirs[name].detach()).abs().max().item(), name) for name in theirs)
+    differences = {name: (ours[name].detach() - theirs[name].detach()).abs() for name in theirs}
+    return max((x.nan_to_num(nan=math.inf).max().item(), name) for name, x in differences.items())
 
 
 def assert_like_one_process(
