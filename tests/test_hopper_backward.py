@@ -17,6 +17,7 @@ import torch
 from cs336_systems.attention.masks.tiles import pack_tokens
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.measure.stages import STAGES, TOTAL, time_stages
+from tests.hopper_protocol import ANYTHING, Arrive, Await, Meet, Operation, Partition, Signal, Use, Wait, Write, explore
 
 backward = pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper")
 light = pytest.importorskip("cs336_systems.attention.hopper.light")
@@ -254,67 +255,19 @@ def test_keys_that_no_query_sees_are_not_read():
 # Barriers: what each partition waits for and signals, in order. Every interleaving is tried.
 
 
-@dataclass(frozen=True)
-class Wait:
-    """Go on once the phase of this parity is over (mbarrier.try_wait.parity)."""
-
-    barrier: str
-    parity: int
-
-
-@dataclass(frozen=True)
-class Arrive:
-    barrier: str
-
-
-@dataclass(frozen=True)
-class Meet:
-    """bar.sync of the two consumers: go on when both are here."""
-
-    barrier: str
-
-
-@dataclass(frozen=True)
-class Signal:
-    """bar.arrive: be counted. A second one before the `Await` would end the barrier without it."""
-
-    barrier: str
-
-
-@dataclass(frozen=True)
-class Await:
-    """bar.sync with the other side's `Signal`."""
-
-    barrier: str
-
-
-@dataclass(frozen=True)
-class Write:
-    place: str
-    step: int
-
-
-@dataclass(frozen=True)
-class Use:
-    """Read a place, which must hold what was made in this step; -2: whatever it holds."""
-
-    place: str
-    step: int
-
-
-Operation = Wait | Arrive | Meet | Signal | Await | Write | Use
 ALONE, BY_SENDERS, LATE = (way.value for way in (backward.ALONE, backward.BY_SENDERS, backward.LATE))
+ASKED = {"asked": 1}  # one partition asks for a copy
 
 
-def slots(steps: int, producer_steps: int | None = None) -> list[list[Operation]]:
+def slots(steps: int, producer_steps: int | None = None) -> list[Partition]:
     """The ring of Q and dO in a program of so many steps in all, as `_produce` and `_consume` have it.
 
     A step waits for the next one's slot and reads it before it releases its own. The copy engine is a partition here:
     it may deliver a tile any time after it was asked.
     """
-    producer: list[Operation] = []
-    engine: list[Operation] = []
-    consumer: list[Operation] = []
+    producer: Partition = []
+    engine: Partition = []
+    consumer: Partition = []
     for step in range(steps if producer_steps is None else producer_steps):
         slot, round_ = step % SLOTS, step // SLOTS
         producer += [Wait(f"empty{slot}", (round_ & 1) ^ 1), Arrive(f"asked{step}"), Arrive(f"full{slot}")]
@@ -329,24 +282,24 @@ def slots(steps: int, producer_steps: int | None = None) -> list[list[Operation]
     return [producer, engine, consumer, [*consumer]]
 
 
-def gradients(steps: int, way: int) -> list[list[Operation]]:
+def gradients(steps: int, way: int, tiles: int | None = None) -> list[Partition]:
     """The way of dS and dQ through shared memory, as `_step`, `_consume` and `_send` have it.
 
     What matmuls and the copy engine read they may read until they are waited for: such reads are there twice.
     """
-    tiles = 3 if way == LATE else 2
-    programs: list[list[Operation]] = []
+    tiles = tiles or (3 if way == LATE else 2)
+    programs: list[Partition] = []
     for own in (0, 1):
         part = f"dQ{own}"
-        copied: list[Operation] = []
+        copied: Partition = []
 
-        def read(step: int) -> list[Operation]:
-            return [Use(f"dS{half}{step % tiles}", step if step >= 0 else -2) for half in (0, 1)]
+        def read(step: int) -> Partition:
+            return [Use(f"dS{half}{step % tiles}", step if step >= 0 else ANYTHING) for half in (0, 1)]
 
-        def hand_over(step: int) -> list[Operation]:
+        def hand_over(step: int) -> Partition:
             return [Await(f"sent{own}"), Write(part, step), Signal(f"written{own}")]  # noqa: B023
 
-        consumer: list[Operation] = [Signal(f"ready{own}1")] if way == LATE else []
+        consumer: Partition = [Signal(f"ready{own}1")] if way == LATE else []
         for step in range(steps):
             write = Write(f"dS{own}{step % tiles}", step)
             if way == LATE:
@@ -364,7 +317,7 @@ def gradients(steps: int, way: int) -> list[list[Operation]]:
             consumer += hand_over(steps - 1)
         if way != ALONE:
             consumer.append(Await(f"sent{own}"))
-        sender: list[Operation] = []
+        sender: Partition = []
         if way != ALONE:
             sender.append(Signal(f"sent{own}"))
             if way == LATE:
@@ -375,98 +328,44 @@ def gradients(steps: int, way: int) -> list[list[Operation]]:
     return programs
 
 
-def explore(programs: list[list[Operation]], single: tuple[str, ...] = ("asked",)) -> None:
-    """Run every interleaving; AssertionError where one hangs, or finds another step's tile, or signals twice.
-
-    Barriers count two arrivals a phase, and one where their names begin as in `single`.
-    """
-    barriers = sorted({op.barrier for program in programs for op in program if isinstance(op, Wait | Arrive)})
-    counts = {name: 1 if name.startswith(single) else 2 for name in barriers}
-    start = ((0,) * len(programs), frozenset((name, (0, counts[name])) for name in barriers))
-    seen, stack = {start}, [start]
-    while stack:
-        places, frozen = stack.pop()
-        done, moves = True, 0
-        for who, place in enumerate(places):
-            if place == len(programs[who]):
-                continue
-            done = False
-            operation, moved, state = programs[who][place], [who], dict(frozen)
-            match operation:
-                case Wait(barrier, parity):
-                    if state[barrier][0] == parity:
-                        continue
-                case Arrive(barrier):
-                    phase, pending = state[barrier]
-                    state[barrier] = (phase, pending - 1) if pending > 1 else (phase ^ 1, counts[barrier])
-                case Meet():
-                    there = [x for x, at in enumerate(places) if programs[x][at : at + 1] == [operation]]
-                    if len(there) < 2:
-                        continue
-                    moved = there
-                case Signal(barrier):
-                    assert barrier not in state, f"{barrier} twice"
-                    state[barrier] = ()
-                case Await(barrier):
-                    if barrier not in state:
-                        continue
-                    del state[barrier]
-                case Write(name, step):
-                    state[name] = step
-                case Use(name, step):
-                    assert step == -2 or state.get(name) == step, f"step {step} of {name} found {state.get(name)}"
-            moves += 1
-            after = tuple(x + (i in moved) for i, x in enumerate(places)), frozenset(state.items())
-            if after not in seen:
-                seen.add(after)
-                stack.append(after)
-        assert moves or done, f"hangs at {places}"
-
-
 @pytest.mark.parametrize("steps", range(8))
 def test_no_interleaving_hangs_or_reads_the_wrong_tile(steps):
-    explore(slots(steps))
+    explore(slots(steps), ASKED)
 
 
 @pytest.mark.parametrize("way", [ALONE, BY_SENDERS, LATE], ids=["alone", "by senders", "late"])
 @pytest.mark.parametrize("steps", range(1, 7))
 def test_no_interleaving_sends_the_wrong_gradients(steps, way):
-    explore(gradients(steps, way))
+    explore(gradients(steps, way), ASKED)
 
 
-def test_the_search_finds_a_producer_that_stops_early():
-    with pytest.raises(AssertionError, match="hangs"):
-        explore(slots(4, producer_steps=3))
+def early(partition: Partition, operation: Operation, before: Operation) -> Partition:
+    """`partition` with its first `operation` before another."""
+    rest = list(partition)
+    rest.remove(operation)
+    place = rest.index(before)
+    return [*rest[:place], operation, *rest[place:]]
 
 
-def test_the_search_finds_a_slot_that_is_released_too_early():
-    programs = slots(5)
-    early = programs[3]
-    early.remove(Arrive("empty0"))
-    early.insert(early.index(Use("slot0", 0)), Arrive("empty0"))
-    with pytest.raises(AssertionError, match="found|hangs"):
-        explore(programs)
+def overwritten(way: int) -> list[Partition]:
+    first, *others = gradients(4, way)
+    return [[op for op in first if op != Await("sent0")], *others]
 
 
-@pytest.mark.parametrize("way", [BY_SENDERS, LATE], ids=["by senders", "late"])
-def test_the_search_finds_a_part_that_is_overwritten_before_it_is_sent(way):
-    programs = gradients(4, way)
-    programs[0] = [op for op in programs[0] if op != Await("sent0")]
-    with pytest.raises(AssertionError, match="found|twice"):
-        explore(programs)
-
-
-def test_the_search_finds_two_tiles_where_late_gradients_need_three():
-    programs = gradients(4, LATE)
-    fewer = [
-        [
-            op.__class__(f"{op.place[:3]}{op.step % 2}", op.step) if getattr(op, "place", "")[:2] == "dS" else op
-            for op in p
-        ]
-        for p in programs
-    ]
-    with pytest.raises(AssertionError, match="found"):
-        explore(fewer)
+@pytest.mark.parametrize(
+    "partitions, complaint",
+    [
+        pytest.param(slots(4, producer_steps=3), "hangs", id="a producer that stops early"),
+        pytest.param([*slots(5)[:3], early(slots(5)[3], Arrive("empty0"), Use("slot0", 0))], "found|hangs",
+                     id="a slot that is released too early"),
+        pytest.param(overwritten(BY_SENDERS), "found|twice", id="a part that is overwritten before it is sent"),
+        pytest.param(overwritten(LATE), "found|twice", id="a late part that is overwritten before it is sent"),
+        pytest.param(gradients(4, LATE, tiles=2), "found", id="two tiles where late gradients need three"),
+    ],
+)  # fmt: skip
+def test_the_search_finds_mistakes(partitions, complaint):
+    with pytest.raises(AssertionError, match=complaint):
+        explore(partitions, ASKED)
 
 
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
