@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cs336_systems.attention.hopper.schedule import Launch
+from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, Launch
 
 # (index into batch and heads, tile of queries) -> first keys of its key tiles; none for a slot without a tile
 Walk = Callable[[int, int], list[int]]
@@ -180,8 +180,22 @@ def key_tiles(launch: Launch, tile: int) -> list[int]:
     The masked steps are unrolled, so there are at least so many tiles; one that nobody sees is read from behind the
     end, as zeros, and its scores are hidden.
     """
-    live, dead = launch.num_key_tiles(tile)
-    return [launch.num_keys] * dead + [i * launch.schedule.key_tile for i in reversed(range(live))]
+    schedule, end = launch.schedule, launch.num_keys
+    if launch.is_causal:
+        end = min(end, launch.first_query(tile) + schedule.query_tile, launch.num_queries)
+    live = -(-end // schedule.key_tile)
+    dead = max(0, schedule.masked_tiles(launch.is_causal) - live)
+    return [launch.num_keys] * dead + [i * schedule.key_tile for i in reversed(range(live))]
+
+
+def skips_first_key_tile(launch: Launch, tile: int, consumer: int) -> bool:
+    """Whether a consumer's rows of a tile come before all keys of the key tile that is walked first."""
+    if launch.schedule.masked_tiles(launch.is_causal) == 1:
+        return False  # the rows of all consumers are cut by the diagonal, or there is none
+    first_row = launch.first_query(tile) + consumer * CONSUMER_ROWS
+    if first_row < 0:  # rows to spare, which are read from behind the end
+        first_row = launch.num_queries
+    return (len(key_tiles(launch, tile)) - 1) * launch.schedule.key_tile >= first_row + CONSUMER_ROWS
 
 
 def forward_partitions(launch: Launch, items: list[int], walk: Walk, copied: Walk | None = None) -> list[Partition]:
@@ -234,7 +248,7 @@ def forward_partitions(launch: Launch, items: list[int], walk: Walk, copied: Wal
                 for j in range(len(keys) + 1):
                     slot, phase = step % num_slots, step // num_slots & 1
                     own += [Wait(f"full{slot}", phase)] + [Wait(f"q_full{consumer}", tiles_done & 1)] * (j == 0)
-                    skips = j == 0 and launch.documents is None and launch.skips_first_key_tile(tile, consumer)
+                    skips = j == 0 and launch.documents is None and skips_first_key_tile(launch, tile, consumer)
                     reads: Partition = []
                     if j < len(keys) and not skips:
                         reads += [Use(f"Q{consumer}", (head, tile)), Use(f"K{slot}", (head, keys[j]))]

@@ -29,11 +29,6 @@ import os, subprocess, sys
 if "--version" in sys.argv:
     sys.exit(print("NVIDIA (R) Compute Sanitizer\\nVersion 2026.1.0.0 (build 1)"))
 tool = sys.argv[sys.argv.index("--tool") + 1]
-if "HANGS" in os.environ:
-    print("2 calls, forward and backward", flush=True)
-    hanging = subprocess.Popen(["sleep", "300"])
-    open(os.environ["HANGS"], "w").write(str(hanging.pid))
-    hanging.wait()
 program = sys.argv[sys.argv.index("--error-exitcode") + 2:]
 name, code = tool, 0
 if "tests.sanitizer_controls" in program:
