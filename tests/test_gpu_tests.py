@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.processes import is_running
-from tests.test_tools import ROOT, load_tool
+from tools import gpu_tests
 
-gpu_tests = load_tool("gpu_tests")
+ROOT = Path(__file__).resolve().parent.parent
 Collected = gpu_tests.GpuTest
 
 CONFTEST = """

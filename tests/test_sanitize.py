@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +16,9 @@ from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES, UNPAIRED
 from cs336_systems.attention.tiles.tables import TABLES
 from tests.every_config import DTYPES, FAMILIES, cases
 from tests.ptx_order import disorder
-from tests.test_tools import ROOT, load_tool
+from tools import sanitize
 
-sanitize = load_tool("sanitize")
+ROOT = Path(__file__).resolve().parent.parent
 GROUPS = sanitize.GROUPS
 
 # Stands in for compute-sanitizer: runs the program, then says what FINDS_<tool> holds.

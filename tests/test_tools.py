@@ -1,6 +1,6 @@
 """The scripts that the Makefile runs: the course's tests against our adapters, notebooks, the check of the Python."""
 
-import importlib.util
+import importlib
 import re
 from pathlib import Path
 from types import ModuleType
@@ -9,20 +9,10 @@ import pytest
 
 from cs336_systems.experiments.pages import Book, Page
 from cs336_systems.notebook import check
+from tools import course_tests
 
 ROOT = Path(__file__).resolve().parent.parent
 
-
-def load_tool(name: str) -> ModuleType:
-    """The script tools/<name>.py as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-course_tests = load_tool("course_tests")
 
 COURSE_TEST = """
 import importlib.metadata
@@ -117,7 +107,7 @@ def check_notebooks() -> ModuleType:
     pytest.importorskip("jupytext")
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
-    return load_tool("check_notebooks")
+    return importlib.import_module("tools.check_notebooks")
 
 
 def test_a_notebook_runs_and_finds_the_package_and_one_that_raises_fails_the_check(check_notebooks, tmp_path, capsys):
