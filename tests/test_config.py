@@ -10,23 +10,21 @@ SHAPE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("size", "shape"),
-    [
-        ("small", (768, 3072, 12, 12)),
-        ("medium", (1024, 4096, 24, 16)),
-        ("large", (1280, 5120, 36, 20)),
-        ("xl", (2560, 10240, 32, 32)),
-        ("10b", (4608, 12288, 50, 36)),
-        ("xl-2025", (1600, 6400, 48, 25)),
-        ("2.7b-2025", (2560, 10240, 32, 32)),
-        ("8b", (4096, 11008, 34, 32)),
-    ],
-)
-def test_model_sizes_are_the_handouts(size, shape):
-    config = MODEL_SIZES[size]
-    assert (config.d_model, config.d_ff, config.num_layers, config.num_heads) == shape
-    assert config.name == size
+def test_model_sizes_are_the_handouts():
+    fields = ("name", "d_model", "d_ff", "num_layers", "num_heads")
+    assert {size: tuple(getattr(config, name) for name in fields) for size, config in MODEL_SIZES.items()} == {
+        name: (name, *shape)
+        for name, *shape in (
+            ("small", 768, 3072, 12, 12),
+            ("medium", 1024, 4096, 24, 16),
+            ("large", 1280, 5120, 36, 20),
+            ("xl", 2560, 10240, 32, 32),
+            ("10b", 4608, 12288, 50, 36),
+            ("xl-2025", 1600, 6400, 48, 25),
+            ("2.7b-2025", 2560, 10240, 32, 32),
+            ("8b", 4096, 11008, 34, 32),
+        )
+    }
 
 
 @pytest.mark.parametrize("size", MODEL_SIZES)
