@@ -24,6 +24,7 @@ from cs336_systems.attention.backends import (
     select_backend,
 )
 from cs336_systems.attention.masks import BlockMask
+from cs336_systems.attention.masks.tiles import DEAD
 from cs336_systems.config import DTYPES
 from cs336_systems.device import dotted
 
@@ -311,13 +312,8 @@ def draw(mask: BlockMask) -> str:
     rows, columns = mask.block_size
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="192" viewBox="-1 -1 {keys + 2} {queries + 2}">']
     parts.append(f'<rect x="-1" y="-1" width="{keys + 2}" height="{queries + 2}" fill="#fff"/>')
-    listed = []
-    lists = mask.lists
-    partial, full = (lists.kv_num_blocks, lists.kv_indices), (lists.full_kv_num_blocks, lists.full_kv_indices)
-    for counts, indices in (partial, full):
-        for line, count in enumerate(counts[0, 0].tolist()):
-            listed += [(line, column) for column in indices[0, 0, line, :count].tolist()]
-    corners = [(column * columns, line * rows) for line, column in sorted(listed)]
+    live = (mask._tile_map().tiles[0, 0] != DEAD).nonzero().tolist()
+    corners = [(column * columns, line * rows) for line, column in live]
     tiles = "".join(f"M{x} {y}h{columns}v{rows}h-{columns}z" for x, y in corners)
     parts.append(f'<path d="{tiles}" fill="#ddd"/>')
     tokens = "".join(
