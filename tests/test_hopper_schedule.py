@@ -37,6 +37,14 @@ EACH_SCHEDULE = pytest.mark.parametrize(
 )
 
 
+EACH_MASK = pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+
+
+def each_launch(test):
+    """With every schedule, mask and order."""
+    return pytest.mark.parametrize("order", ORDERS)(EACH_MASK(EACH_SCHEDULE(test)))
+
+
 def make_launch(
     schedule, is_causal, num_queries, num_keys, *, order="tiles", batch_heads=3, together=2, num_multiprocessors=4
 ) -> Launch:
@@ -54,9 +62,7 @@ def all_shapes():
     return dict.fromkeys([(n, n) for n in range(1, 301)] + list(product(edges, edges)))
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-@EACH_SCHEDULE
+@each_launch
 def test_each_row_meets_each_key_that_it_sees_once(schedule, is_causal, order):
     """Unhidden keys of a row of queries, tile after tile, are 0 to its last, once each; the steps past the masked ones
     hide nothing."""
@@ -119,9 +125,7 @@ def test_tiles_of_queries_cover_each_row_once(schedule):
         assert covered[-1] - num_queries < launch.schedule.alignment
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-@EACH_SCHEDULE
+@each_launch
 @pytest.mark.parametrize("batch_heads, together", [(1, 1), (5, 2), (8, 8), (6, 4)])
 def test_programs_share_out_every_tile_once(schedule, is_causal, order, batch_heads, together):
     for num_queries in (1, 64, 128, 129, 192, 193, 300, 1000, 1025):
@@ -145,9 +149,7 @@ def test_causal_pairs_are_equally_long():
     assert set(work) == {17}
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-@EACH_SCHEDULE
+@each_launch
 def test_the_protocol_ends_for_every_short_length(schedule, is_causal, order):
     rng, alike = random.Random(0), set()
     for num_queries, num_keys in all_shapes():
@@ -283,9 +285,7 @@ def test_a_configuration_of_another_head_dim_is_refused():
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-@EACH_SCHEDULE
+@each_launch
 def test_the_kernel_computes_what_the_model_says(schedule, is_causal, order):
     """The kernel's own arithmetic, run as Python, against the model's."""
     kernel = pytest.importorskip("cs336_systems.attention.hopper.walk")
@@ -408,7 +408,7 @@ LENGTHS = [(300, 300), (0, 0), (1, 129), (127, 0), (0, 40), (128, 128), (193, 10
 
 
 @pytest.mark.parametrize("order", UNPAIRED)
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@EACH_MASK
 @EACH_SCHEDULE
 def test_documents_are_walked_whole_and_the_protocol_ends(schedule, is_causal, order, monkeypatch):
     """Every tile of queries of each document, and of the rows behind the last, has one slot, and walks its document's
