@@ -472,7 +472,7 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
     assert grid == (num_rows // 64 * 12,) and options == {"HAS_DL": False, "HAS_SUMS": True, "ORDERED": False} | columns
     assert tensors[4] is rows
     row = padded // 8
-    assert numbers == ((6 * queries * row, queries * row, row) * 2 + (6, queries, num_rows))
+    assert numbers == ((6 * queries * row, queries * row, row) * 2 + (6, queries, num_rows))  # strides of O and dO
     grid, (sums, result, _), numbers, options = launched["convert_kernel"]
     assert grid == (-(-queries // 64) * 12,) and options == {"PACKED": False} | columns
     assert (result is dq) == (padded == head_dim) and result.shape[-1] == padded
