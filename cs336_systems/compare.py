@@ -119,15 +119,15 @@ def record_files(path: Path, problem: str | None = None) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder")
-    for folder in (path / "records", path):
-        if files := sorted(folder.glob("*.jsonl")):
-            return [file for file in files if file.stem not in ("tests", RUNS) and problem in (None, file.stem)]
-    inside = sorted(child for child in path.iterdir() if (child / "records").is_dir())
-    if len(inside) > 1:
-        raise ValueError(f"{path}: several results folders, name one of {', '.join(child.name for child in inside)}")
-    if not inside:
+    own = [folder for folder in (path / "records", path) if any(folder.glob("*.jsonl"))]
+    found = own[:1] or sorted(path.glob("*/records"))
+    if not found:
         raise ValueError(f"{path}: no records")
-    return record_files(inside[0], problem)
+    if len(found) > 1:
+        names = ", ".join(folder.parent.name for folder in found)
+        raise ValueError(f"{path}: several results folders, name one of {names}")
+    files = [file for file in sorted(found[0].glob("*.jsonl")) if file.stem not in ("tests", RUNS)]
+    return [file for file in files if problem in (None, file.stem)]
 
 
 def read_all(path: Path, problem: str | None = None) -> list[Record]:

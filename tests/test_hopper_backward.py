@@ -412,19 +412,23 @@ def test_programs_that_start_together_come_to_their_turns_in_step():
 # The launcher: what it hands to the three kernels
 
 
-@pytest.fixture
-def launched(monkeypatch) -> dict[str, tuple]:
-    """The launches of `hopper_backward`: name -> (grid, tensors, numbers, options)."""
+def record_launches(monkeypatch, *modules) -> dict[str, tuple]:
+    """The launches of these modules from now on: name -> (grid, tensors, numbers, options)."""
     calls: dict[str, tuple] = {}
 
     def launch(kernel, *call):
-        name = kernel.fn.__name__.removeprefix("hopper_").removeprefix("backward_")
+        name = kernel.fn.__name__.removeprefix("hopper_").removesuffix("_kernel")
         assert name not in calls
         calls[name] = call
 
-    for module in (backward, light):
+    for module in modules:
         monkeypatch.setattr(module, "launch", launch)
     return calls
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    return record_launches(monkeypatch, backward, light)
 
 
 def low(*shape: int) -> torch.Tensor:
@@ -443,7 +447,7 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
     width = 64 if head_dim <= 64 else 128
     query_tile, num_rows = backward.QUERY_TILES[width], -(-queries // 128) * 128
     key_tiles = -(-min(keys, queries) // 128)
-    grid, tensors, numbers, options = launched["kernel"]
+    grid, tensors, numbers, options = launched["backward"]
     q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, dk_tiles, dv_tiles, rows, turns = tensors
     assert grid == (key_tiles * 6,)
     inputs = (q_tiles, k_tiles, v_tiles, do_tiles)
@@ -467,13 +471,13 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
     assert turns is rows
     assert not dk[:, :, key_tiles * 128 :].any() and not dv[:, :, key_tiles * 128 :].any()
 
-    grid, tensors, numbers, options = launched["preprocess_kernel"]
+    grid, tensors, numbers, options = launched["backward_preprocess"]
     columns = {"D": padded, "D_TILE": width, "ROWS": 64, "OVERLAP": False}
     assert grid == (num_rows // 64 * 12,) and options == {"HAS_DL": False, "HAS_SUMS": True, "ORDERED": False} | columns
     assert tensors[4] is rows
     row = padded // 8
     assert numbers == ((6 * queries * row, queries * row, row) * 2 + (6, queries, num_rows))  # strides of O and dO
-    grid, (sums, result, _), numbers, options = launched["convert_kernel"]
+    grid, (sums, result, _), numbers, options = launched["backward_convert"]
     assert grid == (-(-queries // 64) * 12,) and options == {"PACKED": False} | columns
     assert (result is dq) == (padded == head_dim) and result.shape[-1] == padded
     assert numbers == (queries, num_rows, 0, 0.5)
@@ -486,11 +490,11 @@ def test_the_launcher_makes_room_for_turns(launched, head_dim, is_causal):
     """A counter for each consumer's part of each tile of dQ, by senders; without a mask one head after the other."""
     q, lse = low(2, 6, 300, head_dim), torch.randn(2, 6, 300)
     backward.hopper_backward(q, q, q, q, lse, q, None, True, is_causal, 0.5)
-    _, (*_, turns), (_, heads_together, tiles_together, *_), options = launched["kernel"]
+    _, (*_, turns), (_, heads_together, tiles_together, *_), options = launched["backward"]
     assert turns.dtype == torch.int32 and turns.numel() == 12 * 384 * head_dim // (64 * 64) * (128 // head_dim)
     assert options["PLAN"].ordered and options["PLAN"].dq_way != ALONE
     assert (heads_together, tiles_together) == (1, 1) or is_causal
-    assert launched["preprocess_kernel"][1][-1] is turns and launched["preprocess_kernel"][-1]["ORDERED"]
+    assert launched["backward_preprocess"][1][-1] is turns and launched["backward_preprocess"][-1]["ORDERED"]
 
 
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
@@ -501,7 +505,7 @@ def test_the_launcher_knows_where_keys_are_missing(launched, is_causal):
         q, k = (torch.empty(1, 1, rows, 64, dtype=torch.bfloat16) for rows in (queries, keys))
         launched.clear()
         backward.hopper_backward(q, k, k, q, torch.empty(1, 1, queries), q, None, False, is_causal, 0.5)
-        grid, _, _, options = launched["kernel"]
+        grid, _, _, options = launched["backward"]
         assert (grid, options["PLAN"].whole_key_tiles) == ((problem.programs,), problem.whole), problem
 
 
@@ -510,10 +514,10 @@ def test_the_launcher_copies_what_tma_cannot_read(launched):
     do = torch.ones((), dtype=torch.bfloat16).expand(q.shape)
     dl = torch.ones(()).expand(1, 2, 100)
     backward.hopper_backward(q, q, q, q, torch.randn(1, 2, 100), do, dl, False, False, 0.5)
-    _, (q_tiles, _, _, do_tiles, *_), *_ = launched["kernel"]
+    _, (q_tiles, _, _, do_tiles, *_), *_ = launched["backward"]
     assert q_tiles.base.data_ptr() == q.data_ptr()
     assert do_tiles.strides[1:] == [100 * 64, 64, 1]
-    _, (_, copied, _, grad_lse, *_), _, options = launched["preprocess_kernel"]
+    _, (_, copied, _, grad_lse, *_), _, options = launched["backward_preprocess"]
     assert torch.equal(copied, do) and copied.is_contiguous()
     assert torch.equal(grad_lse, dl) and grad_lse.is_contiguous() and options["HAS_DL"] is True
 
@@ -527,7 +531,7 @@ def test_the_launches_are_stages(launched):
 
     samples = time_stages(differentiate, device="cpu", num_samples=2, warmup=0)
     assert list(samples) == ["preprocess", "dkv", "dq", TOTAL] and set(samples) - {TOTAL} < set(STAGES)
-    assert list(launched) == ["preprocess_kernel", "kernel", "convert_kernel"]
+    assert list(launched) == ["backward_preprocess", "backward", "backward_convert"]
 
 
 def test_strides_of_any_size_fit_32_bits():
@@ -584,10 +588,10 @@ def test_the_launcher_of_documents_hands_over_their_slots(launched):
     lse = torch.randn(4, 300)
     grads = backward.hopper_packed_backward(q, k, k, q, lse, q, None, cu_seqlens, cu_seqlens, 200, True, 0.5)
     assert [x.shape for x in grads] == [x.shape for x in (q, k, k)]
-    grid, tensors, numbers, options = launched["packed_backward_kernel"]
+    grid, tensors, numbers, options = launched["packed_backward"]
     assert grid == ((300 // 128 + 3) * 2,) and tensors[-2] is tensors[-1] is cu_seqlens
     assert numbers[:1] + numbers[2:5] + numbers[6:] == (2, 1, 300, 300, 2)
     assert options["PLAN"].packed and options["PLAN"].whole_key_tiles
-    grid, tensors, numbers, options = launched["preprocess_kernel"]
+    grid, tensors, numbers, options = launched["backward_preprocess"]
     assert grid == (5 * 2 * 4,) and numbers == ((0, 8, 32) * 2 + (4, 300, 5 * 128))
-    assert launched["convert_kernel"][2] == (300, 5 * 128, 2, 0.5) and launched["convert_kernel"][3]["PACKED"]
+    assert launched["backward_convert"][2] == (300, 5 * 128, 2, 0.5) and launched["backward_convert"][3]["PACKED"]

@@ -12,7 +12,7 @@ pytest.importorskip("cs336_systems.attention.hopper.wide_backward", reason="this
 from cs336_systems.attention.hopper import backward, backward_walk, light, schedule
 from cs336_systems.attention.hopper import wide_backward as wide
 from tests.hopper_protocol import Arrive, Partition, Use, Wait, Write, explore
-from tests.test_hopper_backward import LENGTH_PAIRS, early, exact_gradients, low, padded, plain
+from tests.test_hopper_backward import LENGTH_PAIRS, early, exact_gradients, low, padded, plain, record_launches
 
 TILE = wide.ROWS.value  # rows of a tile of keys, and of one of queries
 SINGLE = {"asked": 1, "p_": 1}  # barriers on which one partition arrives
@@ -154,15 +154,7 @@ def test_the_search_finds_a_consumer_that_skips_keys_without_waiting_for_them():
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The launches of `hopper_backward`: name -> (grid, tensors, numbers, options)."""
-    calls: dict[str, tuple] = {}
-
-    def launch(kernel, *call):
-        calls[kernel.fn.__name__.removeprefix("hopper_").removesuffix("_kernel")] = call
-
-    for module in (wide, light):
-        monkeypatch.setattr(module, "launch", launch)
-    return calls
+    return record_launches(monkeypatch, wide, light)
 
 
 @pytest.mark.parametrize("head_dim", [129, 192, 256])
