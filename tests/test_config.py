@@ -63,8 +63,8 @@ REFUSED = [  # what is made of which fields with which change, and the message
     (RunConfig, RUN, {"scale": "large"}, r"RunConfig\.scale must be one of tiny, smoke, handout, got 'large'"),
     (RunConfig, RUN, {"device": "tpu"}, r"RunConfig\.device must be one of cpu, cuda, got 'tpu'"),
     (RunConfig, RUN, {"cell_timeout_s": 86_401}, r"cell_timeout_s must be at most 86400 \(a day\), got 86401"),
-    (RunConfig, RUN, {"seed": 2**63}, r"RunConfig\.seed must be at most 9223372036854775807, got 9223372036854775808"),
-    (RunConfig, RUN, {"seed": -1}, r"RunConfig\.seed must not be negative, got -1"),
+    (RunConfig, RUN, {"seed": 2**63}, r"RunConfig\.seed must be from 0 to 9223372036854775807, got 92233720368547758"),
+    (RunConfig, RUN, {"seed": -1}, r"RunConfig\.seed must be from 0 to 9223372036854775807, got -1"),
 ]
 
 

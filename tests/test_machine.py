@@ -19,13 +19,10 @@ from tests.command_line import invoke
 COVERS = ("cs336_systems/measure", "cs336_systems/experiments/backends.py")
 
 
-def shape(
-    seqlen: int, head_dim: int, dtype: Any = "float32", heads: int = 2, kv_heads: int | None = None
-) -> AttentionShape:
+def shape(seqlen: int, head_dim: int, dtype: Any = "float32", heads: int = 2) -> AttentionShape:
     return AttentionShape(
-        batch=1, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=True, dtype=dtype,
-        kv_heads=kv_heads,
-    )  # fmt: skip
+        batch=1, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=True, dtype=dtype
+    )
 
 
 def doctor(*arguments: str) -> Any:

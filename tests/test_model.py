@@ -38,11 +38,11 @@ def make_model(attention: str = "sdpa", dtype: torch.dtype = torch.float32, seed
     return build_model(CONFIG, attention=attention, device="cpu", dtype=dtype, seed=seed)
 
 
-def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(CONFIG.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+def random_tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(CONFIG.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
-def course_state_dict(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+def course_state_dict(config: ModelConfig) -> dict[str, torch.Tensor]:
     """A float64 state dict with the names and shapes of the course's own model, written out by hand."""
     shapes = {
         "token_embeddings.weight": (config.vocab_size, config.d_model),
@@ -57,7 +57,7 @@ def course_state_dict(config: ModelConfig, seed: int = 0) -> dict[str, torch.Ten
         shapes[f"layers.{layer}.ffn.w1.weight"] = (config.d_ff, config.d_model)
         shapes[f"layers.{layer}.ffn.w2.weight"] = (config.d_model, config.d_ff)
         shapes[f"layers.{layer}.ffn.w3.weight"] = (config.d_ff, config.d_model)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, dtype=torch.float64, generator=generator) / 4 for name, shape in shapes.items()}
 
 
@@ -297,8 +297,8 @@ def run_adamw(optimizer_class, start: list[torch.Tensor], gradients: list[list[t
     return adamw, [parameter.detach() for parameter in parameters]
 
 
-def random_problem(shapes=((3, 4), (5,), (1,), (2, 2, 2)), steps: int = 6, dtype: torch.dtype = torch.float64):
-    generator = torch.Generator().manual_seed(1)
+def random_problem(steps: int = 6, dtype: torch.dtype = torch.float64):
+    generator, shapes = torch.Generator().manual_seed(1), ((3, 4), (5,), (1,), (2, 2, 2))
 
     def draw():
         return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]

@@ -71,7 +71,7 @@ def read_chapters(source: str) -> list[Chapter]:
     return chapters
 
 
-def run_examples(chapter: Chapter, flags: int = 0, *, has_triton: bool = True) -> tuple[dict[str, Any], list[str]]:
+def run_examples(chapter: Chapter, *, has_triton: bool = True) -> tuple[dict[str, Any], list[str]]:
     """The names after the chapter's examples, with the masks by section, and what went wrong."""
     names: dict[str, Any] = {}
     masks: dict[str, BlockMask] = {}
@@ -83,7 +83,7 @@ def run_examples(chapter: Chapter, flags: int = 0, *, has_triton: bool = True) -
                 example.options[doctest.SKIP] = True
         names.pop("mask", None)
         test.globs = names  # not the copy: sections go on from one another
-        runner = doctest.DocTestRunner(verbose=False, optionflags=flags)
+        runner = doctest.DocTestRunner(verbose=False)
         runner.run(test, out=failures.append, clear_globs=False)
         if isinstance(names.get("mask"), BlockMask):
             masks[section.name] = names["mask"]
