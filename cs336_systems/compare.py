@@ -75,10 +75,7 @@ class ComparedRow:
 class ComparedGroup:
     """One quantity of an implementation over all cases and modes of a problem: the geometric mean of its changes."""
 
-    problem: str
-    scale: str
-    implementation: str
-    quantity: str
+    key: tuple[str, ...]  # problem, scale, implementation, quantity
     num_rows: int
     num_cases: int
     verdict: Verdict
@@ -320,9 +317,7 @@ def _compare_group(
     margin = max(student.ppf((1 + confidence) / 2, degrees) * error for degrees, error in errors.items())
     change, low, high = (100 * math.expm1(min(value, 700.0)) for value in (mean, mean - margin, mean + margin))
     verdict = _verdict(change, low, high, threshold_percent, beyond=threshold_percent)
-    problem, scale, implementation, quantity = group
-    facts = (len(rows), len(cases), verdict, change, low, high)
-    return ComparedGroup(problem, scale, implementation, quantity, *facts)
+    return ComparedGroup(group, len(rows), len(cases), verdict, change, low, high)
 
 
 def _log_ratio(row: ComparedRow) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.hopper.function import hopper_attention
-from cs336_systems.attention.hopper.schedule import SCHEDULES, ForwardSchedule
+from cs336_systems.attention.hopper.schedule import SCHEDULES
 from cs336_systems.attention.tiles import head_tile
 from tests.test_s4_attention import all_results, inputs, run
 
@@ -39,18 +39,6 @@ def lengths(kind: str) -> Iterator[tuple[int, int]]:
         yield from ((queries, keys) for queries in EDGES for keys in EDGES)
 
 
-def heads_of(num_queries: int) -> int:
-    return max(HEADS, -(-ROWS // num_queries))
-
-
-def run_schedule(
-    schedule: ForwardSchedule, q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, is_causal: bool
-) -> dict[str, Tensor]:
-    """What `run` returns, with this schedule of the forward, one program a tile."""
-    rest = (False, is_causal, q.shape[-1] ** -0.5, schedule.name("tiles"))
-    return all_results(lambda *leaves: hopper_attention(*leaves, *rest), (q, k, v), grad_output)
-
-
 def errors_over_bounds(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, *, is_causal: bool) -> dict[str, float]:
     """Errors of the Hopper kernels over the contract's bounds, as `contract_errors`: of what `flash_attention` returns,
     and with every schedule of the forward, whose names are part of the keys.
@@ -68,8 +56,9 @@ def errors_over_bounds(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, *, 
         oracle.bounds["grad_k"] += group * float((rounding[..., None] * wide[0]).sum(2).max())
     results = run(q, k, v, grad_output, backend="hopper", is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
     errors = contract_errors(oracle, results)
-    for schedule in SCHEDULES[head_tile(q.shape[-1])]:
-        results = run_schedule(schedule, q, k, v, grad_output, is_causal)
+    for schedule in SCHEDULES[head_tile(q.shape[-1])]:  # one program a tile
+        rest = (False, is_causal, q.shape[-1] ** -0.5, schedule.name("tiles"))
+        results = all_results(lambda *leaves, rest=rest: hopper_attention(*leaves, *rest), (q, k, v), grad_output)
         errors |= {f"{name} {schedule.name('tiles')}": x for name, x in contract_errors(oracle, results).items()}
     return errors
 
@@ -77,7 +66,7 @@ def errors_over_bounds(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, *, 
 def main(kind: str, head_dim: int) -> int:
     wrong = count = 0
     for queries, keys in lengths(kind):
-        heads = heads_of(queries)
+        heads = max(HEADS, -(-ROWS // queries))
         tensors = inputs(1, heads, heads, queries, keys, head_dim, torch.bfloat16, "cuda")
         for is_causal in (False, True):
             errors = errors_over_bounds(*tensors, is_causal=is_causal)

@@ -80,7 +80,7 @@ def test_a_slowdown_that_all_rows_share_is_seen_though_each_is_inside_the_noise(
     comparison = compare_records(base, target)
     assert len(comparison.with_verdict("regression")) < 4 and len(comparison.with_verdict("noise")) > 18
     (group,) = comparison.groups
-    assert (group.problem, group.implementation, group.quantity) == ("flash_benchmarking", "triton", "time")
+    assert group.key == ("flash_benchmarking", "handout", "triton", "time")
     assert (group.num_rows, group.num_cases, group.verdict) == (36, 36, "regression")
     assert 1.5 < group.low_percent < 5 < group.high_percent < 9
     assert group.change_percent == pytest.approx(5, abs=1.5)

@@ -11,7 +11,9 @@ import inspect
 import re
 import sys
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -118,7 +120,7 @@ def build() -> dict[Path, str]:
                 path = IMAGES / f"{section.name.lower().replace('.', '_')}.svg"
                 files[path] = draw(names["masks"][section.name])
                 lines += [f"![{section.name}](images/{path.name})", ""]
-            thing = find(section.name, names)
+            thing = attrgetter(section.name)(SimpleNamespace(**names))
             lines += describe(thing)
             if isinstance(thing, type):
                 lines += methods(thing, described)
@@ -126,15 +128,6 @@ def build() -> dict[Path, str]:
             lines += code(section.examples)
     text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
     return {PAGE: text, **files}
-
-
-def find(name: str, names: dict[str, Any]) -> Any:
-    """The object `name`, or an attribute of one."""
-    first, *rest = name.split(".")
-    found = names[first]
-    for attribute in rest:
-        found = getattr(found, attribute)
-    return found
 
 
 def describe(thing: Any) -> list[str]:
