@@ -162,7 +162,8 @@ def test_the_protocol_ends_for_every_short_length(schedule, is_causal, order):
         protocol = str((kinds, skips))
         if protocol not in alike:
             alike.add(protocol)
-            assert Counter(run_forward(launch, rng)) == Counter(product(range(2), tiles)), (num_queries, num_keys)
+            for _ in range(2):
+                assert Counter(run_forward(launch, rng)) == Counter(product(range(2), tiles)), (num_queries, num_keys)
 
 
 def test_the_protocol_holds_over_many_interleavings():
