@@ -198,56 +198,38 @@ def skips_first_key_tile(launch: Launch, tile: int, consumer: int) -> bool:
     return (len(key_tiles(launch, tile)) - 1) * launch.schedule.key_tile >= first_row + CONSUMER_ROWS
 
 
-def forward_partitions(launch: Launch, items: list[int], walk: Walk, copied: Walk | None = None) -> list[Partition]:
-    """The copier of a program of these work items, the copies into each place, and the consumers.
-
-    The copier takes `copied`, if that is given, for the `walk` of the consumers.
-    """
-    num_slots, is_wide = launch.schedule.slots, launch.schedule.head_tile > 128
-    dynamic = launch.order == "dynamic"
-    copier: Partition = []
+def forward_partitions(launch: Launch, items: list[int], walk: Walk) -> list[Partition]:
+    """The copier of a program of these work items, the copies into each place, and at last the consumers."""
+    schedule, copier = launch.schedule, Partition()
+    consumers: list[Partition] = [[] for _ in range(schedule.consumers)]
     engines: dict[str, Partition] = {}
-    asked: dict[str, int] = {}
 
     def copy(place: str, content: object, barrier: str) -> None:
-        number = asked[place] = asked.get(place, -1) + 1
+        engine = engines.setdefault(place, [])
+        number = len(engine) // 3
         copier.append(Arrive(f"asked_{place}"))
-        engines.setdefault(place, [])
-        engines[place] += [Wait(f"asked_{place}", number & 1), Write(place, content), Arrive(barrier)]
-
-    def tiles_of(item: int, walk: Walk) -> list[tuple[int, int, list[int]]]:
-        return [(head, tile, keys) for head, tile in tiles_of_item(launch, item) if (keys := walk(head, tile))]
+        engine.extend([Wait(f"asked_{place}", number & 1), Write(place, content), Arrive(barrier)])
 
     step = tiles_done = 0
     for number, (item, following) in enumerate(zip(items, [*items[1:], None])):
-        for head, tile, keys in tiles_of(item, copied or walk):
+        for head, tile in tiles_of_item(launch, item):
+            keys = walk(head, tile)
+            if not keys:
+                continue
             for j in range(len(keys) + 1):
-                slot = step % num_slots
+                slot, phase = step % schedule.slots, step // schedule.slots & 1
                 full = f"full{slot}"  # by its announcement and the copies of K and V; the first has no V, the last no K
-                copier += [Wait(f"empty{slot}", step // num_slots & 1 ^ 1), Arrive(full)]
-                copier += [Arrive(full)] * (j in (0, len(keys)))
+                copier += [Wait(f"empty{slot}", phase ^ 1), Arrive(full)] + [Arrive(full)] * (j in (0, len(keys)))
                 if j < len(keys):
                     copy(f"K{slot}", (head, keys[j]), full)
                 if j > 0:
                     copy(f"V{slot}", (head, keys[j - 1]), full)
-                for consumer in range(launch.schedule.consumers) if j == 0 else ():
-                    copier += [Wait(f"q_empty{consumer}", tiles_done & 1 ^ 1), Arrive(f"q_full{consumer}")]
-                    copy(f"Q{consumer}", (head, tile), f"q_full{consumer}")
-                step += 1
-            tiles_done += 1
-        if dynamic:
-            slot, phase = number % 2, number // 2 & 1
-            copier += [Wait(f"item_empty{slot}", phase ^ 1), Write(f"item{slot}", following)]
-            copier.append(Arrive(f"item_full{slot}"))
-    consumers = []
-    for consumer in range(launch.schedule.consumers):
-        own: Partition = []
-        step = tiles_done = 0
-        for number, (item, following) in enumerate(zip(items, [*items[1:], None])):
-            for head, tile, keys in tiles_of(item, walk):
-                for j in range(len(keys) + 1):
-                    slot, phase = step % num_slots, step // num_slots & 1
-                    own += [Wait(f"full{slot}", phase)] + [Wait(f"q_full{consumer}", tiles_done & 1)] * (j == 0)
+                for consumer, own in enumerate(consumers):
+                    own.append(Wait(full, phase))
+                    if j == 0:
+                        copier += [Wait(f"q_empty{consumer}", tiles_done & 1 ^ 1), Arrive(f"q_full{consumer}")]
+                        copy(f"Q{consumer}", (head, tile), f"q_full{consumer}")
+                        own.append(Wait(f"q_full{consumer}", tiles_done & 1))
                     skips = j == 0 and launch.documents is None and skips_first_key_tile(launch, tile, consumer)
                     reads: Partition = []
                     if j < len(keys) and not skips:
@@ -255,16 +237,18 @@ def forward_partitions(launch: Launch, items: list[int], walk: Walk, copied: Wal
                     if j > 0:
                         reads.append(Use(f"V{slot}", (head, keys[j - 1])))
                     own += [*reads, *reads, Arrive(f"empty{slot}")]
-                    own += [Arrive(f"q_empty{consumer}")] * (j == len(keys) - 1 and not is_wide)
-                    step += 1
-                if is_wide:  # O leaves from Q's memory
-                    own += [Write(f"Q{consumer}", "O"), Use(f"Q{consumer}", "O"), Arrive(f"q_empty{consumer}")]
-                tiles_done += 1
-            if dynamic:
-                slot, phase = number % 2, number // 2 & 1
-                read = Use(f"item{slot}", following)
-                own += [Wait(f"item_full{slot}", phase), read, read, Arrive(f"item_empty{slot}")]
-        consumers.append(own)
+                    if j == len(keys) - 1 and schedule.head_tile <= 128:
+                        own.append(Arrive(f"q_empty{consumer}"))
+                step += 1
+            for consumer, own in enumerate(consumers if schedule.head_tile > 128 else ()):  # O leaves from Q's memory
+                own += [Write(f"Q{consumer}", "O"), Use(f"Q{consumer}", "O"), Arrive(f"q_empty{consumer}")]
+            tiles_done += 1
+        if launch.order == "dynamic":
+            slot, phase = number % 2, number // 2 & 1
+            place, full, empty = f"item{slot}", f"item_full{slot}", f"item_empty{slot}"
+            copier += [Wait(empty, phase ^ 1), Write(place, following), Arrive(full)]
+            for own in consumers:
+                own += [Wait(full, phase), Use(place, following), Use(place, following), Arrive(empty)]
     return [copier, *engines.values(), *consumers]
 
 

@@ -219,9 +219,10 @@ def test_a_copier_that_brings_fewer_tiles_than_consumers_wait_for_is_a_hang():
     """The static masked steps hung the prototype at 128 queries: it copied live tiles only. The model must see it."""
     launch = make_launch(LARGE[64], True, 128, 128, batch_heads=1)
     assert key_tiles(launch, 0) == [128, 0]
-    wrong = forward_partitions(launch, [0], lambda *_: [128, 0], copied=lambda *_: [0])
+    right, fewer = (forward_partitions(launch, [0], lambda *_, keys=keys: keys) for keys in ([128, 0], [0]))
+    consumers = launch.schedule.consumers
     with pytest.raises(AssertionError, match="hangs|found"):
-        run_at_random(wrong, forward_arrivals(launch), random.Random(0))
+        run_at_random([*fewer[:-consumers], *right[-consumers:]], forward_arrivals(launch), random.Random(0))
 
 
 @pytest.mark.parametrize("barrier", ["full0", "empty0"])
