@@ -9,13 +9,13 @@ ones.
 
 racecheck reports hazards between threads that share memory. It runs on the Triton kernels alone: between the
 specialised warps of the Hopper kernels it cannot tell right from wrong. It does not see that barriers of all warps and
-mbarriers order what they share, and reports hundreds of hazards that are none; kernels without their barriers it passed
-(2025.3.1, on an H200). What orders those accesses a test reads off the compiled kernels (`tests/ptx_order.py`), and
-models of the protocols run their interleavings (`tests/hopper_protocol.py`).
+mbarriers order what they share, and reports hundreds of hazards that are none; small kernels without their barriers it
+passed (2025.3.1). What orders those accesses a test reads off the compiled kernels (`tests/ptx_order.py`), and models
+of the protocols run their interleavings (`tests/hopper_protocol.py`).
 
-The record holds a row a tool: calls, errors, versions. What a time limit cuts off is
-recorded as not finished. A run replaces the record, with `--keep` only the rows that it has itself. Arguments after
-`--` go to every_config. The exit code is 1 unless all finished and every row is right.
+The record holds a row a tool: calls, errors, versions. What a time limit cuts off is recorded as not finished. A run
+replaces the record, with `--keep` only the rows that it has itself. Arguments after `--` go to every_config. The exit
+code is 1 unless all finished and every row is right.
 """
 
 import argparse
