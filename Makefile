@@ -13,8 +13,6 @@ PYTEST_ARGS ?=
 # Whose implementation `make grade` and `make course-tests` judge.
 ADAPTERS ?= tests/adapters.py
 GRADE_ARGS ?=
-# How long `make fuzz` looks.
-SECONDS ?= 60
 # Processes that `make test` spreads the test files over; one where it is empty, as pytest-xdist may be missing there.
 TEST_PROCESSES ?= $(if $(strip $(VENV)),3)
 # Processes a GPU that `make test-gpu` runs; empty: one after the other, in one process.
@@ -106,9 +104,8 @@ grade: $(STAMP) ## grade an implementation: ADAPTERS=path/to/adapters.py GRADE_A
 course-tests: $(STAMP) ## run the course's own tests: DIR=path/to/assignment2-systems ADAPTERS=path/to/adapters.py
 	@$(RUN) tools/course_tests.py "$(DIR)" "$(ADAPTERS)"
 
-fuzz: $(STAMP) ## attention against the oracle for SECONDS=60, then 2,000 drawn cases of each test that draws its own
-	$(RUN) tools/fuzz.py --seconds $(SECONDS)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m 'not slow' --hypothesis-profile=fuzz \
+fuzz: $(STAMP) ## the tests that draw their cases, ten times as many: attention against the oracle, masks
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m hypothesis --hypothesis-profile=fuzz \
 	    $$(grep -l 'hypothesis import given' tests/test_*.py) $(PYTEST_ARGS)
 
 check-wheel: $(STAMP) ## build the wheel, install it elsewhere, use it with and without Triton

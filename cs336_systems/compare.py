@@ -75,10 +75,7 @@ class ComparedRow:
 class ComparedGroup:
     """One quantity of an implementation over all cases and modes of a problem: the geometric mean of its changes."""
 
-    problem: str
-    scale: str
-    implementation: str
-    quantity: str
+    key: tuple[str, ...]  # problem, scale, implementation, quantity
     num_rows: int
     num_cases: int
     verdict: Verdict
@@ -119,15 +116,15 @@ def record_files(path: Path, problem: str | None = None) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder")
-    for folder in (path / "records", path):
-        if files := sorted(folder.glob("*.jsonl")):
-            return [file for file in files if file.stem not in ("tests", RUNS) and problem in (None, file.stem)]
-    inside = sorted(child for child in path.iterdir() if (child / "records").is_dir())
-    if len(inside) > 1:
-        raise ValueError(f"{path}: several results folders, name one of {', '.join(child.name for child in inside)}")
-    if not inside:
+    own = [folder for folder in (path / "records", path) if any(folder.glob("*.jsonl"))]
+    found = own[:1] or sorted(path.glob("*/records"))
+    if not found:
         raise ValueError(f"{path}: no records")
-    return record_files(inside[0], problem)
+    if len(found) > 1:
+        names = ", ".join(folder.parent.name for folder in found)
+        raise ValueError(f"{path}: several results folders, name one of {names}")
+    files = [file for file in sorted(found[0].glob("*.jsonl")) if file.stem not in ("tests", RUNS)]
+    return [file for file in files if problem in (None, file.stem)]
 
 
 def read_all(path: Path, problem: str | None = None) -> list[Record]:
@@ -320,9 +317,7 @@ def _compare_group(
     margin = max(student.ppf((1 + confidence) / 2, degrees) * error for degrees, error in errors.items())
     change, low, high = (100 * math.expm1(min(value, 700.0)) for value in (mean, mean - margin, mean + margin))
     verdict = _verdict(change, low, high, threshold_percent, beyond=threshold_percent)
-    problem, scale, implementation, quantity = group
-    facts = (len(rows), len(cases), verdict, change, low, high)
-    return ComparedGroup(problem, scale, implementation, quantity, *facts)
+    return ComparedGroup(group, len(rows), len(cases), verdict, change, low, high)
 
 
 def _log_ratio(row: ComparedRow) -> float:

@@ -242,7 +242,5 @@ class RunConfig:
             raise ValueError(
                 f"RunConfig.cell_timeout_s must be at most {MAX_CELL_TIMEOUT_S} (a day), got {self.cell_timeout_s}"
             )
-        if self.seed < 0:
-            raise ValueError(f"RunConfig.seed must not be negative, got {self.seed}")
-        if self.seed > MAX_SEED:
-            raise ValueError(f"RunConfig.seed must be at most {MAX_SEED}, got {self.seed}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"RunConfig.seed must be from 0 to {MAX_SEED}, got {self.seed}")

@@ -32,7 +32,6 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 from IPython.display import Markdown, display
@@ -44,8 +43,14 @@ from cs336_systems.experiments.pages import Book, Page
 from cs336_systems.notebook import check, show, show_published
 
 sys.path.append(str(Path(cs336_systems.__file__).resolve().parent.parent))  # the model of the protocol is a test's
-from tests import hopper_protocol  # noqa: E402
-from tests.hopper_protocol import ProtocolError, items_of_program, key_tiles, simulate  # noqa: E402
+from tests.hopper_protocol import (  # noqa: E402
+    forward_arrivals,
+    forward_partitions,
+    items_of_program,
+    key_tiles,
+    run_at_random,
+    run_forward,
+)
 
 plt.rcParams.update({"figure.dpi": 80, "figure.constrained_layout.use": True, "axes.axisbelow": True})
 
@@ -227,7 +232,7 @@ def num_steps(first_query: int, query_tile: int, key_tile: int, num_keys: int) -
 
 # %%
 whole = call(128, 1024, config=large(128))
-by_schedule = [sum(whole.num_key_tiles(tile)) + 1 for tile in range(whole.num_tiles)]
+by_schedule = [len(key_tiles(whole, tile)) + 1 for tile in range(whole.num_tiles)]
 ours = [num_steps(whole.first_query(tile), 128, 128, 1024) for tile in range(whole.num_tiles)]
 check(
     (num_steps(0, 128, 128, 1024), 2, "The first tile of queries sees one tile of keys: two steps."),
@@ -294,9 +299,8 @@ for head_dim in SCHEDULES:
         for is_causal in (False, True):
             for config in (large(head_dim), ""):
                 launch = call(head_dim, length, multiprocessors=2, is_causal=is_causal, config=config)
-                for program in range(launch.num_programs):
-                    simulate(launch, program, rng)
-                    programs += 1
+                run_forward(launch, rng)
+                programs += launch.num_programs
 print(f"{programs} programs ended, every tile read was the one wanted")
 
 # %% [markdown]
@@ -331,37 +335,33 @@ check(
 # the tiles that exist, multiply what an earlier step left and then wait for a copy that nobody makes:
 
 # %%
-
-
-def unbounded(launch: Launch, tile: int) -> list[int]:
-    """Key tiles as consumers saw them that did not look at how many there are."""
-    found = key_tiles(launch, tile)
-    return [*found, *[0] * (launch.schedule.masked_tiles(launch.is_causal) + 1 - len(found))]
-
-
 launch = call(64, 128, config=large(64))
-with patch.object(hopper_protocol, "key_tiles", unbounded):
-    try:
-        simulate(launch, 0, random.Random(0))
-        print("ended")
-    except ProtocolError as error:
-        print(f"ProtocolError: {error}")
+unrolled = forward_partitions(launch, [0], lambda head, tile: key_tiles(launch, tile))
+existing = forward_partitions(launch, [0], lambda head, tile: [0])
+consumers = launch.schedule.consumers  # which come last
+try:
+    run_at_random([*existing[:-consumers], *unrolled[-consumers:]], forward_arrivals(launch), random.Random(0))
+    print("ended")
+except AssertionError as error:
+    print(f"AssertionError: {error}")
 
 # %% [markdown]
 # ## 5. What was measured
 #
-# Committed records of one H200: the ladder from Triton with pointers to these kernels, and their place beside the
-# libraries on shapes of real models. Where there are none yet, the cell says so.
+# Committed records: the ladder from Triton with pointers to these kernels, and their place beside the libraries on
+# shapes of real models. Where there are none yet, the cell says so.
 
 # %%
 root = Path(cs336_systems.__file__).resolve().parent.parent
 book = Book(root, root / "results" / "nvidia-h200")
 for problem in ("hopper_ladder", "attention_shapes"):
-    if not (book.folder / "records" / f"{problem}.jsonl").is_file():
+    if not (book.folder_of(problem) / "records" / f"{problem}.jsonl").is_file():
         display(Markdown(f"*`{problem}` is not measured yet.*"))
         continue
+    page = Page(book, problem)
+    display(Markdown(f"`{problem}` on an {page.device()}:"))
     show_published(book.figure_path(problem, "forward_backward"), f"{problem}: TFLOP/s, forward and backward")
-    display(Markdown(Page(book, problem).table("forward_backward")))
+    display(Markdown(page.table("forward_backward")))
 
 # %% [markdown]
 # Further: the kernels read from top to bottom, with their steps drawn in the docstring:

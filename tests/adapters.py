@@ -38,14 +38,8 @@ def ddp_on_after_backward(ddp_model: Any, optimizer: torch.optim.Optimizer) -> N
     ddp_model.finish_gradient_synchronization()
 
 
-def get_ddp_individual_parameters(module: torch.nn.Module) -> torch.nn.Module:
-    """The 2025 edition's name of `get_ddp`."""
-    return get_ddp(module)
-
-
-def ddp_individual_parameters_on_after_backward(ddp_model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Called between the backward and the optimizer's step."""
-    ddp_model.finish_gradient_synchronization()
+# The 2025 edition's names
+get_ddp_individual_parameters, ddp_individual_parameters_on_after_backward = get_ddp, ddp_on_after_backward
 
 
 def get_ddp_bucketed(module: torch.nn.Module, bucket_size_mb: float | None) -> torch.nn.Module:
@@ -57,9 +51,7 @@ def get_ddp_bucketed(module: torch.nn.Module, bucket_size_mb: float | None) -> t
     return BucketedDDP(module, bucket_size_mb)
 
 
-def ddp_bucketed_on_after_backward(ddp_model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Called between the backward and the optimizer's step."""
-    ddp_model.finish_gradient_synchronization()
+ddp_bucketed_on_after_backward = ddp_on_after_backward
 
 
 def ddp_bucketed_on_train_batch_start(ddp_model: Any, optimizer: torch.optim.Optimizer) -> None:

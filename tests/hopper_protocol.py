@@ -1,21 +1,160 @@
-"""A model of the Hopper forward on plain numbers: no GPU, no Triton.
+"""Models of what the Hopper kernels do, on plain numbers: no GPU, no Triton.
 
-`items_of_program` and `key_tiles` say what a program computes, in the order in which it does where that is not dynamic,
-and `simulate` runs the protocol between the warp that copies and those that compute, with copies and warps advancing in
-any order. A kernel that waits for an arrival that never comes hangs the GPU without a word; here it is an exception.
+Of the forward, `items_of_program` and `key_tiles` say what a program computes, in the order in which it does where that
+is not dynamic. A program's protocol is a list of partitions, each the list of what it waits for, signals, writes and
+reads, in order; a copy engine is one, and may deliver a tile any time after it was asked. `explore` runs every
+interleaving of such partitions and `run_at_random` one. A kernel that waits for an arrival that never comes hangs the
+GPU without a word; here it is an AssertionError.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from cs336_systems.attention.hopper.schedule import Launch
+from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, Launch
 
 # (index into batch and heads, tile of queries) -> first keys of its key tiles; none for a slot without a tile
 Walk = Callable[[int, int], list[int]]
+ANYTHING = -2  # of a place that is read, whatever lies there
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Go on once the phase of this parity is over (mbarrier.try_wait.parity)."""
+
+    barrier: str
+    parity: int
+
+
+@dataclass(frozen=True)
+class Arrive:
+    barrier: str
+
+
+@dataclass(frozen=True)
+class Meet:
+    """bar.sync of the two consumers: go on when both are here."""
+
+    barrier: str
+
+
+@dataclass(frozen=True)
+class Signal:
+    """bar.arrive: be counted. A second one before the `Await` would end the barrier without it."""
+
+    barrier: str
+
+
+@dataclass(frozen=True)
+class Await:
+    """bar.sync with the other side's `Signal`."""
+
+    barrier: str
+
+
+@dataclass(frozen=True)
+class Write:
+    place: str
+    content: Any
+
+
+@dataclass(frozen=True)
+class Use:
+    """Read a place, which must hold this; what matmuls and the copy engine read is there twice, at start and end."""
+
+    place: str
+    content: Any
+
+
+Operation = Wait | Arrive | Meet | Signal | Await | Write | Use
+Partition = list[Operation]
+State = dict[str, Any]  # (phase, arrivals that are missing) of an mbarrier, what lies in a place, a signal that waits
+
+
+def start(partitions: list[Partition], arrivals: Mapping[str, int]) -> tuple[State, dict[str, int]]:
+    """The state at the start, and how many arrivals end a phase of each mbarrier: 2 or as its prefix says."""
+    names = {op.barrier for partition in partitions for op in partition if isinstance(op, Wait | Arrive)}
+    counts = {name: next((count for prefix, count in arrivals.items() if name.startswith(prefix)), 2) for name in names}
+    return {name: (0, count) for name, count in counts.items()}, counts
+
+
+def advance(
+    partitions: list[Partition], places: Sequence[int], who: int, state: State, counts: Mapping[str, int]
+) -> list[int]:
+    """Carry out the next operation of `who` in `state`; the partitions that move on by it, none where it has to wait.
+
+    AssertionError where it reads what was not meant, or signals twice.
+    """
+    operation = partitions[who][places[who]]
+    match operation:
+        case Wait(barrier, parity):
+            if state[barrier][0] == parity:
+                return []
+        case Arrive(barrier):
+            phase, missing = state[barrier]
+            state[barrier] = (phase, missing - 1) if missing > 1 else (phase ^ 1, counts[barrier])
+        case Meet():
+            there = [x for x, at in enumerate(places) if partitions[x][at : at + 1] == [operation]]
+            return there if len(there) == 2 else []
+        case Signal(barrier):
+            assert barrier not in state, f"{barrier} twice"
+            state[barrier] = ()
+        case Await(barrier):
+            if barrier not in state:
+                return []
+            del state[barrier]
+        case Write(place, content):
+            state[place] = content
+        case Use(place, content):
+            found = state.get(place)
+            assert content in (ANYTHING, found), f"{place} must hold {content}, found {found}"
+    return [who]
+
+
+def explore(partitions: list[Partition], arrivals: Mapping[str, int]) -> None:
+    """Run every interleaving; AssertionError where one hangs or goes wrong as `advance` says."""
+    state, counts = start(partitions, arrivals)
+    first = ((0,) * len(partitions), frozenset(state.items()))
+    seen, stack = {first}, [first]
+    while stack:
+        places, frozen = stack.pop()
+        left = [who for who, place in enumerate(places) if place < len(partitions[who])]
+        moves = 0
+        for who in left:
+            state = dict(frozen)
+            if moved := advance(partitions, places, who, state, counts):
+                moves += 1
+                after = tuple(x + (i in moved) for i, x in enumerate(places)), frozenset(state.items())
+                if after not in seen:
+                    seen.add(after)
+                    stack.append(after)
+        assert moves or not left, f"hangs at {places}"
+
+
+def run_at_random(
+    partitions: list[Partition], arrivals: Mapping[str, int], rng: random.Random, ahead: tuple[str, ...] = ()
+) -> None:
+    """Run one interleaving, as `explore` does. The barriers `ahead` begin a phase ahead: a mistake."""
+    state, counts = start(partitions, arrivals)
+    state |= {barrier: (1, counts[barrier]) for barrier in ahead}
+    places, left = [0] * len(partitions), [who for who, partition in enumerate(partitions) if partition]
+    while left:
+        first = rng.randrange(len(left))
+        for who in left[first:] + left[:first]:
+            if moved := advance(partitions, places, who, state, counts):
+                break
+        else:
+            raise AssertionError(f"hangs at {places}")
+        for one in moved:
+            places[one] += 1
+            if places[one] == len(partitions[one]):
+                left.remove(one)
+
+
+# The forward
 
 
 def items_of_program(launch: Launch, program: int) -> Iterator[tuple[int, int]]:
@@ -35,201 +174,101 @@ def tiles_of_item(launch: Launch, item: int) -> list[tuple[int, int]]:
     return [(group + head, num_tiles - 1 - tile if launch.is_causal else tile)]
 
 
-def _walks(launch: Launch, item: int, walk: Walk) -> list[tuple[int, int, list[int]]]:
-    return [(head, tile, keys) for head, tile in tiles_of_item(launch, item) if (keys := walk(head, tile))]
-
-
 def key_tiles(launch: Launch, tile: int) -> list[int]:
     """First keys of the key tiles that a tile of queries takes, in its order: from the last visible one to key 0.
 
     The masked steps are unrolled, so there are at least so many tiles; one that nobody sees is read from behind the
     end, as zeros, and its scores are hidden.
     """
-    live, dead = launch.num_key_tiles(tile)
-    return [launch.num_keys] * dead + [i * launch.schedule.key_tile for i in reversed(range(live))]
+    schedule, end = launch.schedule, launch.num_keys
+    if launch.is_causal:
+        end = min(end, launch.first_query(tile) + schedule.query_tile, launch.num_queries)
+    live = -(-end // schedule.key_tile)
+    dead = max(0, schedule.masked_tiles(launch.is_causal) - live)
+    return [launch.num_keys] * dead + [i * schedule.key_tile for i in reversed(range(live))]
 
 
-class ProtocolError(Exception):
-    """A run of the model in which somebody waits for ever, or reads what it should not."""
+def skips_first_key_tile(launch: Launch, tile: int, consumer: int) -> bool:
+    """Whether a consumer's rows of a tile come before all keys of the key tile that is walked first."""
+    if launch.schedule.masked_tiles(launch.is_causal) == 1:
+        return False  # the rows of all consumers are cut by the diagonal, or there is none
+    first_row = launch.first_query(tile) + consumer * CONSUMER_ROWS
+    if first_row < 0:  # rows to spare, which are read from behind the end
+        first_row = launch.num_queries
+    return (len(key_tiles(launch, tile)) - 1) * launch.schedule.key_tile >= first_row + CONSUMER_ROWS
 
 
-@dataclass
-class _Barrier:
-    """An mbarrier: a phase ends when all arrivals and all announced bytes are in."""
+def forward_partitions(launch: Launch, items: list[int], walk: Walk) -> list[Partition]:
+    """The copier of a program of these work items, the copies into each place, and at last the consumers."""
+    schedule, copier = launch.schedule, Partition()
+    consumers: list[Partition] = [[] for _ in range(schedule.consumers)]
+    engines: dict[str, Partition] = {}
 
-    count: int
-    phase: int = 0
-    arrived: int = 0
-    bytes_missing: int = 0
+    def copy(place: str, content: object, barrier: str) -> None:
+        engine = engines.setdefault(place, [])
+        number = len(engine) // 3
+        copier.append(Arrive(f"asked_{place}"))
+        engine.extend([Wait(f"asked_{place}", number & 1), Write(place, content), Arrive(barrier)])
 
-    def arrive(self) -> None:
-        if self.arrived == self.count:
-            raise ProtocolError("more arrivals in a phase than the barrier counts")
-        self.arrived += 1
-        self._end_phase()
-
-    def expect(self, num_bytes: int) -> None:
-        self.bytes_missing += num_bytes
-        self.arrive()
-
-    def deliver(self, num_bytes: int) -> None:
-        self.bytes_missing -= num_bytes
-        self._end_phase()
-
-    def passes(self, parity: int) -> bool:
-        """Whether a wait for the phase of this parity is over."""
-        return self.phase != parity
-
-    def _end_phase(self) -> None:
-        if self.arrived == self.count and self.bytes_missing == 0:
-            self.phase ^= 1
-            self.arrived = 0
-
-
-Wait = tuple[_Barrier, int]  # a process yields what it waits for
-Memory = dict[tuple[str, int], object]  # (kind of tile, slot) -> what lies there
-ITEM_SLOTS = 2
-
-
-@dataclass
-class _Machine:
-    """Shared memory, barriers, and copies under way, of one program."""
-
-    launch: Launch
-    walk: Walk  # that consumers wait for
-    counter: Iterator[int]  # of all programs: the work items that a dynamic order hands out
-    memory: Memory = field(default_factory=dict)
-    copies: list[Callable[[], None]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        schedule = self.launch.schedule
-        self.q_full = [_Barrier(1) for _ in range(schedule.consumers)]
-        self.q_empty = [_Barrier(1) for _ in range(schedule.consumers)]
-        self.full = [_Barrier(1) for _ in range(schedule.slots)]
-        self.empty = [_Barrier(schedule.consumers) for _ in range(schedule.slots)]
-        self.item_full = [_Barrier(1) for _ in range(ITEM_SLOTS)]
-        self.item_empty = [_Barrier(schedule.consumers) for _ in range(ITEM_SLOTS)]
-
-    def copy(self, place: tuple[str, int], content: object, barrier: _Barrier) -> None:
-        self.memory.pop(place, None)  # from here on the old content is being overwritten
-
-        def arrive() -> None:
-            self.memory[place] = content
-            barrier.deliver(1)
-
-        self.copies.append(arrive)
-
-    def read(self, place: tuple[str, int], expected: object) -> None:
-        if self.memory.get(place) != expected:
-            raise ProtocolError(f"{place} should hold {expected}, holds {self.memory.get(place)}")
-
-
-def _copier(machine: _Machine, program: int, walk: Walk | None = None) -> Iterator[Wait]:
-    launch, step, tiles_done, items_done, item = machine.launch, 0, 0, 0, program
-    slots = launch.schedule.slots
-    while item < launch.num_items:
-        next_item = next(machine.counter) if launch.order == "dynamic" else item + launch.num_programs
-        for head, tile, keys in _walks(launch, item, walk or machine.walk):
+    step = tiles_done = 0
+    for number, (item, following) in enumerate(zip(items, [*items[1:], None])):
+        for head, tile in tiles_of_item(launch, item):
+            keys = walk(head, tile)
+            if not keys:
+                continue
             for j in range(len(keys) + 1):
-                slot, phase = step % slots, step // slots & 1
-                yield machine.empty[slot], phase ^ 1
-                loads = [("K", keys[j])] if j < len(keys) else []
-                loads += [("V", keys[j - 1])] if j > 0 else []
-                machine.full[slot].expect(len(loads))
-                for kind, first_key in loads:
-                    machine.copy((kind, slot), (head, first_key), machine.full[slot])
-                if j == 0:
-                    for consumer in range(launch.schedule.consumers):
-                        yield machine.q_empty[consumer], tiles_done & 1 ^ 1
-                        machine.q_full[consumer].expect(1)
-                        machine.copy(("Q", consumer), (head, tile), machine.q_full[consumer])
-                step += 1
-            tiles_done += 1
-        if launch.order == "dynamic":
-            slot, phase = items_done % ITEM_SLOTS, items_done // ITEM_SLOTS & 1
-            yield machine.item_empty[slot], phase ^ 1
-            machine.memory["item", slot] = next_item
-            machine.item_full[slot].arrive()
-            items_done += 1
-        item = next_item
-
-
-def _consumer(machine: _Machine, program: int, consumer: int, done: list[tuple[int, int, int]]) -> Iterator[Wait]:
-    launch, step, tiles_done, items_done, item = machine.launch, 0, 0, 0, program
-    slots, is_wide = launch.schedule.slots, launch.schedule.head_tile > 128
-    while item < launch.num_items:
-        for head, tile, keys in _walks(launch, item, machine.walk):
-            for j in range(len(keys) + 1):
-                slot, phase = step % slots, step // slots & 1
-                yield machine.full[slot], phase
-                if j == 0:
-                    yield machine.q_full[consumer], tiles_done & 1
-                operands: list[tuple[tuple[str, int], object]] = []
-                skips = j == 0 and launch.documents is None and launch.skips_first_key_tile(tile, consumer)
-                if j < len(keys) and not skips:
-                    operands += [(("Q", consumer), (head, tile)), (("K", slot), (head, keys[j]))]
+                slot, phase = step % schedule.slots, step // schedule.slots & 1
+                full = f"full{slot}"  # by its announcement and the copies of K and V; the first has no V, the last no K
+                copier += [Wait(f"empty{slot}", phase ^ 1), Arrive(full)] + [Arrive(full)] * (j in (0, len(keys)))
+                if j < len(keys):
+                    copy(f"K{slot}", (head, keys[j]), full)
                 if j > 0:
-                    operands += [(("V", slot), (head, keys[j - 1]))]
-                for _ in range(2):  # what the products read lies there when they start and when they end
-                    for place, expected in operands:
-                        machine.read(place, expected)
-                    yield _Barrier(1), 1
-                machine.empty[slot].arrive()
+                    copy(f"V{slot}", (head, keys[j - 1]), full)
+                for consumer, own in enumerate(consumers):
+                    own.append(Wait(full, phase))
+                    if j == 0:
+                        copier += [Wait(f"q_empty{consumer}", tiles_done & 1 ^ 1), Arrive(f"q_full{consumer}")]
+                        copy(f"Q{consumer}", (head, tile), f"q_full{consumer}")
+                        own.append(Wait(f"q_full{consumer}", tiles_done & 1))
+                    skips = j == 0 and launch.documents is None and skips_first_key_tile(launch, tile, consumer)
+                    reads: Partition = []
+                    if j < len(keys) and not skips:
+                        reads += [Use(f"Q{consumer}", (head, tile)), Use(f"K{slot}", (head, keys[j]))]
+                    if j > 0:
+                        reads.append(Use(f"V{slot}", (head, keys[j - 1])))
+                    own += [*reads, *reads, Arrive(f"empty{slot}")]
+                    if j == len(keys) - 1 and schedule.head_tile <= 128:
+                        own.append(Arrive(f"q_empty{consumer}"))
                 step += 1
-                if j == len(keys) - 1 and not is_wide:
-                    machine.q_empty[consumer].arrive()
-            if is_wide:  # O leaves from Q's memory
-                machine.memory["Q", consumer] = "O"
-                yield _Barrier(1), 1
-                machine.read(("Q", consumer), "O")
-                machine.q_empty[consumer].arrive()
+            for consumer, own in enumerate(consumers if schedule.head_tile > 128 else ()):  # O leaves from Q's memory
+                own += [Write(f"Q{consumer}", "O"), Use(f"Q{consumer}", "O"), Arrive(f"q_empty{consumer}")]
             tiles_done += 1
-            done.append((head, tile, consumer))
         if launch.order == "dynamic":
-            slot, phase = items_done % ITEM_SLOTS, items_done // ITEM_SLOTS & 1
-            yield machine.item_full[slot], phase
-            item = machine.memory["item", slot]
-            yield _Barrier(1), 1
-            machine.read(("item", slot), item)
-            machine.item_empty[slot].arrive()
-            items_done += 1
-        else:
-            item += launch.num_programs
+            slot, phase = number % 2, number // 2 & 1
+            place, full, empty = f"item{slot}", f"item_full{slot}", f"item_empty{slot}"
+            copier += [Wait(empty, phase ^ 1), Write(place, following), Arrive(full)]
+            for own in consumers:
+                own += [Wait(full, phase), Use(place, following), Use(place, following), Arrive(empty)]
+    return [copier, *engines.values(), *consumers]
 
 
-def simulate_all(launch: Launch, rng: random.Random, walk: Walk | None = None) -> list[tuple[int, int, int]]:
-    """`simulate` of every program, one after the other; of a dynamic order the first one takes what is handed out."""
-    counter = count(launch.num_programs)
-    return [
-        piece for program in range(launch.num_programs) for piece in simulate(launch, program, rng, walk, counter)
-    ]
+def forward_arrivals(launch: Launch) -> dict[str, int]:
+    consumers = launch.schedule.consumers
+    return {"asked": 1, "full": 3, "empty": consumers, "q_empty": 1, "item_full": 1, "item_empty": consumers}
 
 
-def simulate(
-    launch: Launch, program: int, rng: random.Random, walk: Walk | None = None, counter: Iterator[int] | None = None
-) -> list[tuple[int, int, int]]:
-    """Run one program, whoever can advance doing so at random; the (head, tile, consumer) that it computed.
+def run_forward(launch: Launch, rng: random.Random, walk: Walk | None = None) -> list[tuple[int, int]]:
+    """`run_at_random` of every program, one after the other; the (head, tile) that they compute.
 
-    `walk` says which key tiles a tile of queries takes, without a mask's lists `key_tiles`.
-
-    ProtocolError when nobody can advance, a tile is read that is not the one wanted, or an arrival is one too many.
+    Of a dynamic order the first program takes what is handed out. `walk` says which key tiles a tile of queries takes,
+    where that is not `key_tiles`.
     """
-    counter = counter or count(launch.num_programs)
-    machine = _Machine(launch, walk or (lambda head, tile: key_tiles(launch, tile)), counter)
-    done: list[tuple[int, int, int]] = []
-    processes = [_copier(machine, program)]
-    processes += [_consumer(machine, program, consumer, done) for consumer in range(launch.schedule.consumers)]
-    waits: dict[Iterator[Wait], Wait | None] = {process: next(process, None) for process in processes}
-    while True:
-        able = [process for process, wait in waits.items() if wait is not None and wait[0].passes(wait[1])]
-        choices = len(able) + len(machine.copies)
-        if not choices:
-            break
-        choice = rng.randrange(choices)
-        if choice < len(able):
-            waits[able[choice]] = next(able[choice], None)
-        else:
-            machine.copies.pop(choice - len(able))()
-    if any(wait is not None for wait in waits.values()):
-        raise ProtocolError("everybody waits")
+    walk = walk or (lambda head, tile: key_tiles(launch, tile))
+    done = []
+    for program in range(launch.num_programs):
+        items = list(range(program, launch.num_items, launch.num_programs))
+        if launch.order == "dynamic":
+            items = [program, *range(launch.num_programs, launch.num_items if program == 0 else 0)]
+        run_at_random(forward_partitions(launch, items, walk), forward_arrivals(launch), rng)
+        done += [place for item in items for place in tiles_of_item(launch, item) if walk(*place)]
     return done

@@ -1,18 +1,22 @@
-"""Whether the accesses of the Hopper kernels on which racecheck is blind are in order, read off their PTX.
+"""Whether what the specialised warps of the Hopper kernels share is accessed in order, read off their PTX.
 
-  ring       a row is stored, and loaded, after a wait for its slot, which comes after the last rows' accesses; then
-             threads meet; then one of them arrives
-  dispatch   all warps meet, read the numbers of their partitions, and meet before anything else; what is written there
-             is followed by a barrier of all, too
+  ring       a row in `..._slots`, or the forward's `items`, is stored, and loaded, after a wait for its slot, which
+             comes after the last rows' accesses; then threads meet; then one of them arrives
+  dispatch   at the kernel's first line and at `gl.warp_specialize` all warps meet, read the numbers of their
+             partitions, and meet before anything else; what is written there is followed by a barrier of all, too
 
 A step of a ring is straight code, so the order of the text is the order of execution; partitions are judged one by one.
 """
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
+KERNELS = Path(__file__).resolve().parents[1] / "cs336_systems/attention/hopper"
+SLOT_ACCESS = re.compile(r"\b(\w+_slots|items)\.index\(\w*slot\)\.(load|store)\(")
 PLACE = re.compile(r"\.loc\b.*// (\w+\.py):(\d+)\b")
 EVENTS = (
     ("load", re.compile(r"\bld\.shared\b")),
@@ -26,8 +30,38 @@ NUMBER = re.compile(r"\bld\.shared\.b8\b|\bst\.shared\S*\s+\[global_smem\+\d+\]"
 LABEL = re.compile(r"^(\$L__BB\w+):")
 
 
-def disorder(ptx: str, is_slot: Callable[[str, int], bool], is_dispatch: Callable[[str, int], bool]) -> list[str]:
-    """What is out of order among the accesses at these places (file, line); "no ..." where there are none."""
+@cache
+def lines_of(file: str) -> list[str]:
+    return (KERNELS / file).read_text().splitlines() if (KERNELS / file).exists() else []
+
+
+def dispatch_of(kernel: str, file: str) -> set[int]:
+    """The lines of a kernel's dispatch: its first one and the statements around `gl.warp_specialize`.
+
+    They are the kernel's own, or those of a function that it calls, with that one's first line and the call's.
+    """
+    functions = {x.name: x for x in ast.parse("\n".join(lines_of(file))).body if isinstance(x, ast.FunctionDef)}
+    own = functions[kernel]
+    statements: list[ast.stmt] = []
+    firsts = {own.lineno}
+    for x in own.body:
+        called = next((name for name in functions if f"{name}(" in ast.unparse(x)), "")
+        within = [y for y in functions[called].body if specialises(y)] if called else []
+        firsts |= {functions[called].lineno} if within else set()
+        statements += [x, *within] if within or specialises(x) else []
+    assert statements
+    return firsts | {line for x in statements for line in range(x.lineno, (x.end_lineno or x.lineno) + 1)}
+
+
+def specialises(statement: ast.stmt) -> bool:
+    return "gl.warp_specialize" in ast.unparse(statement)
+
+
+def disorder(ptx: str) -> list[str]:
+    """What is out of order among these accesses of a kernel; "no ..." where there are none."""
+    (kernel,) = re.findall(r"\.entry (\w+)", ptx)
+    own_file = f"{re.search('forward|wide|backward', kernel)[0]}.py".replace("wide", "wide_backward")
+    dispatch_lines = dispatch_of(kernel, own_file)
     events: list[tuple[str, str]] = []  # (kind, instruction)
     labels: dict[str, int] = {}  # how many events come before
     targets: list[str] = []
@@ -41,14 +75,16 @@ def disorder(ptx: str, is_slot: Callable[[str, int], bool], is_dispatch: Callabl
         elif not targets and text.startswith("$L__BB"):  # the list behind .branchtargets
             targets = re.findall(r"\$L__BB\w+", text)
         kind = next((kind for kind, pattern in EVENTS if pattern.search(text)), "")
-        if kind in ("load", "store") and is_slot(file, line):
+        if kind in ("load", "store") and SLOT_ACCESS.search("".join(lines_of(file)[line - 1 : line])):
             rings.append(len(events))
-        elif kind in ("load", "store") and is_dispatch(file, line):
+        elif kind in ("load", "store") and file == own_file and line in dispatch_lines:
             numbers.append(len(events))
         if kind:
             events.append((kind, text))
     kinds = [kind for kind, _ in events]
-    found = [f"no {kind} of {name}" for name, places in (("a row", rings), ("a partition's number", numbers))
+    has_ring = kernel == "hopper_wide_dkdv_kernel" or kernel.endswith("backward_kernel")
+    sought = [("a row", rings)] * has_ring + [("a partition's number", numbers)]
+    found = [f"no {kind} of {name}" for name, places in sought
              for kind in ("load", "store") if kind not in {kinds[place] for place in places}]  # fmt: skip
     for place in rings:
         last_arrival = max((at for at in range(place) if kinds[at] == "arrive"), default=0)

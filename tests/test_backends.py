@@ -29,7 +29,7 @@ from cs336_systems.config import RunConfig
 from cs336_systems.device import DeviceInfo
 from cs336_systems.experiments.backend_choice import HEAD_DIMS, BackendChoice, taken_by_auto
 from cs336_systems.experiments.records import Record, Run, case_to_dict
-from tests.test_tools import load_tool
+from tools import backend_table
 
 ALL_OK = dict.fromkeys(BACKENDS, "ok")
 NO_TRITON = ALL_OK | dict.fromkeys(("triton_first", "triton", "hopper"), "triton is not installed")
@@ -278,7 +278,6 @@ def test_select_backend_refuses_with_the_reason(inputs: dict[str, Any], message:
 # The table behind `auto`
 
 
-backend_table = load_tool("backend_table")
 LOSES_AT_MOST = 1.05
 
 

@@ -80,7 +80,7 @@ def test_a_slowdown_that_all_rows_share_is_seen_though_each_is_inside_the_noise(
     comparison = compare_records(base, target)
     assert len(comparison.with_verdict("regression")) < 4 and len(comparison.with_verdict("noise")) > 18
     (group,) = comparison.groups
-    assert (group.problem, group.implementation, group.quantity) == ("flash_benchmarking", "triton", "time")
+    assert group.key == ("flash_benchmarking", "handout", "triton", "time")
     assert (group.num_rows, group.num_cases, group.verdict) == (36, 36, "regression")
     assert 1.5 < group.low_percent < 5 < group.high_percent < 9
     assert group.change_percent == pytest.approx(5, abs=1.5)
@@ -218,6 +218,11 @@ def write(folder: Path, records: list[Record]) -> Path:
     return folder
 
 
+def compared(folder: Path, base: list[Record], target: list[Record], *options: str) -> Any:
+    """What `compare` says of both, as records in folders."""
+    return invoke("compare", write(folder / "base", base), write(folder / "target", target), *options)
+
+
 def test_files_and_folders_of_records(tmp_path: Path) -> None:
     folder = write(tmp_path / "results" / "test-gpu", run_of(1))
     for path in (folder, folder / "records", folder / "records" / "flash_benchmarking.jsonl", tmp_path / "results"):
@@ -236,48 +241,43 @@ def test_files_and_folders_of_records(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_regressed(tmp_path: Path) -> None:
-    base, target = write(tmp_path / "base", run_of(1)), write(tmp_path / "target", run_of(2, slower=1.05))
-    result = invoke("compare", base, target)
+    result = compared(tmp_path, run_of(1), run_of(2, slower=1.05))
     assert result.exit_code == 1, result.output
     assert "flash_benchmarking triton bfloat16 1x16x128x64 causal forward time" in result.stdout
     assert "20 rows at a threshold of 1.5 %: 20 regressed" in result.stdout
-    assert invoke("compare", base, target, "--fail-on", "none").exit_code == 0
-    assert invoke("compare", base, target, "--threshold", "30").exit_code == 0
+    for option in (("--fail-on", "none"), ("--threshold", "30")):
+        assert invoke("compare", tmp_path / "base", tmp_path / "target", *option).exit_code == 0
 
 
 def test_the_command_on_two_runs_of_the_same_code_and_of_other_problems(tmp_path: Path) -> None:
-    base, target = write(tmp_path / "base", run_of(1)), write(tmp_path / "target", run_of(2))
-    result = invoke("compare", base, target)
+    result = compared(tmp_path, run_of(1), run_of(2))
     assert result.exit_code == 0 and "no regression" in result.stdout and "20 unchanged" in result.stdout
-    everything = invoke("compare", base, target, "--all").stdout
+    everything = invoke("compare", tmp_path / "base", tmp_path / "target", "--all").stdout
     assert everything.count("unchanged") == 22  # rows, their group, the summary
-    other = write(tmp_path / "other", [structs.replace(row, problem="torch_compile") for row in run_of(2)])
-    result = invoke("compare", base, other)
+    others = [structs.replace(row, problem="torch_compile") for row in run_of(2)]
+    result = compared(tmp_path / "of others", run_of(1), others)
     assert "none in common" in result.stdout and "no regression" not in result.stdout
 
 
 def test_single_samples_are_shown_where_they_differ(tmp_path: Path) -> None:
     once = {"quantity": "compile_time", "unit": "s"}
-    base = write(tmp_path / "base", [record(128, [10.0], **once), record(256, [10.0], **once)])
-    target = write(tmp_path / "target", [record(128, [10.0], **once), record(256, [15.0], **once)])
-    shown = invoke("compare", base, target).stdout
+    base, target = ([record(128, [10.0], **once), record(256, [seconds], **once)] for seconds in (10.0, 15.0))
+    shown = compared(tmp_path, base, target).stdout
     assert "1x16x256x64" in shown and "1x16x128x64" not in shown and "2 not compared" in shown
-    assert "1x16x128x64" in invoke("compare", base, target, "--all").stdout
+    assert "1x16x128x64" in invoke("compare", tmp_path / "base", tmp_path / "target", "--all").stdout
 
 
 def test_the_command_lists_what_is_not_on_both_sides(tmp_path: Path) -> None:
-    base, target = write(tmp_path / "base", run_of(1)), write(tmp_path / "target", [*run_of(2)[1:], run_of(2)[3]])
-    result = invoke("compare", base, target)
+    result = compared(tmp_path, run_of(1), [*run_of(2)[1:], run_of(2)[3]])
     assert result.exit_code == 2
     assert "missing in the target: 1\n  flash_benchmarking triton bfloat16 1x16x128x64 causal" in result.stdout
     assert "measured more than once, the newest counts: 1" in result.stdout
 
 
 def test_models_and_other_cases_are_described(tmp_path: Path) -> None:
-    case = ModelCase(model=MODEL_SIZES["xl"], batch=4, attention="reference")
-    case_of_others = {"type": "Bucket", "bucket_mb": 10}
-    rows = [record(128, [1.0] * 5, case=case_to_dict(case)), record(128, [1.0] * 5, case=case_of_others)]
-    result = invoke("compare", write(tmp_path / "a", rows), write(tmp_path / "b", rows), "--all")
+    model = case_to_dict(ModelCase(model=MODEL_SIZES["xl"], batch=4, attention="reference"))
+    rows = [record(128, [1.0] * 5, case=case) for case in (model, {"type": "Bucket", "bucket_mb": 10})]
+    result = compared(tmp_path, rows, rows, "--all")
     assert "triton xl batch=4 context=512 warmup=5 forward time" in result.stdout
     assert "triton bucket_mb=10 forward time" in result.stdout
 
@@ -286,8 +286,8 @@ def test_names_in_records_give_no_orders_to_a_terminal(tmp_path: Path) -> None:
     """Taken for markup, a path in brackets ended the command with a traceback, and a word in brackets vanished."""
     name, other = "a\x1b[2Jb", "c\x1b]0;t\x07"
     base = [record(128, [1.0] * 5, implementation=name), record(256, [1.0] * 5, implementation=other)]
-    target = [broken(record(128, [1.0] * 5, implementation=name), message="no\x1b[31m [/tag] in [bold]")]
-    result = invoke("compare", write(tmp_path / "base", base), write(tmp_path / "target", target), "--all")
+    target = [broken(base[0], message="no\x1b[31m [/tag] in [bold]")]
+    result = compared(tmp_path, base, target, "--all")
     assert "\x1b" not in result.output and "\x07" not in result.output
     for shown in (r"a\x1b[2Jb", r"no\x1b[31m [/tag] in [bold]", r"c\x1b]0;t\x07"):
         assert shown in result.stdout
@@ -305,9 +305,8 @@ def test_lines_that_are_no_records_are_counted_in_one_line(tmp_path: Path) -> No
 
 
 def test_records_of_two_devices_are_refused(tmp_path: Path) -> None:
-    base = write(tmp_path / "base", run_of(1))
-    other = write(tmp_path / "other", [record(128, [1.0], device={"name": "Other GPU", "kind": "cuda"})])
-    assert_refused(invoke("compare", base, other), "records of different devices cannot be compared")
+    other = [record(128, [1.0], device={"name": "Other GPU", "kind": "cuda"})]
+    assert_refused(compared(tmp_path, run_of(1), other), "records of different devices cannot be compared")
 
 
 def test_pooled_series_stay_one_and_units_are_not_mixed() -> None:

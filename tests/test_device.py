@@ -180,19 +180,13 @@ def test_compilers_are_looked_for_and_may_be_named(monkeypatch: pytest.MonkeyPat
 def test_the_interpreter_s_variable_decides_until_triton_is_imported(
     value: str | None, on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "triton.knobs", raising=False)
+    triton = pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if value is not None:
         monkeypatch.setenv("TRITON_INTERPRET", value)
-    assert device.interpreter_is_on() is on
-    for interpret in (False, True):
-        knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=interpret))
-        monkeypatch.setitem(sys.modules, "triton.knobs", knobs)
-        assert device.interpreter_is_on() is interpret
-
-
-def test_the_real_triton_s_switch_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton = pytest.importorskip("triton")
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "triton.knobs", raising=False)
+        assert device.interpreter_is_on() is on
     for interpret in (False, True):
         monkeypatch.setattr(triton.knobs.runtime, "interpret", interpret)
         assert device.interpreter_is_on() is interpret

@@ -1,7 +1,6 @@
 """The README and the pages of docs/: their snippets run as pasted, and the API page is what the code says."""
 
 import importlib
-import importlib.util
 import json
 import re
 import runpy
@@ -14,16 +13,11 @@ import pytest
 from cs336_systems.attention.backends import available_backends
 from cs336_systems.distributed.checkpoint import checkpoints
 from cs336_systems.distributed.fsdp import FSDP
+from tools import api_docs
 
 ROOT = Path(__file__).parent.parent
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MOST_WORDS = 1_300  # of the README, with its tables
-
-SPEC = importlib.util.spec_from_file_location("api_docs", ROOT / "tools" / "api_docs.py")
-api_docs = importlib.util.module_from_spec(SPEC)
-sys.modules["api_docs"] = api_docs  # where its dataclasses look for their module
-SPEC.loader.exec_module(api_docs)
-
 
 @pytest.mark.parametrize("document", ["README.md", "docs/package.md"])
 def test_the_snippet_runs_as_pasted(document, tmp_path):

@@ -4,14 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import pytest
 
-from tests.processes import is_running
-from tests.test_tools import ROOT, load_tool
+from tests.processes import is_running, wait_until
+from tools import gpu_tests
 
-gpu_tests = load_tool("gpu_tests")
+ROOT = Path(__file__).resolve().parent.parent
 Collected = gpu_tests.GpuTest
 
 CONFTEST = """
@@ -123,18 +123,12 @@ def test_a_signal_ends_the_tests_and_all_that_they_started(project, number):
     command = [sys.executable, str(ROOT / "tools/gpu_tests.py"), "--commit", "abc", "--clean", "--gpus", "0"]
     pids = project / "pids"
     with subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as tool:
-        deadline = time.monotonic() + 120
-        while not (pids.exists() and pids.read_text().endswith("\n")):
-            assert tool.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"), tool)
         tool.send_signal(number)
         _, errors = tool.communicate(timeout=60)
     assert tool.returncode == 128 + number, errors
     assert errors == "interrupted: the rows of what has ended are kept\n"
-    deadline = time.monotonic() + 60
-    while any(is_running(int(pid)) for pid in pids.read_text().split()):
-        assert time.monotonic() < deadline, "somebody is left"
-        time.sleep(0.1)
+    wait_until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()), seconds=60)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from cs336_systems.cli import app
 from cs336_systems.grading.checks import CHECKS
 from cs336_systems.grading.grade import HUNG, Grade, Grader, Result, checks_of, chosen_problems, grade
 from cs336_systems.grading.models import largest_difference
 from cs336_systems.handout import HANDOUT, problems_of
+from tests.command_line import assert_refused, invoke
 
 ROOT = Path(__file__).resolve().parent.parent
 SOLUTIONS = ROOT / "tests/solutions"
@@ -248,13 +247,13 @@ def test_points_need_every_required_check_and_none_beyond():
 def test_the_command_prints_json_and_exits_by_the_points(grader: Grader, monkeypatch):
     monkeypatch.setattr("cs336_systems.grading.grade.Grader", lambda time_limit_s: nullcontext(grader))
     arguments = ["grade", str(SOLUTIONS / "bucket_ignored.py"), "--json", "--problem"]
-    full = CliRunner().invoke(app, [*arguments, "optimizer_state_sharding"])
+    full = invoke(*arguments, "optimizer_state_sharding")
     assert full.exit_code == 0, full.stderr
     found = json.loads(full.stdout)
     assert (found["total"], found["points"]) == (15, 15)
     assert all(check["requires"] for check in found["problems"][0]["checks"])
     assert "[ 1/7] passed  optimizer_state_sharding.equals_the_unsharded_optimizer" in full.stderr
-    lost = CliRunner().invoke(app, [*arguments, "ddp_overlap_bucketed", "--problem", "optimizer_state_sharding"])
+    lost = invoke(*arguments, "ddp_overlap_bucketed", "--problem", "optimizer_state_sharding")
     assert lost.exit_code == 1 and json.loads(lost.stdout)["total"] == 15
 
 
@@ -272,8 +271,7 @@ def test_the_command_prints_json_and_exits_by_the_points(grader: Grader, monkeyp
 )
 def test_wrong_arguments_are_one_line(arguments, message, monkeypatch):
     monkeypatch.chdir(ROOT)
-    result = CliRunner().invoke(app, ["grade", *arguments])
-    assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
+    assert_refused(invoke("grade", *arguments), message)
 
 
 def test_the_page_says_what_each_check_requires():

@@ -17,6 +17,7 @@ import torch
 from cs336_systems.attention.masks.tiles import pack_tokens
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.measure.stages import STAGES, TOTAL, time_stages
+from tests.hopper_protocol import ANYTHING, Arrive, Await, Meet, Operation, Partition, Signal, Use, Wait, Write, explore
 
 backward = pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper")
 light = pytest.importorskip("cs336_systems.attention.hopper.light")
@@ -254,67 +255,19 @@ def test_keys_that_no_query_sees_are_not_read():
 # Barriers: what each partition waits for and signals, in order. Every interleaving is tried.
 
 
-@dataclass(frozen=True)
-class Wait:
-    """Go on once the phase of this parity is over (mbarrier.try_wait.parity)."""
-
-    barrier: str
-    parity: int
-
-
-@dataclass(frozen=True)
-class Arrive:
-    barrier: str
-
-
-@dataclass(frozen=True)
-class Meet:
-    """bar.sync of the two consumers: go on when both are here."""
-
-    barrier: str
-
-
-@dataclass(frozen=True)
-class Signal:
-    """bar.arrive: be counted. A second one before the `Await` would end the barrier without it."""
-
-    barrier: str
-
-
-@dataclass(frozen=True)
-class Await:
-    """bar.sync with the other side's `Signal`."""
-
-    barrier: str
-
-
-@dataclass(frozen=True)
-class Write:
-    place: str
-    step: int
-
-
-@dataclass(frozen=True)
-class Use:
-    """Read a place, which must hold what was made in this step; -2: whatever it holds."""
-
-    place: str
-    step: int
-
-
-Operation = Wait | Arrive | Meet | Signal | Await | Write | Use
 ALONE, BY_SENDERS, LATE = (way.value for way in (backward.ALONE, backward.BY_SENDERS, backward.LATE))
+ASKED = {"asked": 1}  # one partition asks for a copy
 
 
-def slots(steps: int, producer_steps: int | None = None) -> list[list[Operation]]:
+def slots(steps: int, producer_steps: int | None = None) -> list[Partition]:
     """The ring of Q and dO in a program of so many steps in all, as `_produce` and `_consume` have it.
 
     A step waits for the next one's slot and reads it before it releases its own. The copy engine is a partition here:
     it may deliver a tile any time after it was asked.
     """
-    producer: list[Operation] = []
-    engine: list[Operation] = []
-    consumer: list[Operation] = []
+    producer: Partition = []
+    engine: Partition = []
+    consumer: Partition = []
     for step in range(steps if producer_steps is None else producer_steps):
         slot, round_ = step % SLOTS, step // SLOTS
         producer += [Wait(f"empty{slot}", (round_ & 1) ^ 1), Arrive(f"asked{step}"), Arrive(f"full{slot}")]
@@ -329,24 +282,24 @@ def slots(steps: int, producer_steps: int | None = None) -> list[list[Operation]
     return [producer, engine, consumer, [*consumer]]
 
 
-def gradients(steps: int, way: int) -> list[list[Operation]]:
+def gradients(steps: int, way: int, tiles: int | None = None) -> list[Partition]:
     """The way of dS and dQ through shared memory, as `_step`, `_consume` and `_send` have it.
 
     What matmuls and the copy engine read they may read until they are waited for: such reads are there twice.
     """
-    tiles = 3 if way == LATE else 2
-    programs: list[list[Operation]] = []
+    tiles = tiles or (3 if way == LATE else 2)
+    programs: list[Partition] = []
     for own in (0, 1):
         part = f"dQ{own}"
-        copied: list[Operation] = []
+        copied: Partition = []
 
-        def read(step: int) -> list[Operation]:
-            return [Use(f"dS{half}{step % tiles}", step if step >= 0 else -2) for half in (0, 1)]
+        def read(step: int) -> Partition:
+            return [Use(f"dS{half}{step % tiles}", step if step >= 0 else ANYTHING) for half in (0, 1)]
 
-        def hand_over(step: int) -> list[Operation]:
+        def hand_over(step: int) -> Partition:
             return [Await(f"sent{own}"), Write(part, step), Signal(f"written{own}")]  # noqa: B023
 
-        consumer: list[Operation] = [Signal(f"ready{own}1")] if way == LATE else []
+        consumer: Partition = [Signal(f"ready{own}1")] if way == LATE else []
         for step in range(steps):
             write = Write(f"dS{own}{step % tiles}", step)
             if way == LATE:
@@ -364,7 +317,7 @@ def gradients(steps: int, way: int) -> list[list[Operation]]:
             consumer += hand_over(steps - 1)
         if way != ALONE:
             consumer.append(Await(f"sent{own}"))
-        sender: list[Operation] = []
+        sender: Partition = []
         if way != ALONE:
             sender.append(Signal(f"sent{own}"))
             if way == LATE:
@@ -375,98 +328,44 @@ def gradients(steps: int, way: int) -> list[list[Operation]]:
     return programs
 
 
-def explore(programs: list[list[Operation]], single: tuple[str, ...] = ("asked",)) -> None:
-    """Run every interleaving; AssertionError where one hangs, or finds another step's tile, or signals twice.
-
-    Barriers count two arrivals a phase, and one where their names begin as in `single`.
-    """
-    barriers = sorted({op.barrier for program in programs for op in program if isinstance(op, Wait | Arrive)})
-    counts = {name: 1 if name.startswith(single) else 2 for name in barriers}
-    start = ((0,) * len(programs), frozenset((name, (0, counts[name])) for name in barriers))
-    seen, stack = {start}, [start]
-    while stack:
-        places, frozen = stack.pop()
-        done, moves = True, 0
-        for who, place in enumerate(places):
-            if place == len(programs[who]):
-                continue
-            done = False
-            operation, moved, state = programs[who][place], [who], dict(frozen)
-            match operation:
-                case Wait(barrier, parity):
-                    if state[barrier][0] == parity:
-                        continue
-                case Arrive(barrier):
-                    phase, pending = state[barrier]
-                    state[barrier] = (phase, pending - 1) if pending > 1 else (phase ^ 1, counts[barrier])
-                case Meet():
-                    there = [x for x, at in enumerate(places) if programs[x][at : at + 1] == [operation]]
-                    if len(there) < 2:
-                        continue
-                    moved = there
-                case Signal(barrier):
-                    assert barrier not in state, f"{barrier} twice"
-                    state[barrier] = ()
-                case Await(barrier):
-                    if barrier not in state:
-                        continue
-                    del state[barrier]
-                case Write(name, step):
-                    state[name] = step
-                case Use(name, step):
-                    assert step == -2 or state.get(name) == step, f"step {step} of {name} found {state.get(name)}"
-            moves += 1
-            after = tuple(x + (i in moved) for i, x in enumerate(places)), frozenset(state.items())
-            if after not in seen:
-                seen.add(after)
-                stack.append(after)
-        assert moves or done, f"hangs at {places}"
-
-
 @pytest.mark.parametrize("steps", range(8))
 def test_no_interleaving_hangs_or_reads_the_wrong_tile(steps):
-    explore(slots(steps))
+    explore(slots(steps), ASKED)
 
 
 @pytest.mark.parametrize("way", [ALONE, BY_SENDERS, LATE], ids=["alone", "by senders", "late"])
 @pytest.mark.parametrize("steps", range(1, 7))
 def test_no_interleaving_sends_the_wrong_gradients(steps, way):
-    explore(gradients(steps, way))
+    explore(gradients(steps, way), ASKED)
 
 
-def test_the_search_finds_a_producer_that_stops_early():
-    with pytest.raises(AssertionError, match="hangs"):
-        explore(slots(4, producer_steps=3))
+def early(partition: Partition, operation: Operation, before: Operation) -> Partition:
+    """`partition` with its first `operation` before another."""
+    rest = list(partition)
+    rest.remove(operation)
+    place = rest.index(before)
+    return [*rest[:place], operation, *rest[place:]]
 
 
-def test_the_search_finds_a_slot_that_is_released_too_early():
-    programs = slots(5)
-    early = programs[3]
-    early.remove(Arrive("empty0"))
-    early.insert(early.index(Use("slot0", 0)), Arrive("empty0"))
-    with pytest.raises(AssertionError, match="found|hangs"):
-        explore(programs)
+def overwritten(way: int) -> list[Partition]:
+    first, *others = gradients(4, way)
+    return [[op for op in first if op != Await("sent0")], *others]
 
 
-@pytest.mark.parametrize("way", [BY_SENDERS, LATE], ids=["by senders", "late"])
-def test_the_search_finds_a_part_that_is_overwritten_before_it_is_sent(way):
-    programs = gradients(4, way)
-    programs[0] = [op for op in programs[0] if op != Await("sent0")]
-    with pytest.raises(AssertionError, match="found|twice"):
-        explore(programs)
-
-
-def test_the_search_finds_two_tiles_where_late_gradients_need_three():
-    programs = gradients(4, LATE)
-    fewer = [
-        [
-            op.__class__(f"{op.place[:3]}{op.step % 2}", op.step) if getattr(op, "place", "")[:2] == "dS" else op
-            for op in p
-        ]
-        for p in programs
-    ]
-    with pytest.raises(AssertionError, match="found"):
-        explore(fewer)
+@pytest.mark.parametrize(
+    "partitions, complaint",
+    [
+        pytest.param(slots(4, producer_steps=3), "hangs", id="a producer that stops early"),
+        pytest.param([*slots(5)[:3], early(slots(5)[3], Arrive("empty0"), Use("slot0", 0))], "found|hangs",
+                     id="a slot that is released too early"),
+        pytest.param(overwritten(BY_SENDERS), "found|twice", id="a part that is overwritten before it is sent"),
+        pytest.param(overwritten(LATE), "found|twice", id="a late part that is overwritten before it is sent"),
+        pytest.param(gradients(4, LATE, tiles=2), "found", id="two tiles where late gradients need three"),
+    ],
+)  # fmt: skip
+def test_the_search_finds_mistakes(partitions, complaint):
+    with pytest.raises(AssertionError, match=complaint):
+        explore(partitions, ASKED)
 
 
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
@@ -513,19 +412,23 @@ def test_programs_that_start_together_come_to_their_turns_in_step():
 # The launcher: what it hands to the three kernels
 
 
-@pytest.fixture
-def launched(monkeypatch) -> dict[str, tuple]:
-    """The launches of `hopper_backward`: name -> (grid, tensors, numbers, options)."""
+def record_launches(monkeypatch, *modules) -> dict[str, tuple]:
+    """The launches of these modules from now on: name -> (grid, tensors, numbers, options)."""
     calls: dict[str, tuple] = {}
 
     def launch(kernel, *call):
-        name = kernel.fn.__name__.removeprefix("hopper_").removeprefix("backward_")
+        name = kernel.fn.__name__.removeprefix("hopper_").removesuffix("_kernel")
         assert name not in calls
         calls[name] = call
 
-    for module in (backward, light):
+    for module in modules:
         monkeypatch.setattr(module, "launch", launch)
     return calls
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    return record_launches(monkeypatch, backward, light)
 
 
 def low(*shape: int) -> torch.Tensor:
@@ -544,7 +447,7 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
     width = 64 if head_dim <= 64 else 128
     query_tile, num_rows = backward.QUERY_TILES[width], -(-queries // 128) * 128
     key_tiles = -(-min(keys, queries) // 128)
-    grid, tensors, numbers, options = launched["kernel"]
+    grid, tensors, numbers, options = launched["backward"]
     q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, dk_tiles, dv_tiles, rows, turns = tensors
     assert grid == (key_tiles * 6,)
     inputs = (q_tiles, k_tiles, v_tiles, do_tiles)
@@ -568,13 +471,13 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
     assert turns is rows
     assert not dk[:, :, key_tiles * 128 :].any() and not dv[:, :, key_tiles * 128 :].any()
 
-    grid, tensors, numbers, options = launched["preprocess_kernel"]
+    grid, tensors, numbers, options = launched["backward_preprocess"]
     columns = {"D": padded, "D_TILE": width, "ROWS": 64, "OVERLAP": False}
     assert grid == (num_rows // 64 * 12,) and options == {"HAS_DL": False, "HAS_SUMS": True, "ORDERED": False} | columns
     assert tensors[4] is rows
     row = padded // 8
-    assert numbers == ((6 * queries * row, queries * row, row) * 2 + (6, queries, num_rows))
-    grid, (sums, result, _), numbers, options = launched["convert_kernel"]
+    assert numbers == ((6 * queries * row, queries * row, row) * 2 + (6, queries, num_rows))  # strides of O and dO
+    grid, (sums, result, _), numbers, options = launched["backward_convert"]
     assert grid == (-(-queries // 64) * 12,) and options == {"PACKED": False} | columns
     assert (result is dq) == (padded == head_dim) and result.shape[-1] == padded
     assert numbers == (queries, num_rows, 0, 0.5)
@@ -587,11 +490,11 @@ def test_the_launcher_makes_room_for_turns(launched, head_dim, is_causal):
     """A counter for each consumer's part of each tile of dQ, by senders; without a mask one head after the other."""
     q, lse = low(2, 6, 300, head_dim), torch.randn(2, 6, 300)
     backward.hopper_backward(q, q, q, q, lse, q, None, True, is_causal, 0.5)
-    _, (*_, turns), (_, heads_together, tiles_together, *_), options = launched["kernel"]
+    _, (*_, turns), (_, heads_together, tiles_together, *_), options = launched["backward"]
     assert turns.dtype == torch.int32 and turns.numel() == 12 * 384 * head_dim // (64 * 64) * (128 // head_dim)
     assert options["PLAN"].ordered and options["PLAN"].dq_way != ALONE
     assert (heads_together, tiles_together) == (1, 1) or is_causal
-    assert launched["preprocess_kernel"][1][-1] is turns and launched["preprocess_kernel"][-1]["ORDERED"]
+    assert launched["backward_preprocess"][1][-1] is turns and launched["backward_preprocess"][-1]["ORDERED"]
 
 
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
@@ -602,7 +505,7 @@ def test_the_launcher_knows_where_keys_are_missing(launched, is_causal):
         q, k = (torch.empty(1, 1, rows, 64, dtype=torch.bfloat16) for rows in (queries, keys))
         launched.clear()
         backward.hopper_backward(q, k, k, q, torch.empty(1, 1, queries), q, None, False, is_causal, 0.5)
-        grid, _, _, options = launched["kernel"]
+        grid, _, _, options = launched["backward"]
         assert (grid, options["PLAN"].whole_key_tiles) == ((problem.programs,), problem.whole), problem
 
 
@@ -611,10 +514,10 @@ def test_the_launcher_copies_what_tma_cannot_read(launched):
     do = torch.ones((), dtype=torch.bfloat16).expand(q.shape)
     dl = torch.ones(()).expand(1, 2, 100)
     backward.hopper_backward(q, q, q, q, torch.randn(1, 2, 100), do, dl, False, False, 0.5)
-    _, (q_tiles, _, _, do_tiles, *_), *_ = launched["kernel"]
+    _, (q_tiles, _, _, do_tiles, *_), *_ = launched["backward"]
     assert q_tiles.base.data_ptr() == q.data_ptr()
     assert do_tiles.strides[1:] == [100 * 64, 64, 1]
-    _, (_, copied, _, grad_lse, *_), _, options = launched["preprocess_kernel"]
+    _, (_, copied, _, grad_lse, *_), _, options = launched["backward_preprocess"]
     assert torch.equal(copied, do) and copied.is_contiguous()
     assert torch.equal(grad_lse, dl) and grad_lse.is_contiguous() and options["HAS_DL"] is True
 
@@ -628,7 +531,7 @@ def test_the_launches_are_stages(launched):
 
     samples = time_stages(differentiate, device="cpu", num_samples=2, warmup=0)
     assert list(samples) == ["preprocess", "dkv", "dq", TOTAL] and set(samples) - {TOTAL} < set(STAGES)
-    assert list(launched) == ["preprocess_kernel", "kernel", "convert_kernel"]
+    assert list(launched) == ["backward_preprocess", "backward", "backward_convert"]
 
 
 def test_strides_of_any_size_fit_32_bits():
@@ -685,10 +588,10 @@ def test_the_launcher_of_documents_hands_over_their_slots(launched):
     lse = torch.randn(4, 300)
     grads = backward.hopper_packed_backward(q, k, k, q, lse, q, None, cu_seqlens, cu_seqlens, 200, True, 0.5)
     assert [x.shape for x in grads] == [x.shape for x in (q, k, k)]
-    grid, tensors, numbers, options = launched["packed_backward_kernel"]
+    grid, tensors, numbers, options = launched["packed_backward"]
     assert grid == ((300 // 128 + 3) * 2,) and tensors[-2] is tensors[-1] is cu_seqlens
     assert numbers[:1] + numbers[2:5] + numbers[6:] == (2, 1, 300, 300, 2)
     assert options["PLAN"].packed and options["PLAN"].whole_key_tiles
-    grid, tensors, numbers, options = launched["preprocess_kernel"]
+    grid, tensors, numbers, options = launched["backward_preprocess"]
     assert grid == (5 * 2 * 4,) and numbers == ((0, 8, 32) * 2 + (4, 300, 5 * 128))
-    assert launched["convert_kernel"][2] == (300, 5 * 128, 2, 0.5) and launched["convert_kernel"][3]["PACKED"]
+    assert launched["backward_convert"][2] == (300, 5 * 128, 2, 0.5) and launched["backward_convert"][3]["PACKED"]

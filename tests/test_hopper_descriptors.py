@@ -1,14 +1,11 @@
 """What the Hopper kernels' launcher tells the copy engine, without a GPU: `attention/hopper/descriptors.py`."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from cs336_systems.attention.compilation import compile_all, compiled_launches
 from cs336_systems.measure.stages import TOTAL, time_stages
 
 descriptors = pytest.importorskip("cs336_systems.attention.hopper.descriptors")
@@ -142,48 +139,18 @@ def test_programs_that_share_a_multiprocessor_start_with_a_share_of_its_register
     assert [value for option, value in options.items() if option == "maxnreg"] == limits
 
 
-def compiled_ptx(source, folder):
-    """PTX for sm_90 of the kernel `kernel(pointer)` that `source` defines, by the Triton that is installed."""
-    script = folder / "kernel.py"
-    script.write_text(source + COMPILE)
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(Path(__file__).parents[1])}
-    return subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True, timeout=120
-    ).stdout
+def compile_rescaling(_):
+    from tests.hopper_instructions import rescale_kernel
+
+    pointer = torch.empty(8192 + 64, device="meta")
+    (kernel,) = compiled_launches("sm90", "rescale_kernel", lambda: rescale_kernel[(1,)](pointer, num_warps=4))
+    return kernel.asm["ptx"]
 
 
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-
-source = GluonASTSource(fn=kernel, signature={"pointer": "*fp32"}, constexprs={}, attrs={})
-print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"])
-"""
-
-RESCALE = """
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from cs336_systems.attention.hopper.builtins import by_threads, rescale_rows
-
-@gluon.jit
-def kernel(pointer):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, 128, gl.SliceLayout(0, layout))
-    pointers = pointer + rows[:, None] * 128 + columns[None, :]
-    accumulator = gl.load(pointers)
-    shared: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_threads(accumulator).type.layout))
-    rows, threads = gl.arange(0, 64, gl.SliceLayout(1, shared)), gl.arange(0, 4, gl.SliceLayout(0, shared))
-    factor = gl.load(pointer + 8192 + rows[:, None] + threads[None, :] * 0)
-    gl.store(pointers, rescale_rows(accumulator, factor))
-"""
-
-
-def test_rescaling_multiplies_by_the_rows_factors(tmp_path):
+def test_rescaling_multiplies_by_the_rows_factors():
     """The accumulator's operands were counted once, as outputs: it was multiplied by itself."""
-    lines = compiled_ptx(RESCALE, tmp_path).splitlines()
+    ((_, ptx),) = compile_all(["sm90"], compile_rescaling, jobs=1)
+    lines = list(map(str.strip, ptx.splitlines()))
     start = next(i for i, line in enumerate(lines) if line.startswith("@!any bra.uni UNCHANGED"))
     tests = [re.match(r"setp\.neu\.(?:or\.)?f32 any, (%r\d+),", line) for line in lines[start - 3 : start - 1]]
     factors = [match[1] for match in tests]

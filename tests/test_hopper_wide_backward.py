@@ -11,22 +11,11 @@ pytest.importorskip("cs336_systems.attention.hopper.wide_backward", reason="this
 
 from cs336_systems.attention.hopper import backward, backward_walk, light, schedule
 from cs336_systems.attention.hopper import wide_backward as wide
-from tests.test_hopper_backward import (
-    LENGTH_PAIRS,
-    Arrive,
-    Operation,
-    Use,
-    Wait,
-    Write,
-    exact_gradients,
-    explore,
-    low,
-    padded,
-    plain,
-)
+from tests.hopper_protocol import Arrive, Partition, Use, Wait, Write, explore
+from tests.test_hopper_backward import LENGTH_PAIRS, early, exact_gradients, low, padded, plain, record_launches
 
 TILE = wide.ROWS.value  # rows of a tile of keys, and of one of queries
-SINGLE = ("asked", "p_")  # barriers on which one partition arrives
+SINGLE = {"asked": 1, "p_": 1}  # barriers on which one partition arrives
 
 
 # dK and dV: each tile of keys meets the queries that see it
@@ -77,25 +66,25 @@ def ring(step: int, slots: int = 2) -> tuple[int, int]:
     return step % slots, step // slots & 1
 
 
-def copies(name: str, steps: int, slots: int = 2) -> list[Operation]:
+def copies(name: str, steps: int, slots: int = 2) -> Partition:
     """The copy engine, which may deliver a tile any time after it was asked."""
-    operations: list[Operation] = []
+    operations: Partition = []
     for step in range(steps):
         slot, _ = ring(step, slots)
         operations += [Wait(f"asked_{name}{step}", 0), Write(f"{name}{slot}", step), Arrive(f"{name}_full{slot}")]
     return operations
 
 
-def of_keys(steps: int) -> list[list[Operation]]:
+def of_keys(steps: int) -> list[Partition]:
     """`_copy_queries`, the copies, `_sum_dv` and `_sum_dk`; what matmuls read is there when they start and end."""
-    producer: list[Operation] = []
+    producer: Partition = []
     for step in range(steps):
         slot, phase = ring(step)
         producer += [Wait(f"q_empty{slot}", phase ^ 1), Arrive(f"asked_q{step}"), Write(f"rows{slot}", step)]
         producer += [Arrive(f"q_full{slot}"), Wait(f"do_empty{slot}", phase ^ 1), Arrive(f"asked_do{step}")]
         producer += [Arrive(f"do_full{slot}")]
-    of_dv: list[Operation] = [Wait("q_full0", 0), Use("q0", 0)]
-    of_dk: list[Operation] = [Wait("do_full0", 0), Use("do0", 0)]
+    of_dv: Partition = [Wait("q_full0", 0), Use("q0", 0)]
+    of_dk: Partition = [Wait("do_full0", 0), Use("do0", 0)]
     for step in range(steps):
         slot, phase = ring(step)
         following = min(step + 1, steps - 1)
@@ -111,14 +100,14 @@ def of_keys(steps: int) -> list[list[Operation]]:
     return [producer, copies("q", steps), copies("do", steps), of_dv, of_dk]
 
 
-def of_queries(steps: int, skips: int) -> list[list[Operation]]:
+def of_queries(steps: int, skips: int) -> list[Partition]:
     """`_copy_keys`, the copies and two `_sum_dq`, of which the first `skips` do not see the first keys."""
-    producer: list[Operation] = []
+    producer: Partition = []
     for step in range(steps):
         slot, phase = ring(step)
         producer += [Wait(f"k_empty{slot}", phase ^ 1), Arrive(f"asked_k{step}"), Arrive(f"k_full{slot}")]
         producer += [Wait("v_empty0", step & 1 ^ 1), Arrive(f"asked_v{step}"), Arrive("v_full0")]
-    consumers: list[list[Operation]] = [[], []]
+    consumers: list[Partition] = [[], []]
     for number, consumer in enumerate(consumers):
         first = int(number < skips)
         if first:
@@ -146,12 +135,9 @@ def test_no_interleaving_of_dq_hangs_or_reads_the_wrong_tile(steps, skips):
 
 
 def test_the_search_finds_queries_that_are_released_before_the_probabilities_are_read():
-    programs = of_keys(4)
-    of_dk = programs[4]
-    of_dk.remove(Arrive("q_empty0"))
-    of_dk.insert(of_dk.index(Use("P0", 0)), Arrive("q_empty0"))
+    *others, of_dk = of_keys(4)
     with pytest.raises(AssertionError, match="found"):
-        explore(programs, SINGLE)
+        explore([*others, early(of_dk, Arrive("q_empty0"), Use("P0", 0))], SINGLE)
 
 
 def test_the_search_finds_a_consumer_that_skips_keys_without_waiting_for_them():
@@ -168,15 +154,7 @@ def test_the_search_finds_a_consumer_that_skips_keys_without_waiting_for_them():
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The launches of `hopper_backward`: name -> (grid, tensors, numbers, options)."""
-    calls: dict[str, tuple] = {}
-
-    def launch(kernel, *call):
-        calls[kernel.fn.__name__.removeprefix("hopper_").removesuffix("_kernel")] = call
-
-    for module in (wide, light):
-        monkeypatch.setattr(module, "launch", launch)
-    return calls
+    return record_launches(monkeypatch, wide, light)
 
 
 @pytest.mark.parametrize("head_dim", [129, 192, 256])

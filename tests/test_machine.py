@@ -6,31 +6,27 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from cs336_systems.attention import attention_reference
 from cs336_systems.attention.backends import BACKENDS
-from cs336_systems.cli import app
 from cs336_systems.config import AttentionShape
 from cs336_systems.device import get_device_info
 from cs336_systems.experiments import backends
 from cs336_systems.experiments.backends import BackendTiming, auto_ratio, benchmark_backends
 from cs336_systems.measure.machine import copy_rate, matmul_rate
+from tests.command_line import invoke
 
 COVERS = ("cs336_systems/measure", "cs336_systems/experiments/backends.py")
 
 
-def shape(
-    seqlen: int, head_dim: int, dtype: Any = "float32", heads: int = 2, kv_heads: int | None = None
-) -> AttentionShape:
+def shape(seqlen: int, head_dim: int, dtype: Any = "float32", heads: int = 2) -> AttentionShape:
     return AttentionShape(
-        batch=1, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=True, dtype=dtype,
-        kv_heads=kv_heads,
-    )  # fmt: skip
+        batch=1, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=True, dtype=dtype
+    )
 
 
-def doctor(*arguments: str):
-    return CliRunner().invoke(app, ["doctor", "--device", "cpu", *arguments])
+def doctor(*arguments: str) -> Any:
+    return invoke("doctor", "--device", "cpu", *arguments)
 
 
 # Rates

@@ -477,7 +477,7 @@ def test_a_users_own_model_is_simulated_but_not_checkpointed():
 
 def test_a_laptop_answers_whether_a_model_fits():
     arguments = ("memory", "--model", "small", "--context", "512", "--batch", "2")
-    fits = invoke(*arguments, "--fits", "80GB")
-    assert fits.exit_code == 0 and "fits in 80GB: peak " in fits.output and "backward" in fits.output
+    fits = invoke(*arguments, "--fits", "80gb")
+    assert fits.exit_code == 0 and "fits in 80gb: peak " in fits.output and "backward" in fits.output
     does_not = invoke(*arguments, "--fits", "1GiB", "--checkpoint", "1")
     assert does_not.exit_code == 1 and "does not fit in 1GiB: peak " in does_not.output

@@ -11,7 +11,9 @@ import inspect
 import re
 import sys
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from cs336_systems.attention.backends import (
     select_backend,
 )
 from cs336_systems.attention.masks import BlockMask
+from cs336_systems.attention.masks.tiles import DEAD
 from cs336_systems.config import DTYPES
 from cs336_systems.device import dotted
 
@@ -70,7 +73,7 @@ def read_chapters(source: str) -> list[Chapter]:
     return chapters
 
 
-def run_examples(chapter: Chapter, flags: int = 0, *, has_triton: bool = True) -> tuple[dict[str, Any], list[str]]:
+def run_examples(chapter: Chapter, *, has_triton: bool = True) -> tuple[dict[str, Any], list[str]]:
     """The names after the chapter's examples, with the masks by section, and what went wrong."""
     names: dict[str, Any] = {}
     masks: dict[str, BlockMask] = {}
@@ -82,7 +85,7 @@ def run_examples(chapter: Chapter, flags: int = 0, *, has_triton: bool = True) -
                 example.options[doctest.SKIP] = True
         names.pop("mask", None)
         test.globs = names  # not the copy: sections go on from one another
-        runner = doctest.DocTestRunner(verbose=False, optionflags=flags)
+        runner = doctest.DocTestRunner(verbose=False)
         runner.run(test, out=failures.append, clear_globs=False)
         if isinstance(names.get("mask"), BlockMask):
             masks[section.name] = names["mask"]
@@ -117,7 +120,7 @@ def build() -> dict[Path, str]:
                 path = IMAGES / f"{section.name.lower().replace('.', '_')}.svg"
                 files[path] = draw(names["masks"][section.name])
                 lines += [f"![{section.name}](images/{path.name})", ""]
-            thing = find(section.name, names)
+            thing = attrgetter(section.name)(SimpleNamespace(**names))
             lines += describe(thing)
             if isinstance(thing, type):
                 lines += methods(thing, described)
@@ -125,15 +128,6 @@ def build() -> dict[Path, str]:
             lines += code(section.examples)
     text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
     return {PAGE: text, **files}
-
-
-def find(name: str, names: dict[str, Any]) -> Any:
-    """The object `name`, or an attribute of one."""
-    first, *rest = name.split(".")
-    found = names[first]
-    for attribute in rest:
-        found = getattr(found, attribute)
-    return found
 
 
 def describe(thing: Any) -> list[str]:
@@ -311,13 +305,8 @@ def draw(mask: BlockMask) -> str:
     rows, columns = mask.block_size
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="192" viewBox="-1 -1 {keys + 2} {queries + 2}">']
     parts.append(f'<rect x="-1" y="-1" width="{keys + 2}" height="{queries + 2}" fill="#fff"/>')
-    listed = []
-    lists = mask.lists
-    partial, full = (lists.kv_num_blocks, lists.kv_indices), (lists.full_kv_num_blocks, lists.full_kv_indices)
-    for counts, indices in (partial, full):
-        for line, count in enumerate(counts[0, 0].tolist()):
-            listed += [(line, column) for column in indices[0, 0, line, :count].tolist()]
-    corners = [(column * columns, line * rows) for line, column in sorted(listed)]
+    live = (mask._tile_map().tiles[0, 0] != DEAD).nonzero().tolist()
+    corners = [(column * columns, line * rows) for line, column in live]
     tiles = "".join(f"M{x} {y}h{columns}v{rows}h-{columns}z" for x, y in corners)
     parts.append(f'<path d="{tiles}" fill="#ddd"/>')
     tokens = "".join(

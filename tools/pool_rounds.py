@@ -21,8 +21,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from cs336_systems.compare import pool
-from cs336_systems.experiments.records import RUNS, Record, append_records, case_key, is_series, latest, read_records
+from cs336_systems.compare import pool, record_files
+from cs336_systems.experiments.records import Record, append_records, case_key, is_series, latest, read_records
 
 Pass = tuple[str, ...]  # of a cell: what has one row of times
 
@@ -88,17 +88,6 @@ def _require_repetitions(rounds: Sequence[dict[tuple[str, ...], Record]]) -> Non
                     raise ValueError(f"round {number} is round {before} once more")
 
 
-def _record_files(folder: Path) -> dict[str, Path]:
-    """The record files of a round by name; ValueError if there are none, or of several devices."""
-    folders = [path for path in (folder / "records", *sorted(folder.glob("*/records"))) if path.is_dir()]
-    if len(folders) != 1:
-        raise ValueError(f"{folder} must hold the records of one device, got {len(folders)} folders called records")
-    files = {path.name: path for path in sorted(folders[0].glob("*.jsonl")) if path.stem != RUNS}
-    if not files:
-        raise ValueError(f"{folders[0]} holds no records")
-    return files
-
-
 def _merge(rounds: Sequence[Path], into: Path) -> dict[Path, list[Record]]:
     """What each file under `into` is to hold; ValueError, and nothing is written, where that would lose or mix."""
     if not into.is_dir():
@@ -106,7 +95,7 @@ def _merge(rounds: Sequence[Path], into: Path) -> dict[Path, list[Record]]:
     folders = [path.resolve() for path in rounds]
     if len(set(folders)) < len(folders) or any(into.resolve().is_relative_to(folder) for folder in folders):
         raise ValueError("a round is named twice, or --into lies in one")
-    files = [_record_files(folder) for folder in rounds]
+    files = [{file.name: file for file in record_files(folder)} for folder in rounds]
     merged: dict[Path, list[Record]] = {}
     for name in sorted({name for found in files for name in found}):
         missing = [str(folder) for folder, found in zip(rounds, files) if name not in found]

@@ -68,8 +68,9 @@ def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
     if groups:
         table = Table("all cases together", "rows", "cases", "change", "interval", "verdict", box=None)
         for group in groups:
-            name = f"{group.problem} {group.implementation} {group.quantity}"
-            table.add_row(printable(name), str(group.num_rows), str(group.num_cases), *_judged(group))
+            problem, _, implementation, quantity = group.key
+            name = printable(f"{problem} {implementation} {quantity}")
+            table.add_row(name, str(group.num_rows), str(group.num_cases), *_judged(group))
         console.print(table)
     rows = [row for row in comparison.rows if show_all or not _is_quiet(row)]
     if rows:

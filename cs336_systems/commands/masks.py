@@ -96,14 +96,10 @@ def diagnose(mask: BlockMask) -> dict[str, str]:
 
 def picture(mask: BlockMask) -> list[str]:
     """The first head's tiles, a row of tiles a line: █ full, ▒ partial, · dead; nothing for a large mask."""
-    tiles = mask.lists
-    rows, columns = tiles.kv_num_blocks.shape[2], tiles.q_num_blocks.shape[2]
-    if max(rows, columns) > LARGEST_PICTURE:
+    from cs336_systems.attention.masks.tiles import DEAD, FULL
+
+    tiles = mask._tile_map().tiles[0, 0]
+    if max(tiles.shape) > LARGEST_PICTURE:
         return []
-    lines = [["·"] * columns for _ in range(rows)]
-    marked = ((tiles.kv_num_blocks, tiles.kv_indices, "▒"), (tiles.full_kv_num_blocks, tiles.full_kv_indices, "█"))
-    for counts, indices, mark in marked:
-        for row in range(rows):
-            for column in indices[0, 0, row, : int(counts[0, 0, row])].tolist():
-                lines[row][column] = mark
-    return ["█ full, ▒ partial, · dead", *("".join(line) for line in lines)]
+    marks = {DEAD: "·", FULL: "█"}  # of partial ones the number of their pattern
+    return ["█ full, ▒ partial, · dead", *("".join(marks.get(kind, "▒") for kind in row) for row in tiles.tolist())]

@@ -150,18 +150,12 @@ class Grade:
         """The same for programs."""
         problems = []
         for problem in self.problems:
-            results = [*self._of(problem, beyond=False), *self._of(problem, beyond=True)]
             checks = [
-                {
-                    "name": result.check.name,
-                    "requires": result.check.requires,
-                    "beyond_the_handout": result.check.beyond,
-                    "status": result.status,
-                    "message": result.message,
-                    "detail": result.detail,
-                    "seconds": round(result.seconds, 2),
-                }
-                for result in results
+                {"name": result.check.name, "requires": result.check.requires, "beyond_the_handout": beyond}
+                | {name: getattr(result, name) for name in ("status", "message", "detail")}
+                | {"seconds": round(result.seconds, 2)}
+                for beyond in (False, True)
+                for result in self._of(problem, beyond=beyond)
             ]
             problems.append({**asdict(problem), "earned": self.earned(problem), "checks": checks})
         others = [asdict(problem) for problem in self.others]

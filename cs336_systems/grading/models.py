@@ -129,7 +129,7 @@ class Language(nn.Module):
 
 
 class Deep(nn.Module):
-    """Sixteen equal layers, so that gathered weights can be counted in layers."""
+    """Sixteen equal layers of the kind that FSDP shards, so that gathered weights can be counted in layers."""
 
     LAYERS, WIDTH = 16, 128
 

@@ -72,7 +72,8 @@ def build_model(
         raise ValueError(f"dtype must be floating point, got {dtype}")
     model_class = TransformerLM if model_spec is None else load_model_class(model_spec)
     arguments = {name: getattr(config, name) for name in CONSTRUCTOR_ARGUMENTS}
-    if _names_attention(model_class):
+    parameter = inspect.signature(model_class).parameters.get("attention")
+    if parameter is not None and parameter.kind is not parameter.VAR_KEYWORD:
         arguments["attention"] = attention
     elif attention != "reference":
         raise ValueError(
@@ -94,12 +95,6 @@ def _accepts(model_class: type[nn.Module], names: tuple[str, ...]) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _names_attention(model_class: type[nn.Module]) -> bool:
-    """Whether the constructor has a parameter "attention"; **kwargs may hand on to one that knows no such argument."""
-    parameter = inspect.signature(model_class).parameters.get("attention")
-    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 @contextmanager

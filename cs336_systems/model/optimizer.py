@@ -60,21 +60,9 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_unsupported()
-        for group in self.param_groups:
-            ready = defaultdict(list)  # parameters that one multi-tensor call may update together
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    step = self._advance(parameter)
-                    ready[parameter.device, parameter.dtype, step].append(parameter)
-            for (_, _, step), parameters in ready.items():
-                for batch in _batches(parameters, TEMPORARY_BYTES):
-                    self._update(batch, step, group)
-        return loss
-
-    def _refuse_unsupported(self) -> None:
-        """ValueError on a parameter that cannot be updated, before any other one is."""
-        for group in self.param_groups:
+        # What one multi-tensor call may update together. Nothing is changed before all parameters are looked at.
+        together: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+        for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -83,21 +71,23 @@ class AdamW(torch.optim.Optimizer):
                         f"params must be floating point with dense gradients, "
                         f"got {parameter.dtype} of shape {tuple(parameter.shape)}"
                     )
-
-    def _advance(self, parameter: Tensor) -> int:
-        """Count one more step of `parameter`, whose state is made at the first."""
-        state = self.state[parameter]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        state["step"] = int(state["step"]) + 1  # torch.optim.AdamW's is a tensor
-        return state["step"]
+                step = int(self.state.get(parameter, {}).get("step", 0)) + 1  # torch.optim.AdamW's is a tensor
+                together[number, parameter.device, parameter.dtype, step].append(parameter)
+        for (number, _, _, step), parameters in together.items():
+            for batch in _batches(parameters, TEMPORARY_BYTES):
+                self._update(batch, step, self.param_groups[number])
+        return loss
 
     def _update(self, parameters: list[Tensor], step: int, group: dict[str, Any]) -> None:
         # float: the multi-tensor calls take a tensor as one factor for each parameter, or not at all.
         lr, weight_decay, eps = (float(group[name]) for name in ("lr", "weight_decay", "eps"))
         beta1, beta2 = (float(beta) for beta in group["betas"])
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["step"] = step
         gradients: list[Any] = [parameter.grad for parameter in parameters]  # none is None: see step
         exp_avgs = [self.state[parameter]["exp_avg"] for parameter in parameters]
         exp_avg_sqs = [self.state[parameter]["exp_avg_sq"] for parameter in parameters]

@@ -19,7 +19,8 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,43 +146,32 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
 
     Of masks and packed documents one order, and the causal ones, which have masked steps and plain ones.
     """
-    return [
-        HopperRequest(kernel="forward", head_dim=tile, is_causal=is_causal, config=schedule.name(order))
-        for tile in COLUMNS
-        for schedule in SCHEDULES[head_tile(tile)]
-        for order in ORDERS
-        for is_causal in (True, False)
-    ] + [
-        HopperRequest(
-            kernel="forward", head_dim=tile, is_causal=False, config=schedule.name("tiles"), walk="listed",
-            query_block=rows,
-        )
-        for tile, rows, schedule in (
-            (64, 128, SCHEDULES[64][1]), (96, 128, SCHEDULES[128][0]), *zip((128, 128), (128, 64), SCHEDULES[128])
-        )
-    ] + [
-        HopperRequest(kernel="forward", head_dim=tile, is_causal=True, config=schedule.name("tiles"), walk="packed")
-        for tile in COLUMNS
-        for schedule in SCHEDULES[head_tile(tile)]
-    ] + [
-        HopperRequest(
-            kernel="backward", head_dim=tile, is_causal=is_causal, whole_key_tiles=whole, seqlen=seqlen,
-            deterministic=deterministic,
-        )
-        for tile in COLUMNS[:-1]
-        for whole in (True, False)
-        for is_causal in (True, False)
-        for deterministic in (False, True)
-        for seqlen in ((SEQLEN, LATE_FROM) if (tile, is_causal, deterministic) == (128, True, False) else (SEQLEN,))
-    ] + [
-        HopperRequest(kernel="backward", head_dim=tile, is_causal=walk == "packed", walk=walk)
-        for tile in COLUMNS[:-1]
-        for walk in ("listed", "packed")
-    ] + [
-        HopperRequest(kernel=kernel, head_dim=256, is_causal=is_causal)
-        for kernel in ("wide_dkdv", "wide_dq")
-        for is_causal in (True, False)
-    ]  # fmt: skip
+    requests = []
+    for columns in COLUMNS:
+        forward = partial(HopperRequest, kernel="forward", head_dim=columns)
+        backward = partial(HopperRequest, kernel="backward", head_dim=columns)
+        for schedule in SCHEDULES[head_tile(columns)]:
+            for order, is_causal in product(ORDERS, (True, False)):
+                requests.append(forward(is_causal=is_causal, config=schedule.name(order)))
+            requests.append(forward(is_causal=True, config=schedule.name("tiles"), walk="packed"))
+        if columns > 128:
+            requests += [
+                HopperRequest(kernel=kernel, head_dim=columns, is_causal=is_causal)
+                for kernel in ("wide_dkdv", "wide_dq")
+                for is_causal in (True, False)
+            ]
+            continue
+        for whole, is_causal, deterministic in product((True, False), repeat=3):
+            backward_of = partial(backward, is_causal=is_causal, whole_key_tiles=whole, deterministic=deterministic)
+            requests.append(backward_of())
+            if columns == 128 and is_causal and not deterministic:
+                requests.append(backward_of(seqlen=LATE_FROM))
+        requests += [backward(is_causal=walk == "packed", walk=walk) for walk in ("listed", "packed")]
+    small, large = SCHEDULES[64][1], SCHEDULES[128]
+    for columns, rows, schedule in ((64, 128, small), (96, 128, large[0]), (128, 128, large[0]), (128, 64, large[1])):
+        listed = partial(HopperRequest, kernel="forward", head_dim=columns, is_causal=False, walk="listed")
+        requests.append(listed(config=schedule.name("tiles"), query_block=rows))
+    return requests
 
 
 def compile_hopper_kernels(requests: Sequence[HopperRequest], *, jobs: int | None = None) -> Iterator[HopperReport]:

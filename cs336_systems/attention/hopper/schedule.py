@@ -175,23 +175,6 @@ class Launch:
         alignment = self.alignment
         return -(-self.num_queries // alignment) * alignment - (self.num_tiles - tile) * self.schedule.query_tile
 
-    def num_key_tiles(self, tile: int) -> tuple[int, int]:
-        """Key tiles that some query of a tile sees, and those that make up the masked steps beside them."""
-        schedule, end = self.schedule, self.num_keys
-        if self.is_causal:
-            end = min(end, self.first_query(tile) + schedule.query_tile, self.num_queries)
-        live = -(-end // schedule.key_tile)
-        return live, max(0, schedule.masked_tiles(self.is_causal) - live)
-
-    def skips_first_key_tile(self, tile: int, consumer: int) -> bool:
-        """Whether a consumer's rows of a tile come before all keys of the key tile that is walked first."""
-        if self.schedule.masked_tiles(self.is_causal) == 1:
-            return False  # the rows of all consumers are cut by the diagonal, or there is none
-        first_row = self.first_query(tile) + consumer * CONSUMER_ROWS
-        if first_row < 0:  # rows to spare, which are read from behind the end
-            first_row = self.num_queries
-        return (sum(self.num_key_tiles(tile)) - 1) * self.schedule.key_tile >= first_row + CONSUMER_ROWS
-
     @property
     def alignment(self) -> int:
         """Where tiles of queries start: those of lists within the mask's."""
@@ -311,7 +294,7 @@ def estimated_steps(launch: Launch, num_multiprocessors: int) -> float:
 
 
 def _steps_of_tiles(launch: Launch) -> np.ndarray:
-    """`sum(launch.num_key_tiles(tile))` of each tile of a head, at once: a call's first plan keeps the host waiting."""
+    """The key tiles that each tile of queries of a head walks, at once: a call's first plan keeps the host waiting."""
     schedule, ends = launch.schedule, np.full(launch.num_tiles, launch.num_keys)
     if launch.is_causal:
         rows = launch.first_query(0) + schedule.query_tile * np.arange(1, launch.num_tiles + 1)

@@ -1,0 +1,1 @@
+"""What developers of this repository run, most of it by the Makefile; not part of the package."""
