@@ -80,7 +80,7 @@ class ContextParallel(Experiment):
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         ranks = "1 rank" if row["num_ranks"] == 1 else f"{row['num_ranks']} ranks"
-        return {"line": f"{row['kv_heads']} heads of keys, {ranks}", "grouped": row["kv_heads"] < row["heads"]}
+        return {"line": ranks, "grouped": row["kv_heads"] < row["heads"]}
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         """A column `of_one`: how many times as fast as on one rank."""
@@ -112,7 +112,7 @@ class ContextParallel(Experiment):
             x="length",
             x_title="tokens",
             color="line",
-            where=BOTH_TIMES,
+            where=BOTH_TIMES | {"grouped": False},
         )
     }
 

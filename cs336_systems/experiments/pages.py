@@ -90,7 +90,8 @@ class Book:
 
     def document(self) -> str:
         """`writeup.md`: a list of all pages with section, editions and points, then the pages."""
-        made = f"`cs336-systems {self._report()}` makes this from `{PAGES}/` and the records in `{self.folder.parent.name}/`."
+        sources = f"`{PAGES}/` and the records in `{self.folder.parent.name}/`"
+        made = f"`cs336-systems {self._report()}` makes this from {sources}."
         lines = ["# Writeup", "", made, "", "| problem | section | editions | points |", "|:--|:--|:--|--:|"]
         for name in self.names:
             known = HANDOUT.get(name) or experiments().get(name)
