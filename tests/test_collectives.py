@@ -59,6 +59,8 @@ def test_a_rank_outside_of_a_group_is_refused_by_all_that_takes_one(rank: int, r
     ):  # fmt: skip
         with pytest.raises(ValueError, match="this process must be a member of the process group, and rank 1 is none"):
             use()
+    with pytest.raises(TypeError, match=r"group must be a process group or None, got \[0, 1\]"):
+        num_ranks([0, 1])
 
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

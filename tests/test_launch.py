@@ -226,12 +226,15 @@ def test_arguments_are_checked_before_anything_starts(monkeypatch):
         (2, {"backend": "mpi"}, "backend must be gloo, or nccl with device 'cuda', got 'mpi' and 'cpu'"),
         (2, {"device": "tpu"}, "backend must be gloo, or nccl with device 'cuda', got 'gloo' and 'tpu'"),
         (2, {"backend": "nccl"}, "backend must be gloo, or nccl with device 'cuda', got 'nccl' and 'cpu'"),
+        (2, {"timeout_s": "1"}, "timeout_s must be a positive number, got '1'"),
         (2, {"start_method": "fork"}, "start_method must be spawn, or forkserver for device 'cpu', got 'fork'"),
         (2, {"device": "cuda"}, r"device 'cuda' was asked for, and torch.cuda.is_available\(\) is False"),
     ]
     for num_ranks, options, message in cases:
         with pytest.raises(ValueError, match=message):
             run_ranks(own_place, num_ranks, **options)
+    with pytest.raises(ValueError, match="function must be callable, got 'train'"):
+        run_ranks("train", 2)
     with pytest.raises(ValueError, match="function must be at the top level of a module, .*, got .*<lambda>"):
         run_ranks(lambda rank, num_ranks: rank, 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -155,6 +155,19 @@ def test_an_attn_mask_may_share_some_of_the_leading_dimensions():
     assert from_attn_mask(mask[:0], q[:0], q[:0]).shape == (0, 1, 20, 20)
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference", "tiled"])
+@pytest.mark.parametrize("leading", [(0,), (2, 0)])
+def test_an_attn_mask_of_an_empty_batch(leading, backend):
+    q = randn(*leading, 3, 20, 16)
+    assert flash_attention(q, q, q, attn_mask=randn(20, 20) > 0, backend=backend).shape == q.shape
+
+
+def test_an_attn_mask_that_does_not_fit_is_named_under_the_compiler_too():
+    attend = torch.compile(lambda x, mask: flash_attention(x, x, x, attn_mask=mask), backend="eager")
+    with pytest.raises(ValueError, match="attn_mask must broadcast"):
+        attend(randn(2, 3, 20, 16), randn(20, 19) > 0)
+
+
 # Neighbourhoods
 
 

@@ -162,6 +162,25 @@ def test_flex_attention_has_the_same_mask_both_ways(drawn):
             assert torch.equal(getattr(flex, name), getattr(theirs, name)), name
 
 
+class Near:
+    """A mask_mod that is no plain function of four parameters."""
+
+    def method(self, batch, head, query, key):
+        return (query - key).abs() < 9
+
+    def __call__(self, *indices):
+        return self.method(*indices)
+
+
+def test_any_callable_of_four_indices_is_a_mask_mod_and_one_of_five_is_none():
+    """torch's `create_mask` counts a function's parameters: a fifth one made every pair attended, `self` an error."""
+    expected = BlockMask.sliding_window(70, window=9, is_causal=False).to_dense()
+    for mask_mod in (Near(), Near().method, lambda *indices: Near()(*indices)):
+        assert torch.equal(BlockMask.from_mask_mod(mask_mod, 70).to_dense(), expected)
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        BlockMask.from_mask_mod(lambda b, h, q, k, more: q < k, 70)
+
+
 BUILT = {
     "causal": lambda n: BlockMask.causal(n, block_size=64),
     "and": lambda n: BlockMask.sliding_window(n, window=20, block_size=64) & BlockMask.causal(n, block_size=64),

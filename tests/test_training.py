@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 
 from cs336_systems.cli import app
 from cs336_systems.config import ModelConfig, Precision
-from cs336_systems.distributed.checkpoint import checkpoints, folder_lock
+from cs336_systems.distributed.checkpoint import checkpoints, folder_lock, save_checkpoint
 from cs336_systems.distributed.launch import TORCHRUN_VARIABLES
-from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, learning_rate, loop, train
+from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, folder, learning_rate, loop, train
 from cs336_systems.training.config import NANO, byte_model
 from cs336_systems.training.corpus import ALICE
 from cs336_systems.training.loop import RunOptions, train_rank
@@ -190,6 +190,18 @@ def test_a_run_whose_losses_are_no_numbers_can_be_saved_and_resumed(tmp_path):
     assert math.isnan(before[3])
     after = train(config, RunOptions(out=tmp_path, resume=True))
     assert after.first_step == 4 and str(after.losses[:4]) == str(before)
+
+
+def test_a_run_of_an_earlier_version_keeps_its_losses(tmp_path, monkeypatch):
+    """Its checkpoints have none: nan was written over all that the file of losses held."""
+    monkeypatch.setattr(folder, "save_checkpoint", lambda *args, position, **options: save_checkpoint(
+        *args, position={"loss_scale": position["loss_scale"]}, **options
+    ))  # fmt: skip
+    train(SHORT, RunOptions(out=tmp_path, stop_after=4, checkpoint_every=4))
+    written = (tmp_path / "losses.jsonl").read_text()
+    with pytest.raises(ValueError, match="has the losses of 0 steps, and 4 are done: an earlier version wrote it"):
+        train(SHORT, RunOptions(out=tmp_path, resume=True))
+    assert (tmp_path / "losses.jsonl").read_text() == written
 
 
 def test_a_run_killed_while_it_claims_its_folder_leaves_no_half_of_a_config(tmp_path, monkeypatch):

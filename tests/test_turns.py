@@ -87,11 +87,12 @@ def broken_build(monkeypatch, breaks) -> None:
         (lambda q, k, v: flash_attention(q, k, v, is_causal=True, backend="reference") + 1, "failed", "output is off"),
         (RuntimeError("ptxas died\nat line 7"), "failed", "RuntimeError: ptxas died"),
         (ValueError("no tile fits"), "failed", "ValueError: no tile fits"),
+        (AssertionError("of a reader's own"), "failed", "AssertionError: of a reader's own"),
         (TORCH_OOM, "oom", "CUDA out of memory"),
         (HOST_OOM, "oom", "[enforce fail"),
         (Unsupported("not here"), "skipped", "not here"),
     ],
-    ids=["wrong", "compiler", "refusal", "device memory", "host memory", "unsupported"],
+    ids=["wrong", "compiler", "refusal", "assertion", "device memory", "host memory", "unsupported"],
 )
 def test_who_cannot_be_measured_costs_its_own_rows(breaks, status, message, monkeypatch, tmp_path):
     """An out-of-memory error or one of a compiler had cost everybody's rows of the shape."""

@@ -26,7 +26,10 @@ from cs336_systems.experiments.records import Record, case_key, latest, read_rec
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "cs336_systems/attention/hopper_table.py"
 CHOICE = ROOT / "results/nvidia-h100/records/backend_choice.jsonl"
-OTHERS = [ROOT / f"results/nvidia-h200/records/{name}.jsonl" for name in ("attention_shapes", "short_calls")]
+OTHERS = [
+    ROOT / "results/nvidia-h200/records/attention_shapes.jsonl",
+    ROOT / "results/nvidia-h100/records/short_calls.jsonl",
+]
 SLOWER = 1.02  # how many times triton's time hopper may take where it is chosen
 
 

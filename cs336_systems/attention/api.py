@@ -152,7 +152,7 @@ def flash_attention(
         dense_mask = None if block_mask is None else block_mask.to_dense()
     if backend in ("reference", "compiled"):
         if dense_mask is not None:
-            sizes = leading if len(dense_mask) > 1 else [1] * len(leading)
+            sizes = [1] * len(leading) if len(dense_mask) == 1 else leading
             dense_mask = dense_mask.reshape(*sizes, *dense_mask.shape[1:])
         attend = attention_reference if backend == "reference" else compiled_reference()
         return attend(q, k, v, is_causal=is_causal, mask=dense_mask, scale=scale, return_lse=return_lse)

@@ -102,7 +102,7 @@ def _gluon_reason() -> str | None:
         if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_HOPPER_TRITON:
             return "hopper kernels need triton {}.{} or later, this is {}".format(*MIN_HOPPER_TRITON, version)
         importlib.import_module(HOPPER_KERNELS)
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         return f"the Gluon of this triton lacks what the hopper kernels are written in ({error})"
     return None
 

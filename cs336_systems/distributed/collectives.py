@@ -53,12 +53,14 @@ def wait_for(works: list[Work]) -> None:
 def as_group(group: Group) -> dist.ProcessGroup:
     """`group`, or the default one.
 
-    RuntimeError where there is none, ValueError on a rank that `group` is without.
+    RuntimeError where there is none, ValueError on a rank that `group` is without, TypeError for what is no group.
     """
     found = dist.group.WORLD if group is None else group
     if found is None:
         raise RuntimeError("there is no process group: start the ranks with run_ranks, or by launch under torchrun")
-    if not isinstance(found, dist.ProcessGroup):  # but torch's NON_GROUP_MEMBER
+    if not isinstance(found, dist.ProcessGroup):
+        if found != dist.GroupMember.NON_GROUP_MEMBER:
+            raise TypeError(f"group must be a process group or None, got {found!r}")
         raise ValueError(f"this process must be a member of the process group, and rank {dist.get_rank()} is none")
     return found
 
@@ -201,7 +203,9 @@ def _through_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 # Construction: every rank starts from rank 0's model
 
 
-def check_same_shapes(named_tensors: Iterable[tuple[str, Tensor]], group: Group = None) -> None:
+def check_same_shapes(
+    named_tensors: Iterable[tuple[str, Tensor]], group: Group = None, *, what: str = "parameters"
+) -> None:
     """ValueError, on every rank, naming the first tensor that has not one shape and dtype on all ranks of `group`.
 
     Ranks that differ would issue other collectives, and hang or, worse, add up tensors that do not belong together.
@@ -216,7 +220,7 @@ def check_same_shapes(named_tensors: Iterable[tuple[str, Tensor]], group: Group 
     for rank, others in enumerate(everyone):
         for first, other in zip_longest(everyone[0], others, fillvalue="no more"):
             if first != other:
-                raise ValueError(f"parameters must be the same on all ranks: rank 0 has {first}, rank {rank} {other}")
+                raise ValueError(f"{what} must be the same on all ranks: rank 0 has {first}, rank {rank} {other}")
 
 
 def broadcast_parameters(module: nn.Module, group: Group = None) -> None:

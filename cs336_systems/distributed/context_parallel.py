@@ -103,7 +103,7 @@ def ring_attention(
     """
     group = as_group(group)
     if not torch.compiler.is_compiling() and group not in _CHECKED:  # once: it is a message, for which the host waits
-        check_same_shapes({"q": q, "k": k, "v": v}.items(), group)
+        check_same_shapes([("q", q.detach()), ("k", k.detach()), ("v", v.detach())], group, what="q, k and v")
         _CHECKED.add(group)
     if is_causal and (q.shape[-2] != k.shape[-2] or q.shape[-2] % 2):
         numbers = f"{q.shape[-2]} and {k.shape[-2]}"

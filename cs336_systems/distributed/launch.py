@@ -202,6 +202,10 @@ def end_with_parent() -> None:
 
 def _check(function: Any, num_ranks: int, backend: str, device: str, timeout_s: float) -> None:
     """ValueError naming the argument that no job can be started with; `num_ranks` of this host."""
+    if not callable(function):
+        raise ValueError(f"function must be callable, got {function!r}")
+    if not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        raise ValueError(f"timeout_s must be a positive number, got {timeout_s!r}")
     if type(num_ranks) is not int or num_ranks < 1:
         raise ValueError(f"num_ranks must be a positive int, got {num_ranks!r}")
     if (backend, device) not in (("gloo", "cpu"), ("gloo", "cuda"), ("nccl", "cuda")):

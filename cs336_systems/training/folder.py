@@ -8,7 +8,6 @@ out/checkpoints/step-00000100/...    # weights and optimizer state, for any wrap
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from contextlib import ExitStack
@@ -112,8 +111,13 @@ class RunFolder:
                 raise
             raise CheckpointError(f"{error}; to go on from {before[-1].name}, remove {newest} or rename it") from error
         trainee.scaler.load_state_dict(progress.position.get("loss_scale", {}))
-        losses = progress.position.get("losses", [])
-        return [*map(float, losses)] or [math.nan] * progress.step
+        losses = [float(loss) for loss in progress.position.get("losses", [])]
+        if len(losses) != progress.step:
+            raise CheckpointError(
+                f"{newest} has the losses of {len(losses)} steps, and {progress.step} are done: an earlier version "
+                "wrote it, and can go on"
+            )
+        return losses
 
     def _write_config(self) -> None:
         """In one step: half of a file, from a process killed while it writes, nobody could resume."""

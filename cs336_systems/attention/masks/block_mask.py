@@ -176,18 +176,23 @@ class BlockMask:
     ) -> BlockMask:
         """What FlexAttention's `mask_mod(batch, head, query, key)` attends: the reverse of `to_flex`.
 
-        The function gets scalar index tensors under vmap, from torch's `create_mask`. All pairs are looked at together:
-        O(queries · keys) memory.
+        The function gets scalar index tensors under vmap, as from torch's `create_mask`, which counts its parameters
+        and takes one of five for a score's. Every pair is kept as a bool meanwhile: O(queries · keys) memory.
         """
         if not callable(mask_mod):
             raise TypeError(f"mask_mod must be callable, got {mask_mod!r}")
-        from torch.nn.attention.flex_attention import create_mask
-
         lengths = check_seqlens(seqlen_q, seqlen_k)
-        shape = check_count("batch", batch, 1), check_count("heads", heads, 1), *lengths
-        if not math.prod(lengths):  # nothing to ask the function about
-            return cls.from_dense(torch.ones(shape, dtype=torch.bool, device=device), block_size)
-        return cls.from_dense(create_mask(mask_mod, *shape, torch.device(device)), block_size)
+        rows, _ = check_block_size(block_size)
+        leading = check_count("batch", batch, 1), check_count("heads", heads, 1)
+        mask = torch.ones(*leading, *lengths, dtype=torch.bool, device=device)
+        attends: Any = mask_mod
+        for mapped in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+            attends = torch.vmap(attends, in_dims=mapped)
+        batches, all_heads, queries, keys = (torch.arange(count, device=device) for count in mask.shape)
+        if mask.numel():
+            parts = [attends(batches, all_heads, part, keys).expand(*leading, -1, -1) for part in queries.split(rows)]
+            mask = torch.cat(parts, dim=2)
+        return cls.from_dense(mask, block_size)
 
     @classmethod
     def causal(
@@ -727,12 +732,12 @@ def from_attn_mask(attn_mask: Bool[Tensor, "... queries keys"], q: Tensor, k: Te
             "additive masks are not supported"
         )
     wanted = (*q.shape[:-1], k.shape[-2])
-    try:
-        mask = attn_mask.expand(wanted)
-    except RuntimeError:
+    shape = (1,) * (len(wanted) - attn_mask.ndim) + tuple(attn_mask.shape)
+    if len(shape) > len(wanted) or any(size not in (1, most) for size, most in zip(shape, wanted)):
         raise ValueError(
             f"attn_mask must broadcast to (..., heads, queries, keys) = {wanted}, got {tuple(attn_mask.shape)}"
-        ) from None
+        )
+    mask = attn_mask.expand(wanted)
     if mask.stride(-3) == 0:
         mask = mask[..., :1, :, :]
     if not any(mask.stride()[:-3]):
