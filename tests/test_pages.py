@@ -77,6 +77,23 @@ def test_interpreted_times_are_no_times():
     assert Bars(x="shape").rows(frame)["implementation"].tolist() == ["eager"]
 
 
+def test_no_table_has_a_number_of_the_interpreter():
+    """Those that list records, and quantities such as `dkdv_time`, showed its milliseconds and TFLOP/s."""
+    times = [row("triton", [5.0], quantity=quantity) for quantity in ("time", "dkdv_time")]
+    memory = row("triton", [3.0], quantity="saved_for_backward", unit="MiB")
+    others = row("table", [5.0], kernel="interpreter portable")  # a name that does not say whose it is
+    frame = frame_of(*(replace(each, run=RUN) for each in (*times, memory, others)))
+    listing = Listing(columns={"ms": "median", "TFLOP/s": "tflops", "twice": lambda row: 2 * row["median"]})
+    unknown = ["ran, agrees", ABSENT, ABSENT]
+    assert sorted(texts(listing.build(frame))) == [["3.00", ABSENT, "6.00"], unknown, unknown, unknown]
+    wide = Wide(down=("implementation",), where={"unit": "ms"}, columns={
+        "dkdv": Pick({"quantity": "dkdv_time"}), "time": Pick({"quantity": "time"}),
+        "rate": Pick({"quantity": "time"}, value="tflops"), "ratio": Ratio("dkdv", "time"),
+    })  # fmt: skip
+    assert texts(wide.build(frame))[0] == ["triton", *["ran, agrees"] * 3, ABSENT]
+    assert frame[frame["interpreted"]]["samples"].map(len).sum() == 0
+
+
 def test_a_ratio_is_of_one_run_and_by_turns_of_rounds():
     ours, theirs = row("hopper", [1.0, 2.0, 4.0]), row("flex", [2.0, 2.0, 12.0])
     frame = frame_of(ours, theirs)

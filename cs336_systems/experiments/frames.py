@@ -6,7 +6,7 @@
 Columns: those of a record (implementation, mode, quantity, unit, status, message, kernel, error, run); `samples`, the
 raw ones, and `count`, `median`, `low`, `high` (quartiles), `mean`, `std` of them in the row's unit; every field of the
 case by its name (`seqlen_q`), of nested ones `model` (its name), `model.d_model`, `precision` ("bfloat16 autocast");
-`interpreted`, whether Triton ran without a GPU; `by_turns`, whether a sample is a round's; `place`, the
+`interpreted`, of a time that Triton's interpreter took, which has no samples here; `by_turns`, whether a sample is a round's; `place`, the
 implementation's among the experiment's; and what the experiment's `columns` adds. Rows stand in the order in which the
 experiment lists its cells.
 """
@@ -77,20 +77,29 @@ def calculated_frame(calculation: Calculation) -> pd.DataFrame:
 
 
 def _row(record: Record) -> dict[str, Any]:
-    on_cpu = record.run.device.get("kind") == "cpu" and record.implementation.startswith(INTERPRETED)
+    interpreted = _is_interpreted_time(record)
+    samples = () if interpreted else tuple(record.samples)
     row = asdict(record) | {
         "error": math.nan if record.error is None else record.error,
-        "interpreted": on_cpu or record.kernel.startswith("interpreter"),
+        "interpreted": interpreted,
         "run": record.run.id,
-        "samples": tuple(record.samples),
-        "count": len(record.samples),
+        "samples": samples,
+        "count": len(samples),
         **dict.fromkeys(STATISTICS, math.nan),
     }
-    if record.samples:
-        row |= dict(zip(("low", "median", "high"), map(float, np.quantile(record.samples, (0.25, 0.5, 0.75)))))
-        row["mean"] = statistics.fmean(record.samples)
-        row["std"] = 0.0 if len(record.samples) < 2 or is_series(record.quantity) else statistics.stdev(record.samples)
+    if samples:
+        row |= dict(zip(("low", "median", "high"), map(float, np.quantile(samples, (0.25, 0.5, 0.75)))))
+        row["mean"] = statistics.fmean(samples)
+        row["std"] = 0.0 if len(samples) < 2 or is_series(record.quantity) else statistics.stdev(samples)
     return row | flat_case(record.case) | {"case": case_key(record.case)}
+
+
+def _is_interpreted_time(record: Record) -> bool:
+    """Whether `record` is a time of Triton's interpreter, which says nothing of the kernel: no time, rate or ratio."""
+    if record.status != "ok" or not record.quantity.endswith("time") or record.quantity == "mask_time":
+        return False  # PyTorch builds masks
+    on_cpu = record.run.device.get("kind") == "cpu" and record.implementation.startswith(INTERPRETED)
+    return on_cpu or record.kernel.startswith("interpreter")
 
 
 def flat_case(case: Mapping[str, Any]) -> dict[str, Any]:

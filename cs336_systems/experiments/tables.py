@@ -96,7 +96,7 @@ def cell_of(row: Row | None, value: str = "median", significant: int = 3) -> Tab
     if row["status"] != "ok":
         text = "OOM" if row["status"] == "oom" else row["status"]
         return TableCell(text, why=in_one_line(row["message"]), status=row["status"])
-    if row["interpreted"] and row["quantity"] == "time":
+    if row["interpreted"]:
         return TableCell("ran, agrees", why="in Triton's interpreter, whose times say nothing of the kernel")
     return shown(row[value], significant)
 
@@ -173,6 +173,8 @@ class Listing(TableSpec):
             if row["status"] != "ok":
                 blank = cell_of(row)
                 cells = [cell if cell.text not in (ABSENT, "") else blank for cell in cells]
+            elif row["interpreted"]:
+                cells = [cell_of(row) if of == "median" else cell for of, cell in zip(columns, cells)]
             lines.append(cells)
         return Table(self.title, list(self.columns), lines)
 
