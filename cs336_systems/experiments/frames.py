@@ -6,9 +6,9 @@
 Columns: those of a record (implementation, mode, quantity, unit, status, message, kernel, error, run); `samples`, the
 raw ones, and `count`, `median`, `low`, `high` (quartiles), `mean`, `std` of them in the row's unit; every field of the
 case by its name (`seqlen_q`), of nested ones `model` (its name), `model.d_model`, `precision` ("bfloat16 autocast");
-`interpreted`, of a time that Triton's interpreter took, which has no samples here; `by_turns`, whether a sample is a round's; `place`, the
-implementation's among the experiment's; and what the experiment's `columns` adds. Rows stand in the order in which the
-experiment lists its cells.
+`device`, its name; `interpreted`, of a time that Triton's interpreter took, which has no samples here; `by_turns`,
+whether a sample is a round's; `place`, the implementation's among the experiment's; and what the experiment's `columns`
+adds. Rows stand in the order in which the experiment lists its cells.
 """
 
 import math
@@ -83,6 +83,7 @@ def _row(record: Record) -> dict[str, Any]:
         "error": math.nan if record.error is None else record.error,
         "interpreted": interpreted,
         "run": record.run.id,
+        "device": str(record.run.device.get("name")),
         "samples": samples,
         "count": len(samples),
         **dict.fromkeys(STATISTICS, math.nan),
