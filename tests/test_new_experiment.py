@@ -153,6 +153,7 @@ def test_the_report_is_one_file_with_a_figure_and_a_table(copy, said):
     assert 'id="sort_speed"' in text and text.count('class="spec"') == 1 and "vegaEmbed" in text
     shown = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r'(src|href)="(https?:)?//', shown), "no network"
+    assert "Ran, agrees" in shown and "writeup/sort_speed.md" in shown
     assert "Not on this machine: bitonic (no &lt;b&gt;bitonic&lt;/b&gt; sort | here)" in shown and "<b>" not in shown
     lengths = re.findall(r'<tr><td class="number" data-number="[\d.]+">([\d,]+)</td>', shown)
     assert lengths == ["256", "1,024", "16,384"], "in the order of the cases"

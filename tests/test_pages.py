@@ -57,8 +57,9 @@ def test_a_cell_without_a_number_says_why():
     records = [broken("triton", "oom"), broken("hopper", "skipped", message="needs\na GPU"), broken("flex", "failed")]
     table = TIMES.build(frame_of(*records, row("sdpa_flash", [2.0]), row("sdpa_cudnn", [3.0], CASES[1])))
     assert texts(table)[0][2:] == ["OOM", "skipped", ABSENT, "failed", "2.00", ABSENT]
-    less, needs = table.without_skipped()
-    assert "hopper" not in less.header and needs == {"hopper": "needs a GPU"}
+    less, needs = table.without_blanks()
+    assert less.header == ["S", "d", "triton", "sdpa_cudnn", "flex", "sdpa_flash"], "nor an unknown ratio"
+    assert needs == {"hopper": "needs a GPU"}
 
 
 def test_the_report_prints_why_something_failed(tmp_path):
@@ -258,6 +259,12 @@ def test_a_link_to_another_page_is_one_to_its_section_in_the_document(book, tmp_
     (tmp_path / "writeup" / "attention_shapes.md").write_text(f"# attention_shapes\n\n{links}")
     page = Book(tmp_path, book.folder).page("attention_shapes")
     assert page.endswith("[a](#fsdp_calcs) and [b](cs336_systems/config.py)\n")
+
+
+def test_ranks_of_kernels_are_numbers(book):
+    """They stood there as `other_kernel_1_time`."""
+    table = load("nsys_profile").tables["kernels"].build(book.frame("nsys_profile")).only(columns=["of", "rank"])
+    assert texts(table)[:10] == [[of, str(rank)] for of in ("all", "no matmul") for rank in range(1, 6)]
 
 
 def test_lookups(book):

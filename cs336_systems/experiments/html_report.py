@@ -82,7 +82,7 @@ def _section(experiment: Experiment, records: list[Record], published: Path | No
     tables: list[Table] = []
     needs: dict[str, str] = {}  # what is skipped on this machine
     for spec in experiment.tables.values() if not frames["this run"].empty else ():
-        table, skipped = spec.build(frames["this run"]).without_skipped()
+        table, skipped = spec.build(frames["this run"]).without_blanks()
         if table.lines:  # another scale's table has none here
             tables.append(table)
         needs |= skipped
