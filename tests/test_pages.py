@@ -66,7 +66,7 @@ def test_the_report_prints_why_something_failed(tmp_path):
     """The reason was in the record alone, while a skip's stood under the table."""
     records = [broken("flex", "failed", case, "no <backward>") for case in CASES]
     append_records(tmp_path / "records/attention_shapes.jsonl", [row("triton", [1.0]), *records])
-    assert write_report(tmp_path) == ["attention_shapes: 2 failed, 1 ok"]
+    assert write_report(tmp_path) == ["attention_shapes, rows: 2 failed, 1 ok"]
     (line,) = re.findall(r"flex failed \(.* and 1 more\): .*</p>", (tmp_path / "report.html").read_text())
     assert line.endswith("no &lt;backward&gt;</p>")
 

@@ -57,7 +57,8 @@ def write_report(folder: Path, published: Path | None = None, only: Collection[s
     (folder / PAGE).write_text(text, encoding="utf-8", newline="\n")
     counts = {name: Counter(record.status for record in records) for name, records in measured.items()}
     return [
-        f"{name}: {', '.join(f'{count} {status}' for status, count in of.most_common())}" for name, of in counts.items()
+        f"{name}, rows: {', '.join(f'{count} {status}' for status, count in of.most_common())}"
+        for name, of in counts.items()
     ]
 
 
