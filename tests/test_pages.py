@@ -10,9 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.figures import Bars, Heat, Lines, Spans, scale_of, spec_of
+from cs336_systems.experiments.figures import COLORS, Bars, Heat, Lines, Spans, scale_of, spec_of
 from cs336_systems.experiments.frames import digits, load_frame, pick, speed
 from cs336_systems.experiments.html_report import write_report
+from cs336_systems.experiments.implementations import IMPLEMENTATIONS
 from cs336_systems.experiments.pages import ANSWER, Book, Page, check_template
 from cs336_systems.experiments.records import Record, append_records
 from cs336_systems.experiments.spec import Experiment, experiments, load, measured_problems
@@ -197,6 +198,18 @@ def test_bars_lie_where_a_name_is_long():
     short, long = (frame_of(row("hopper", [1.0])).assign(shape=name) for name in ("xl", "1 × 16 × 16,384 × 64"))
     standing, lying = (spec_of(Bars(x="shape").chart(frame))["encoding"] for frame in (short, long))
     assert (standing["x"]["field"], lying["y"]["field"]) == ("shape", "shape")
+
+
+def test_an_implementation_has_one_colour_whoever_stands_beside_it():
+    """Beside one without a colour of its own all got others, ten of them by turns for thirteen."""
+    names = ("eager", "own:Fast", *IMPLEMENTATIONS[1:])
+    rows = frame_of(*(row(name, [1.0]) for name in names)).assign(place=0)
+    color = spec_of(Bars(x="shape").chart(rows))["encoding"]["color"]
+    given = dict(zip(color["scale"]["domain"], color["scale"]["range"]))
+    assert given.keys() == set(names) and len(set(given.values())) == len(names)
+    assert given["eager"] == COLORS["eager"] and set(IMPLEMENTATIONS) <= COLORS.keys()
+    named = spec_of(Bars(x="implementation").chart(rows))["encoding"]["color"]
+    assert named["legend"] is None and "legend" not in color, "the axis has the names"
 
 
 # Pages
