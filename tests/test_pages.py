@@ -73,21 +73,20 @@ def test_the_report_prints_why_something_failed(tmp_path):
 
 
 def test_interpreted_times_are_no_times():
-    on_cpu = [replace(each, run=RUN) for each in (row("triton", [5.0]), row("eager", [1.0]))]
-    frame = frame_of(*on_cpu)
+    frame = frame_of(row("triton", [5.0], kernel="interpreter portable"), row("eager", [1.0]))
     assert TIMES.build(frame).lines[0][2].text == "ran, agrees" and TIMES.build(frame).lines[0][2].number is None
     assert Bars(x="shape").rows(frame)["implementation"].tolist() == ["eager"]
 
 
 def test_no_table_has_a_number_of_the_interpreter():
     """Those that list records, and quantities such as `dkdv_time`, showed its milliseconds and TFLOP/s."""
-    times = [row("triton", [5.0], quantity=quantity) for quantity in ("time", "dkdv_time")]
-    memory = row("triton", [3.0], quantity="saved_for_backward", unit="MiB")
-    others = row("table", [5.0], kernel="interpreter portable")  # a name that does not say whose it is
-    frame = frame_of(*(replace(each, run=RUN) for each in (*times, memory, others)))
+    kernel = "interpreter portable"
+    times = [row("triton", [5.0], quantity=quantity, kernel=kernel) for quantity in ("time", "dkdv_time")]
+    memory = row("triton", [3.0], quantity="saved_for_backward", unit="MiB", kernel=kernel)
+    frame = frame_of(*times, memory)
     listing = Listing(columns={"ms": "median", "TFLOP/s": "tflops", "twice": lambda row: 2 * row["median"]})
     unknown = ["ran, agrees", ABSENT, ABSENT]
-    assert sorted(texts(listing.build(frame))) == [["3.00", ABSENT, "6.00"], unknown, unknown, unknown]
+    assert sorted(texts(listing.build(frame))) == [["3.00", ABSENT, "6.00"], unknown, unknown]
     wide = Wide(down=("implementation",), where={"unit": "ms"}, columns={
         "dkdv": Pick({"quantity": "dkdv_time"}), "time": Pick({"quantity": "time"}),
         "rate": Pick({"quantity": "time"}, value="tflops"), "ratio": Ratio("dkdv", "time"),

@@ -27,7 +27,7 @@ from cs336_systems.experiments.spec import Calculation, Experiment
 
 Where = Mapping[str, Any]  # column -> a value, several in a tuple or list, or a function that says which
 UNITS = {("MiB", "GiB"): 1 / 1024, ("s", "ms"): 1e3, ("ms", "s"): 1e-3, ("ms", "µs"): 1e3, ("s", "µs"): 1e6}
-INTERPRETED = "triton"  # begins the names that on a CPU run in Triton's interpreter
+INTERPRETED = "interpreter"  # begins what a record says of a kernel that ran in Triton's
 STATISTICS = ("median", "low", "high", "mean", "std")
 
 
@@ -77,7 +77,7 @@ def calculated_frame(calculation: Calculation) -> pd.DataFrame:
 
 
 def _row(record: Record) -> dict[str, Any]:
-    interpreted = _is_interpreted_time(record)
+    interpreted = record.kernel.startswith(INTERPRETED) and record.quantity.endswith("time")
     samples = () if interpreted else tuple(record.samples)
     row = asdict(record) | {
         "error": math.nan if record.error is None else record.error,
@@ -93,14 +93,6 @@ def _row(record: Record) -> dict[str, Any]:
         row["mean"] = statistics.fmean(samples)
         row["std"] = 0.0 if len(samples) < 2 or is_series(record.quantity) else statistics.stdev(samples)
     return row | flat_case(record.case) | {"case": case_key(record.case)}
-
-
-def _is_interpreted_time(record: Record) -> bool:
-    """Whether `record` is a time of Triton's interpreter, which says nothing of the kernel: no time, rate or ratio."""
-    if record.status != "ok" or not record.quantity.endswith("time") or record.quantity == "mask_time":
-        return False  # PyTorch builds masks
-    on_cpu = record.run.device.get("kind") == "cpu" and record.implementation.startswith(INTERPRETED)
-    return on_cpu or record.kernel.startswith("interpreter")
 
 
 def flat_case(case: Mapping[str, Any]) -> dict[str, Any]:
