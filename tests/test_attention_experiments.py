@@ -117,6 +117,12 @@ def test_the_forward_of_few_queries_is_measured(name):
     assert measurement.kernel == kernel
 
 
+def test_stages_in_the_interpreter_are_said_to_be():
+    """Their kernel was `triton`, so that reports and `compare` took the interpreter's times for the kernel's."""
+    measured = load("attention_stages").measure(tiny_cell("attention_stages", "triton"), TINY)
+    assert {one.kernel for one in measured} == {"interpreter triton"}
+
+
 def test_few_queries_of_a_gpu_are_replayed_in_graphs_once_the_clock_has_settled(monkeypatch):
     cell = replace(tiny_cell("few_queries", "triton"), rows=(GRAPH_FORWARD,))
     ran = stand_in(monkeypatch, cell)

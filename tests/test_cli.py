@@ -20,7 +20,7 @@ from cs336_systems.cli import main
 from cs336_systems.commands import kernels, sweeps
 from cs336_systems.commands.profile import show_trace
 from cs336_systems.commands.shared import wait_briefly
-from cs336_systems.config import RunConfig
+from cs336_systems.config import MODEL_SIZES, RunConfig
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.spec import measured_problems
 from cs336_systems.handout import HANDOUT
@@ -41,7 +41,7 @@ REFUSALS = [
     ("run benchmarking_script --implementation a.b:C", "takes no implementation of your own"),
     ("run", "give problem names or --all"),
     ("run flash_benchmarking --all", "not both"),
-    ("run --all --scale huge", "error: --scale must be one of tiny, smoke, handout, got 'huge'"),
+    ("run --all --scale huge", "error: --scale must be one of auto, tiny, smoke, handout, got 'huge'"),
     ("run --all --device tpu", "'tpu'"),
     ("run --all --rerun maybe", "--rerun must be none, failed or all, got 'maybe'"),
     ("run --all --implementation magic", "unknown implementation 'magic'; known: eager"),
@@ -197,6 +197,22 @@ def test_cells_that_failed_before_are_said_to_have_failed(tmp_path, monkeypatch)
     again = invoke(*arguments)
     assert again.exit_code == 1 and "nothing could be measured" in again.stderr
     assert re.search("3 failed before in 0 s; --rerun failed measures again what failed$", again.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_a_run_says_why_it_skipped(tmp_path):
+    """It ended at "nothing could be measured" or "1 partly skipped", and the reasons were in the records alone."""
+    for _ in range(2):
+        run = invoke(*tiny(tmp_path, "kernel_counters"))
+        assert run.exit_code == 1
+        assert run.stderr.count("  skipped triton, hopper, sdpa_cudnn: a CPU has no counters that ncu reads\n") == 1
+    part = invoke(*tiny(tmp_path, "hopper_ladder"))
+    assert "hopper_ladder, cells: 1 partly skipped" in part.stdout and "  skipped sdpa_cudnn: " in part.stderr
+
+
+def test_the_help_of_memory_names_every_size():
+    told = invoke("memory", "--help").stdout
+    assert all(name in told for name in MODEL_SIZES), told
 
 
 def test_warnings_are_one_line_of_the_command(monkeypatch):

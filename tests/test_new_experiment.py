@@ -135,7 +135,7 @@ def test_it_is_short_and_listed(said):
 
 
 def test_the_class_of_the_documents_runs_as_pasted(said):
-    assert "select_speed: 6 ok in " in said["pasted"]
+    assert "select_speed, cells: 6 ok in " in said["pasted"]
 
 
 def test_every_cell_leaves_a_row_and_a_second_run_finds_them(said):
@@ -147,12 +147,13 @@ def test_every_cell_leaves_a_row_and_a_second_run_finds_them(said):
 
 
 def test_the_report_is_one_file_with_a_figure_and_a_table(copy, said):
-    assert "sort_speed: 6 ok, 3 skipped, 3 oom" in said["report"]
+    assert "sort_speed, rows: 6 ok, 3 skipped, 3 oom" in said["report"]
     (report,) = copy.glob("results/cpu*/report.html")
     text = report.read_text()
     assert 'id="sort_speed"' in text and text.count('class="spec"') == 1 and "vegaEmbed" in text
     shown = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r'(src|href)="(https?:)?//', shown), "no network"
+    assert "Ran, agrees" in shown and "writeup/sort_speed.md" in shown
     assert "Not on this machine: bitonic (no &lt;b&gt;bitonic&lt;/b&gt; sort | here)" in shown and "<b>" not in shown
     lengths = re.findall(r'<tr><td class="number" data-number="[\d.]+">([\d,]+)</td>', shown)
     assert lengths == ["256", "1,024", "16,384"], "in the order of the cases"

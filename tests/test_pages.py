@@ -10,9 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.figures import Bars, Heat, Lines, Spans, scale_of, spec_of
+from cs336_systems.experiments.figures import COLORS, Bars, Heat, Lines, Spans, scale_of, spec_of
 from cs336_systems.experiments.frames import digits, load_frame, pick, speed
 from cs336_systems.experiments.html_report import write_report
+from cs336_systems.experiments.implementations import IMPLEMENTATIONS
 from cs336_systems.experiments.pages import ANSWER, Book, Page, check_template
 from cs336_systems.experiments.records import Record, append_records
 from cs336_systems.experiments.spec import Experiment, experiments, load, measured_problems
@@ -57,24 +58,41 @@ def test_a_cell_without_a_number_says_why():
     records = [broken("triton", "oom"), broken("hopper", "skipped", message="needs\na GPU"), broken("flex", "failed")]
     table = TIMES.build(frame_of(*records, row("sdpa_flash", [2.0]), row("sdpa_cudnn", [3.0], CASES[1])))
     assert texts(table)[0][2:] == ["OOM", "skipped", ABSENT, "failed", "2.00", ABSENT]
-    less, needs = table.without_skipped()
-    assert "hopper" not in less.header and needs == {"hopper": "needs a GPU"}
+    less, needs = table.without_blanks()
+    assert less.header == ["S", "d", "triton", "sdpa_cudnn", "flex", "sdpa_flash"], "nor an unknown ratio"
+    assert needs == {"hopper": "needs a GPU"}
 
 
 def test_the_report_prints_why_something_failed(tmp_path):
     """The reason was in the record alone, while a skip's stood under the table."""
     records = [broken("flex", "failed", case, "no <backward>") for case in CASES]
     append_records(tmp_path / "records/attention_shapes.jsonl", [row("triton", [1.0]), *records])
-    assert write_report(tmp_path) == ["attention_shapes: 2 failed, 1 ok"]
+    assert write_report(tmp_path) == ["attention_shapes, rows: 2 failed, 1 ok"]
     (line,) = re.findall(r"flex failed \(.* and 1 more\): .*</p>", (tmp_path / "report.html").read_text())
     assert line.endswith("no &lt;backward&gt;</p>")
 
 
 def test_interpreted_times_are_no_times():
-    on_cpu = [replace(each, run=RUN) for each in (row("triton", [5.0]), row("eager", [1.0]))]
-    frame = frame_of(*on_cpu)
+    frame = frame_of(row("triton", [5.0], kernel="interpreter portable"), row("eager", [1.0]))
     assert TIMES.build(frame).lines[0][2].text == "ran, agrees" and TIMES.build(frame).lines[0][2].number is None
     assert Bars(x="shape").rows(frame)["implementation"].tolist() == ["eager"]
+
+
+def test_no_table_has_a_number_of_the_interpreter():
+    """Those that list records, and quantities such as `dkdv_time`, showed its milliseconds and TFLOP/s."""
+    kernel = "interpreter portable"
+    times = [row("triton", [5.0], quantity=quantity, kernel=kernel) for quantity in ("time", "dkdv_time")]
+    memory = row("triton", [3.0], quantity="saved_for_backward", unit="MiB", kernel=kernel)
+    frame = frame_of(*times, memory)
+    listing = Listing(columns={"ms": "median", "TFLOP/s": "tflops", "twice": lambda row: 2 * row["median"]})
+    unknown = ["ran, agrees", ABSENT, ABSENT]
+    assert sorted(texts(listing.build(frame))) == [["3.00", ABSENT, "6.00"], unknown, unknown]
+    wide = Wide(down=("implementation",), where={"unit": "ms"}, columns={
+        "dkdv": Pick({"quantity": "dkdv_time"}), "time": Pick({"quantity": "time"}),
+        "rate": Pick({"quantity": "time"}, value="tflops"), "ratio": Ratio("dkdv", "time"),
+    })  # fmt: skip
+    assert texts(wide.build(frame))[0] == ["triton", *["ran, agrees"] * 3, ABSENT]
+    assert frame[frame["interpreted"]]["samples"].map(len).sum() == 0
 
 
 def test_a_ratio_is_of_one_run_and_by_turns_of_rounds():
@@ -181,6 +199,18 @@ def test_bars_lie_where_a_name_is_long():
     assert (standing["x"]["field"], lying["y"]["field"]) == ("shape", "shape")
 
 
+def test_an_implementation_has_one_colour_whoever_stands_beside_it():
+    """Beside one without a colour of its own all got others, ten of them by turns for thirteen."""
+    names = ("eager", "own:Fast", *IMPLEMENTATIONS[1:])
+    rows = frame_of(*(row(name, [1.0]) for name in names)).assign(place=0)
+    color = spec_of(Bars(x="shape").chart(rows))["encoding"]["color"]
+    given = dict(zip(color["scale"]["domain"], color["scale"]["range"]))
+    assert given.keys() == set(names) and len(set(given.values())) == len(names)
+    assert given["eager"] == COLORS["eager"] and set(IMPLEMENTATIONS) <= COLORS.keys()
+    named = spec_of(Bars(x="implementation").chart(rows))["encoding"]["color"]
+    assert named["legend"] is None and "legend" not in color, "the axis has the names"
+
+
 # Pages
 
 
@@ -241,6 +271,12 @@ def test_a_link_to_another_page_is_one_to_its_section_in_the_document(book, tmp_
     (tmp_path / "writeup" / "attention_shapes.md").write_text(f"# attention_shapes\n\n{links}")
     page = Book(tmp_path, book.folder).page("attention_shapes")
     assert page.endswith("[a](#fsdp_calcs) and [b](cs336_systems/config.py)\n")
+
+
+def test_ranks_of_kernels_are_numbers(book):
+    """They stood there as `other_kernel_1_time`."""
+    table = load("nsys_profile").tables["kernels"].build(book.frame("nsys_profile")).only(columns=["of", "rank"])
+    assert texts(table)[:10] == [[of, str(rank)] for of in ("all", "no matmul") for rank in range(1, 6)]
 
 
 def test_lookups(book):

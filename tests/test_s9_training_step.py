@@ -6,12 +6,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.distributed.fsdp.unit import State
 from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.experiments import leaderboard_2026
+from cs336_systems.experiments.frames import load_frame
 from cs336_systems.experiments.harness import planned_cells
 from cs336_systems.experiments.leaderboard_2026 import (
     LongStep,
@@ -29,6 +31,7 @@ from cs336_systems.model import TransformerLM, cross_entropy
 from cs336_systems.model.chunked_loss import LossHead
 from tests.one_job import OneJob
 from tests.sharding_models import TINY
+from tests.test_records import RUN, gpu_record
 
 COVERS = ("cs336_systems/attention", "cs336_systems/distributed", "cs336_systems/model", "tests/sharding_models.py")
 CPU = RunConfig(scale="tiny", device="cpu")
@@ -191,3 +194,15 @@ def check_both_on_gpus(rank: int, num_ranks: int) -> list[float]:
 def test_compiled_blocks_in_bfloat16_train_like_float32_on_gpus():
     for errors in run_ranks(check_both_on_gpus, 2, backend="nccl", device="cuda"):
         assert len(errors) == 4 and max(errors) <= 1
+
+
+def test_the_share_of_the_peak_is_the_devices_own():
+    """A laptop's report had a column with shares of an H200's."""
+    found = {}
+    for name, backend in (("NVIDIA H200", "nccl"), ("NVIDIA A10", "nccl"), ("a processor", "gloo")):
+        device = {"name": name, "kind": "cpu" if backend == "gloo" else "cuda"}
+        record = gpu_record("leaderboard_2026", replace(SMALL, backend=backend), "fsdp", [1.0], mode="train_step")
+        record = structs.replace(record, run=structs.replace(RUN, device=device))
+        (row,) = load_frame(LEADERBOARD, [record]).to_dict("records")
+        found[name] = (row["tflops"] > 0, row["of_peak"] > 0)
+    assert found == {"NVIDIA H200": (True, True), "NVIDIA A10": (True, False), "a processor": (False, False)}

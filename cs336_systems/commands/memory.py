@@ -19,7 +19,7 @@ NUM_LARGEST = 8
 
 def memory(
     model: Annotated[
-        str, typer.Option(help="A size of the handout's table: small, medium, large, xl, 10b, 8b.")
+        str, typer.Option(help="A size of the handouts: small, medium, large, xl, 10b, xl-2025, 2.7b-2025, 8b.")
     ] = "xl",
     context: Annotated[int | None, typer.Option(help="Tokens in a sequence; default: the size's own.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 4,

@@ -14,12 +14,22 @@ import typer
 
 from cs336_systems.commands import shared
 from cs336_systems.commands.shared import DeviceOption, ResultsOption, one_line_errors
-from cs336_systems.commands.sweeps import check_sweep_options, measure_shown, measuring, open_sweep
+from cs336_systems.commands.sweeps import (
+    LONGEST_MESSAGE,
+    check_sweep_options,
+    measure_shown,
+    measuring,
+    open_sweep,
+)
+from cs336_systems.measure.text import in_one_line
 
 if TYPE_CHECKING:
     from cs336_systems.config import RunConfig
     from cs336_systems.experiments.harness import Sweep
     from cs336_systems.experiments.spec import Cell
+
+
+MOST_REASONS = 8  # why cells of a problem were skipped, as lines on the terminal
 
 
 def run(
@@ -47,7 +57,7 @@ def run(
 ) -> None:
     """Measure problems and append the records; finished cells are kept, so an interrupted run continues."""
     with one_line_errors():
-        from cs336_systems.config import Axes, RunConfig
+        from cs336_systems.config import SCALES, Axes, RunConfig
         from cs336_systems.device import resolve_device
         from cs336_systems.experiments.harness import Shard, planned_cells
 
@@ -55,6 +65,8 @@ def run(
         chosen = _choose_problems(problems or [], run_all)
         check_sweep_options(rerun, time_budget)
         part = Shard.parse(shard)
+        if scale not in ("auto", *SCALES):
+            raise ValueError(f"--scale must be one of auto, {', '.join(SCALES)}, got {scale!r}")
         if scale == "auto":
             scale = "handout" if kind == "cuda" else "smoke"
         config = RunConfig(
@@ -117,12 +129,27 @@ def _run_problem(
     measured = measure_shown(name, cells, measure)[name]
     counts = Counter({f"{status} before": count for status, count in finished.items()}) + measured
     left = len(cells) - measured.total()
-    summary = ", ".join(f"{count} {status}" for status, count in counts.items()) or "no cells"
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items()) or "none"
     later = f"; {_count(left, 'cell')} left for a later run" if left else ""
     if counts["failed before"] or counts["partly failed before"]:
         later += "; --rerun failed measures again what failed"
-    typer.echo(f"{name}: {summary} in {time.monotonic() - start:.0f} s{later}")
+    typer.echo(f"{name}, cells: {summary} in {time.monotonic() - start:.0f} s{later}")
+    if any("skipped" in status for status in counts):
+        _show_skips(sweep, name)
     return counts
+
+
+def _show_skips(sweep: Sweep, name: str) -> None:
+    """Print why records of the problem `name` have no samples, those of the sweep's implementations."""
+    from cs336_systems.experiments.records import latest, read_records, skips
+
+    records = latest(read_records(sweep.record_file(name)))
+    asked = sweep.implementations
+    reasons = skips(record for record in records if asked is None or record.implementation in asked)
+    for line in reasons[:MOST_REASONS]:
+        typer.echo(f"  {in_one_line(line)[:LONGEST_MESSAGE]}", err=True)
+    if len(reasons) > MOST_REASONS:
+        typer.echo(f"  and {_count(len(reasons) - MOST_REASONS, 'other reason')}, in the records", err=True)
 
 
 def _count(number: int, noun: str) -> str:

@@ -16,7 +16,7 @@ from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
 from cs336_systems.experiments import Bars, Cell, Experiment, Pick, Row, Sample, Wide, problem
 from cs336_systems.experiments.attention import RESULTS, checked_error
-from cs336_systems.experiments.implementations import taken_by
+from cs336_systems.experiments.implementations import ran, taken_by
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.measure.stages import STAGES, TOTAL, time_stages
 
@@ -63,8 +63,9 @@ class AttentionStages(Experiment):
         del oracle, dense
         few = run.device == "cpu"
         samples = time_stages(call, device=run.device, num_samples=2 if few else 30, warmup=0 if few else 5)
+        kernel = ran(cell.implementation, run.device)
         for stage in stages_of(case.call):
-            yield Sample(row=ROWS[stage], samples=samples[stage], kernel=cell.implementation, error=error)
+            yield Sample(row=ROWS[stage], samples=samples[stage], kernel=kernel, error=error)
 
     tables = {
         "stages": Wide(

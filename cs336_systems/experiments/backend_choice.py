@@ -120,7 +120,7 @@ class BackendChoice(AttentionByTurns):
 
     tables = {
         "times": Pivot(
-            title="triton and hopper by turns, in replayed graphs",
+            title="triton and hopper by turns",
             down={**BY_SHAPE, "attended": "attended", "dtype": "dtype", "pass": "pass", "auto takes": "auto"},
             ratios=(("hopper", "triton"),),
         )

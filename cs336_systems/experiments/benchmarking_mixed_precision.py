@@ -166,7 +166,7 @@ class BenchmarkingMixedPrecision(Experiment):
     }
     figures = {
         "steps": Bars(
-            title="Time of a step of xl by precision",
+            title="Time of a step by precision",
             x="mode",
             color="precision",
             where={"quantity": "time", "model": ("xl", "medium-proxy", "small-proxy")},

@@ -57,7 +57,7 @@ class BenchmarkingScript(Experiment):
 
     tables = {
         "steps": Wide(
-            title="Median of ten steps after five warm-up steps (ms)",
+            title="Median of the steps after five warm-up steps (ms)",
             down=("model",),
             where=SETTLED,
             columns={

@@ -89,7 +89,7 @@ class FewQueries(attention.AttentionExperiment):
 
     tables = {
         dtype: Pivot(
-            title=f"forward in a replayed CUDA graph, {dtype}",
+            title=f"forward, {dtype}",
             down={"batch × heads × queries on keys × head dim": "shape"},
             unit="µs",
             where={"mode": "forward", "dtype": dtype},
@@ -106,7 +106,7 @@ class FewQueries(attention.AttentionExperiment):
     }
     figures = {
         "generation": Bars(
-            title="Generated tokens: forward in a replayed CUDA graph",
+            title="Few queries on many keys, forward",
             x="shape",
             unit="µs",
             y_title="µs a call",

@@ -18,6 +18,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,12 +51,14 @@ LONGEST_STANDING = 12  # letters of a name below a bar
 PNG_SCALE = 2.0
 INK = "#808080"  # read on white and on black
 COLORS = {  # ours in colour, the plain baselines in grey, the libraries' in cooler tones
-    "eager": "#999999", "compiled": "#555555", "tiled": "#e6ab02", "tiled_compiled": "#a6761d", "triton": "#d95f02",
+    "eager": "#999999", "compiled": "#555555", "tiled": "#e6ab02", "tiled_compiled": "#a6761d",
+    "triton_first": "#a50f15", "triton": "#d95f02",
     "hopper": "#e7298a", "sdpa_flash": "#1b9e77", "sdpa_cudnn": "#66a61e", "sdpa_efficient": "#b3de69",
     "flex": "#7570b3", "flex_flash": "#80b1d3", "fa4": "#377eb8", "triton_lists": "#fdae61", "hopper_lists": "#fbb4d9",
     "triton_whole": "#fee08b",
     "sdpa_mask": "#a1d99b", "sdpa_padded": "#74c476", "torch_varlen": "#80cdc1", "tiles allow": "#bbbbbb",
 }  # fmt: skip
+SPARE_COLORS = ("#1f78b4", "#b15928", "#6a3d9a", "#e31a1c")  # of a reader's own implementations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +103,15 @@ class Figure(ABC):
         return alt.Data(values=json.loads(kept.rename(columns=_field).to_json(orient="records", double_precision=6)))
 
     def _color(self, rows: pd.DataFrame) -> Any:
+        """The colours, with a legend unless the x axis names what they stand for."""
         names = [str(name) for name in dict.fromkeys(rows[self.color])]
-        named = all(name in COLORS for name in names)
-        scale = alt.Scale(domain=names, range=[COLORS[name] for name in names]) if named else alt.Scale(domain=names)
-        return alt.Color(f"{_field(self.color)}:N", scale=scale, sort=names, title=None)
+        scale = alt.Scale(domain=names)
+        if not COLORS.keys().isdisjoint(names):
+            others = [name for name in names if name not in COLORS]
+            colors = COLORS | dict(zip(others, cycle(SPARE_COLORS)))
+            scale = alt.Scale(domain=names, range=[colors[name] for name in names])
+        color = alt.Color(f"{_field(self.color)}:N", scale=scale, sort=names, title=None)
+        return color.legend(None) if self.color == self.x else color
 
     def _tooltip(self, rows: pd.DataFrame) -> list[alt.Tooltip]:
         """What the pointer shows in the interactive figure."""

@@ -6,9 +6,9 @@
 Columns: those of a record (implementation, mode, quantity, unit, status, message, kernel, error, run); `samples`, the
 raw ones, and `count`, `median`, `low`, `high` (quartiles), `mean`, `std` of them in the row's unit; every field of the
 case by its name (`seqlen_q`), of nested ones `model` (its name), `model.d_model`, `precision` ("bfloat16 autocast");
-`interpreted`, whether Triton ran without a GPU; `by_turns`, whether a sample is a round's; `place`, the
-implementation's among the experiment's; and what the experiment's `columns` adds. Rows stand in the order in which the
-experiment lists its cells.
+`device`, its name; `interpreted`, of a time that Triton's interpreter took, which has no samples here; `by_turns`,
+whether a sample is a round's; `place`, the implementation's among the experiment's; and what the experiment's `columns`
+adds. Rows stand in the order in which the experiment lists its cells.
 """
 
 import math
@@ -27,7 +27,7 @@ from cs336_systems.experiments.spec import Calculation, Experiment
 
 Where = Mapping[str, Any]  # column -> a value, several in a tuple or list, or a function that says which
 UNITS = {("MiB", "GiB"): 1 / 1024, ("s", "ms"): 1e3, ("ms", "s"): 1e-3, ("ms", "µs"): 1e3, ("s", "µs"): 1e6}
-INTERPRETED = "triton"  # begins the names that on a CPU run in Triton's interpreter
+INTERPRETED = "interpreter"  # begins what a record says of a kernel that ran in Triton's
 STATISTICS = ("median", "low", "high", "mean", "std")
 
 
@@ -77,19 +77,21 @@ def calculated_frame(calculation: Calculation) -> pd.DataFrame:
 
 
 def _row(record: Record) -> dict[str, Any]:
-    on_cpu = record.run.device.get("kind") == "cpu" and record.implementation.startswith(INTERPRETED)
+    interpreted = record.kernel.startswith(INTERPRETED) and record.quantity.endswith("time")
+    samples = () if interpreted else tuple(record.samples)
     row = asdict(record) | {
         "error": math.nan if record.error is None else record.error,
-        "interpreted": on_cpu or record.kernel.startswith("interpreter"),
+        "interpreted": interpreted,
         "run": record.run.id,
-        "samples": tuple(record.samples),
-        "count": len(record.samples),
+        "device": str(record.run.device.get("name")),
+        "samples": samples,
+        "count": len(samples),
         **dict.fromkeys(STATISTICS, math.nan),
     }
-    if record.samples:
-        row |= dict(zip(("low", "median", "high"), map(float, np.quantile(record.samples, (0.25, 0.5, 0.75)))))
-        row["mean"] = statistics.fmean(record.samples)
-        row["std"] = 0.0 if len(record.samples) < 2 or is_series(record.quantity) else statistics.stdev(record.samples)
+    if samples:
+        row |= dict(zip(("low", "median", "high"), map(float, np.quantile(samples, (0.25, 0.5, 0.75)))))
+        row["mean"] = statistics.fmean(samples)
+        row["std"] = 0.0 if len(samples) < 2 or is_series(record.quantity) else statistics.stdev(samples)
     return row | flat_case(record.case) | {"case": case_key(record.case)}
 
 

@@ -157,6 +157,6 @@ class GradientCheckpointing(Experiment):
             title="Peak memory of a training step of xl, context 2,048",
             x="strategy",
             unit="GiB",
-            where={"case_type": "MemoryCase", "quantity": PEAK.quantity},
+            where={"case_type": "MemoryCase", "quantity": PEAK.quantity, "model": "xl"},
         )
     }

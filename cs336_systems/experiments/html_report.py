@@ -57,7 +57,8 @@ def write_report(folder: Path, published: Path | None = None, only: Collection[s
     (folder / PAGE).write_text(text, encoding="utf-8", newline="\n")
     counts = {name: Counter(record.status for record in records) for name, records in measured.items()}
     return [
-        f"{name}: {', '.join(f'{count} {status}' for status, count in of.most_common())}" for name, of in counts.items()
+        f"{name}, rows: {', '.join(f'{count} {status}' for status, count in of.most_common())}"
+        for name, of in counts.items()
     ]
 
 
@@ -80,12 +81,14 @@ def _section(experiment: Experiment, records: list[Record], published: Path | No
                 caption = f"{name.replace('_', ' ')}, {whose}"
                 figures.append({"place": place, "caption": caption, "spec": spec_of(chart, "transparent")})
     tables: list[Table] = []
-    needs: dict[str, str] = {}  # what is skipped on this machine
+    needs: dict[str, list[str]] = {}  # why something is skipped on this machine, and what
     for spec in experiment.tables.values() if not frames["this run"].empty else ():
-        table, skipped = spec.build(frames["this run"]).without_skipped()
+        table, skipped = spec.build(frames["this run"]).without_blanks()
         if table.lines:  # another scale's table has none here
             tables.append(table)
-        needs |= skipped
+        for column, why in skipped.items():
+            columns = needs.setdefault(why, [])
+            columns += [column] if column not in columns else []
     failed = [line.removeprefix(f"{experiment.name}: ") for line in failures(records)]
     return {
         "name": experiment.name, "title": experiment.title, "figures": figures, "tables": tables, "needs": needs,

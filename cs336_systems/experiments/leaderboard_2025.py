@@ -23,7 +23,7 @@ class Leaderboard2025(attention.AttentionExperiment):
 
     tables = {
         "times": Wide(
-            title="the leaderboard's shape",
+            title="causal attention",
             down=("implementation",),
             columns={
                 "forward (ms)": Pick({"mode": "forward", "quantity": "time"}),
@@ -35,5 +35,5 @@ class Leaderboard2025(attention.AttentionExperiment):
         )
     }
     figures = {
-        "speed": attention.rate_bars("Forward + backward on the 2025 leaderboard's shape", x="implementation"),
+        "speed": attention.rate_bars("Causal attention, forward + backward", x="implementation"),
     }

@@ -32,6 +32,7 @@ from cs336_systems import accounting
 from cs336_systems.analysis import HARDWARE, RankBytes
 from cs336_systems.attention.backends import available_backends
 from cs336_systems.config import BYTES_PER_ELEMENT, MODEL_SIZES, ModelConfig, Precision, RunConfig
+from cs336_systems.device import PEAKS
 from cs336_systems.experiments import Bars, Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem, ranks
 from cs336_systems.experiments import parallel_step as steps
 from cs336_systems.experiments.frames import digits
@@ -264,13 +265,14 @@ class Leaderboard2026(Experiment):
         fields = ModelConfig.__dataclass_fields__
         model = ModelConfig(**{name: row["model" if name == "name" else f"model.{name}"] for name in fields})
         rate = math.nan
-        if row["quantity"] == "time" and row["median"] > 0:
+        if row["quantity"] == "time" and row["median"] > 0 and row["backend"] == "nccl":
             rate = accounting.tflops_per_s(accounting.model_flops(model, row["batch"], "train_step"), row["median"])
+        peak = PEAKS.get(row["device"].removeprefix("NVIDIA "))
         tokens = row["num_ranks"] * row["batch"] * model.context_length
         return {
             "settings": ", ".join(names),
             "tflops": rate,
-            "of_peak": 1e14 * rate / HARDWARE["H200"].flops_per_s,
+            "of_peak": 100 * rate / peak.bf16_tflops if peak else math.nan,
             "tokens_per_s": 1e3 * tokens / row["median"] if row["quantity"] == "time" else math.nan,
         }
 
@@ -289,7 +291,7 @@ class Leaderboard2026(Experiment):
 
     tables = {
         "steps": Wide(
-            title="Full training step of 8B, two H200s, a sequence of 32,768 tokens each",
+            title="Full training step of two ranks, a sequence each",
             down={"FSDP, computed again, attention, blocks": "settings"},
             columns={
                 "step (ms)": Pick({"quantity": "time"}, significant=4),
@@ -307,7 +309,7 @@ class Leaderboard2026(Experiment):
     }
     figures = {
         "times": Bars(
-            title="Full training step of 8B on two H200s",
+            title="Full training step of two ranks",
             x="settings",
             color="implementation",
             unit="s",

@@ -214,7 +214,7 @@ class MemoryProfiling(Experiment):
     }  # fmt: skip
     figures = {
         name: Timeline(
-            title=f"Active memory of xl, {words}, context {context:,}, float32, {implementation}",
+            title=f"Active memory, {words}, context {context:,}, float32, {implementation}",
             x=EVENT,
             x_title="allocations and releases, in order",
             y_title="GiB",

@@ -126,9 +126,12 @@ class NsysProfile(Experiment):
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         category = row["quantity"].removesuffix("_time")
         known = category in CATEGORIES and row["quantity"].endswith("_time")
+        rank = next((rank for rank in RANKS if f"kernel_{rank}_" in row["quantity"]), None)
         precision = "" if row["precision"] == "float32" else f", {row['precision']}"
         return {
             "context": row["model.context_length"],
+            "rank": rank,
+            "among": "no matmul" if row["quantity"].startswith("other_") else "all",
             "category": CATEGORY_WORDS.get(category, category) if known else "",
             "shown": f"{row['model']}, context {row['model.context_length']:,}{precision}",
         }
@@ -165,9 +168,12 @@ class NsysProfile(Experiment):
         "kernels": Listing(
             title="The kernels that take the most time, and those of no matmul (ms)",
             where={"quantity": tuple(f"{name}_{rank}_time" for name in RANKED for rank in RANKS)},
-            columns={"model": "shown", "pass": "mode", "rank": "quantity", "kernel": "kernel", "ms": "median"},
+            columns={
+                "model": "shown", "pass": "mode", "of": "among", "rank": lambda row: int(row["rank"]),
+                "kernel": "kernel", "ms": "median",
+            },
         ),
-    }
+    }  # fmt: skip
     figures = {
         "categories": Shares(
             title="Where the kernels' time of a training step goes",

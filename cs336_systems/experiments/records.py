@@ -200,6 +200,15 @@ def failures(records: Iterable[Record]) -> list[str]:
     ]
 
 
+def skips(records: Iterable[Record]) -> list[str]:
+    """Why some of `records` were skipped, a line for each message, with the implementations that it is of."""
+    names: dict[str, dict[str, None]] = {}  # in their order
+    for record in records:
+        if record.status == "skipped":
+            names.setdefault(record.message, {})[record.implementation] = None
+    return [f"skipped {', '.join(of)}: {message}" for message, of in names.items()]
+
+
 def is_series(quantity: str) -> bool:
     """Whether the samples of `quantity` are a series and no repetitions: a curve, intervals, a timeline.
 

@@ -61,16 +61,16 @@ class Table:
         header = [self.header[place] for place in places]
         return Table(self.title, header, [[line[place] for place in places] for line in chosen])
 
-    def without_skipped(self) -> tuple[Table, dict[str, str]]:
-        """The table without columns in which all is skipped, and what those need, by heading."""
-        needs = {}
+    def without_blanks(self) -> tuple[Table, dict[str, str]]:
+        """The table without columns that are empty or in which all is skipped, and what the latter need, by heading."""
+        needs, kept = {}, []
         for place, name in enumerate(self.header):
             column = [line[place] for line in self.lines]
-            whys = [cell.why for cell in column if cell.status == "skipped"]
-            if whys and all(cell.status in ("skipped", "absent") for cell in column):
+            if any(cell.status != "skipped" and cell.text not in (ABSENT, "") for cell in column):
+                kept.append(name)
+            elif whys := [cell.why for cell in column if cell.status == "skipped"]:
                 needs[name] = whys[0]
-        kept = [name for name in self.header if name not in needs]
-        return (self.only(columns=kept) if needs else self), needs
+        return self.only(columns=kept), needs
 
     def markdown(self) -> str:
         """The table as GitHub shows it; text of records is escaped."""
@@ -96,7 +96,7 @@ def cell_of(row: Row | None, value: str = "median", significant: int = 3) -> Tab
     if row["status"] != "ok":
         text = "OOM" if row["status"] == "oom" else row["status"]
         return TableCell(text, why=in_one_line(row["message"]), status=row["status"])
-    if row["interpreted"] and row["quantity"] == "time":
+    if row["interpreted"]:
         return TableCell("ran, agrees", why="in Triton's interpreter, whose times say nothing of the kernel")
     return shown(row[value], significant)
 
@@ -173,6 +173,8 @@ class Listing(TableSpec):
             if row["status"] != "ok":
                 blank = cell_of(row)
                 cells = [cell if cell.text not in (ABSENT, "") else blank for cell in cells]
+            elif row["interpreted"]:
+                cells = [cell_of(row) if of == "median" else cell for of, cell in zip(columns, cells)]
             lines.append(cells)
         return Table(self.title, list(self.columns), lines)
 
