@@ -276,6 +276,7 @@ class ReadOutside(torch.autograd.Function):
         window = ctx.unit.window
         window.agree("reduces", ctx.unit)
         window.reducer.reduce({ctx.weight: gradient})
+        window.reducer.wait()  # where no unit is reduced, nobody may wait for it later
         return None, None, None  # to the shard it is added there, on another stream
 
 
