@@ -28,6 +28,7 @@ from cs336_systems.commands import kernels as kernels_command
 from cs336_systems.commands import tune as tune_command
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.device import get_device_info
+from cs336_systems.experiments import frames
 from cs336_systems.experiments.frames import load_frame
 from cs336_systems.experiments.harness import Provenance, Sweep
 from cs336_systems.experiments.implementations import chosen_tiles
@@ -450,6 +451,7 @@ def test_tuning_measures_what_compiles_and_only_once(monkeypatch, tmp_path):
         return sweep
 
     monkeypatch.setattr(tune_command, "_require_gpu", lambda: None)
+    monkeypatch.setattr(frames, "INTERPRETED", "none")  # whose times are told as a GPU's
     monkeypatch.setattr(tune_command, "open_sweep", open_sweep)
     shape = AttentionShape(
         batch=1, heads=1, seqlen_q=64, seqlen_k=64, head_dim=32, is_causal=True, dtype="float16"
