@@ -838,3 +838,21 @@ def test_compile_fullgraph(deterministic):
     results = {"output": output / 2, "grad_q": grads[0] * 2, "grad_k": grads[1], "grad_v": grads[2]}
     errors = contract_errors(oracle, results)
     assert max(errors.values()) <= 1, errors
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_a_nan_gradient_of_a_row_without_keys_goes_nowhere(head_dim):
+    tokens = torch.ones(300, 200, dtype=torch.bool, device="cuda")
+    tokens[[0, 3, 64, 150, 299]] = False
+    mask = BlockMask.from_dense(tokens)
+    q, k, v, grad_output = inputs(1, 2, 2, 300, 200, head_dim, torch.bfloat16, "cuda")
+    grads = []
+    for dead in (math.nan, 1.0):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        output, lse = flash_attention(*leaves, block_mask=mask, return_lse=True, backend="hopper")
+        grad_lse = torch.ones_like(lse).masked_fill(~tokens.any(-1), dead)
+        grads.append(torch.autograd.grad((output, lse), leaves, (grad_output, grad_lse)))
+    for ours, expected in list(zip(*grads))[1:]:
+        assert expected.isfinite().all() and torch.equal(ours, expected)
+    torch.testing.assert_close(grads[0][0], grads[1][0])  # whose sums come in any order

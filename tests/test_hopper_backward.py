@@ -595,3 +595,14 @@ def test_the_launcher_of_documents_hands_over_their_slots(launched):
     grid, tensors, numbers, options = launched["backward_preprocess"]
     assert grid == (5 * 2 * 4,) and numbers == ((0, 8, 32) * 2 + (4, 300, 5 * 128))
     assert launched["backward_convert"][2] == (300, 5 * 128, 2, 0.5) and launched["backward_convert"][3]["PACKED"]
+
+
+def test_a_row_without_keys_has_no_delta():
+    """Its P is 0, and 0 times the NaN that `logaddexp` of two such rows gives L would be a NaN in dK and dQ."""
+    output, grad_output = torch.ones(1, 2, 20, 64, dtype=torch.float16), torch.ones(1, 2, 20, 64, dtype=torch.float16)
+    lse, grad_lse, rows = torch.zeros(1, 2, 20), torch.ones(1, 2, 20), torch.empty(2, 2, 64)
+    lse[0, 1, 3], grad_lse[0, 1, 3] = -math.inf, math.nan
+    light.preprocess(output, grad_output, lse, grad_lse, rows, None, None)
+    expected = torch.full((2, 20), 63.0)
+    expected[1, 3] = 0
+    assert torch.equal(rows[:, 1, :20], expected)

@@ -56,6 +56,7 @@ def hopper_backward_preprocess_kernel(
     L = tl.load(L_ptr + L_rows, mask=query_rows < N_QUERIES, other=float("inf"))
     if HAS_DL:
         delta -= tl.load(dL_ptr + L_rows, mask=query_rows < N_QUERIES, other=0.0)
+    delta = tl.where(float("-inf") < L, delta, 0.0)  # no key: P = 0, and 0 times a NaN gradient of L would be NaN
     rows_of_head = rows_ptr + batch_head * 2 * N_ROWS
     tl.store(rows_of_head + query_rows, L * LOG2_E)
     tl.store(rows_of_head + N_ROWS + query_rows, delta)
