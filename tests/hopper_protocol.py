@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, Launch
+from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, ForwardPlan
 
 # (index into batch and heads, tile of queries) -> first keys of its key tiles; none for a slot without a tile
 Walk = Callable[[int, int], list[int]]
@@ -157,13 +157,13 @@ def run_at_random(
 # The forward
 
 
-def items_of_program(launch: Launch, program: int) -> Iterator[tuple[int, int]]:
+def items_of_program(launch: ForwardPlan, program: int) -> Iterator[tuple[int, int]]:
     """(index into batch and heads, tile of queries) of each tile of `program`, in its order."""
     for item in range(program, launch.num_items, launch.num_programs):
         yield from tiles_of_item(launch, item)
 
 
-def tiles_of_item(launch: Launch, item: int) -> list[tuple[int, int]]:
+def tiles_of_item(launch: ForwardPlan, item: int) -> list[tuple[int, int]]:
     num_tiles = launch.num_tiles
     if launch.paired:
         head, position = divmod(item, -(-num_tiles // 2))
@@ -174,7 +174,7 @@ def tiles_of_item(launch: Launch, item: int) -> list[tuple[int, int]]:
     return [(group + head, num_tiles - 1 - tile if launch.is_causal else tile)]
 
 
-def key_tiles(launch: Launch, tile: int) -> list[int]:
+def key_tiles(launch: ForwardPlan, tile: int) -> list[int]:
     """First keys of the key tiles that a tile of queries takes, in its order: from the last visible one to key 0.
 
     The masked steps are unrolled, so there are at least so many tiles; one that nobody sees is read from behind the
@@ -188,7 +188,7 @@ def key_tiles(launch: Launch, tile: int) -> list[int]:
     return [launch.num_keys] * dead + [i * schedule.key_tile for i in reversed(range(live))]
 
 
-def skips_first_key_tile(launch: Launch, tile: int, consumer: int) -> bool:
+def skips_first_key_tile(launch: ForwardPlan, tile: int, consumer: int) -> bool:
     """Whether a consumer's rows of a tile come before all keys of the key tile that is walked first."""
     if launch.schedule.masked_tiles(launch.is_causal) == 1:
         return False  # the rows of all consumers are cut by the diagonal, or there is none
@@ -198,7 +198,7 @@ def skips_first_key_tile(launch: Launch, tile: int, consumer: int) -> bool:
     return (len(key_tiles(launch, tile)) - 1) * launch.schedule.key_tile >= first_row + CONSUMER_ROWS
 
 
-def forward_partitions(launch: Launch, items: list[int], walk: Walk) -> list[Partition]:
+def forward_partitions(launch: ForwardPlan, items: list[int], walk: Walk) -> list[Partition]:
     """The copier of a program of these work items, the copies into each place, and at last the consumers."""
     schedule, copier = launch.schedule, Partition()
     consumers: list[Partition] = [[] for _ in range(schedule.consumers)]
@@ -252,12 +252,12 @@ def forward_partitions(launch: Launch, items: list[int], walk: Walk) -> list[Par
     return [copier, *engines.values(), *consumers]
 
 
-def forward_arrivals(launch: Launch) -> dict[str, int]:
+def forward_arrivals(launch: ForwardPlan) -> dict[str, int]:
     consumers = launch.schedule.consumers
     return {"asked": 1, "full": 3, "empty": consumers, "q_empty": 1, "item_full": 1, "item_empty": consumers}
 
 
-def run_forward(launch: Launch, rng: random.Random, walk: Walk | None = None) -> list[tuple[int, int]]:
+def run_forward(launch: ForwardPlan, rng: random.Random, walk: Walk | None = None) -> list[tuple[int, int]]:
     """`run_at_random` of every program, one after the other; the (head, tile) that they compute.
 
     Of a dynamic order the first program takes what is handed out. `walk` says which key tiles a tile of queries takes,

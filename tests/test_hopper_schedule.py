@@ -13,7 +13,7 @@ from cs336_systems.attention.hopper.schedule import (
     ORDERS,
     SCHEDULES,
     UNPAIRED,
-    Launch,
+    ForwardPlan,
     _steps_of_tiles,
     estimated_steps,
     plan_forward,
@@ -47,7 +47,7 @@ def each_launch(test):
 
 def make_launch(
     schedule, is_causal, num_queries, num_keys, *, order="tiles", batch_heads=3, together=2, num_multiprocessors=4
-) -> Launch:
+) -> ForwardPlan:
     launch = plan_forward(
         head_dim=schedule.head_tile, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys,
         batch_heads=batch_heads, group=1, num_multiprocessors=num_multiprocessors, config=schedule.name(order),

@@ -9,7 +9,7 @@ Each of the last two starts while the one before it ends, and waits for it only 
 A program of the main kernel has up to five partitions. A producer warp copies tiles by TMA into a ring of two slots.
 Two consumer warp groups own 64 of the keys each and walk the query tiles that see them. Two sender warps add what each
 consumer has made of dQ into memory. S and dP are computed transposed, so that Pᵀ and dSᵀ are left operands that the
-tensor cores take from registers. One step of a consumer, and what its matmuls are meanwhile:
+tensor cores take from registers. One step of a consumer, dQ `by senders`, and what its matmuls are meanwhile:
 
     issue dPᵀ = V dOᵀ                                  dP            Sᵀ is there: the last step has made it
     Pᵀ = exp2(scale · log₂e · Sᵀ - L)                  dP            L stays in shared memory up to here
@@ -36,23 +36,24 @@ consumer 1 adds zeros to 32 columns of dQ.
 
 How dQ is formed and sent is the launcher's choice, `dq_way`, by what was measured:
 
-  late     a step forms the dQ of the step before. The consumers then need not meet: each says that its dS is ready and
-           goes on if the other's last one is. One may be a step ahead, which takes a third tile of dS.
-  senders  in the same step, sent by the sender warps. Without a mask at head dim 128.
-  alone    without sender warps; a consumer starts its copy and waits for it a step later. Causal at head dim 128, up
-           to some thousand queries.
+  by senders  as above. At head dim 128 without a mask, and of causal packed documents below 8,192 queries.
+  late        a step forms the dQ of the step before. The consumers then need not meet: each says that its dS is ready
+              and goes on if the other's last one is. One may be a step ahead, which takes a third tile of dS. At head
+              dim 64, along lists, and at 128 causal from 8,192 queries on or in a fixed order of additions.
+  alone       without sender warps: a consumer starts its copy and waits for it a step later. At head dim 128 causal
+              below 8,192 queries.
 
 Which tiles: `backward_walk.py`. Without a mask the walk starts at the program's own position and wraps around the end,
-so that programs that run at one time add to different rows of dQ. A causal one starts at the diagonal; keys behind the
-last query's have no program. Three kernels differ in their walk alone: dense, along the lists of a `BlockMask`, in
-packed documents. Of a list's partial tiles the producer hands over the number of their bits, which a consumer then
-reads from memory, by keys, as it holds the scores: `light.py` has turned them.
+so that programs that run at one time add to different rows of dQ. A causal one starts at the diagonal. Three kernels
+differ in their walk alone, by what is `walked`: dense (None), `Lists` of a `BlockMask`, packed `Documents`. Of a list's
+partial tiles the producer hands over the number of their bits, which a consumer then reads from memory, by keys, as it
+holds the scores: `light.py` has turned them.
 
 Tiles that the diagonal cuts are masked, and where queries see keys that do not exist every tile is, in a kernel of its
 own, because choosing at run time costs registers. (A key that does not exist scores 0, and its P = exp2(-L) may be
 inf.) That is the case without a mask where the last key tile is ragged; a causal query comes before such keys, unless
-there are fewer keys than queries. Queries past the end have L = +inf, hence P = 0. TMA reads
-zeros past the end of a head and writes nothing there.
+there are fewer keys than queries. Queries past the end have L = +inf, hence P = 0. TMA reads zeros past the end of a
+head and writes nothing there.
 
 Sums: dK and dV over the queries, and over the query heads of a group, are one program's, in one order, and so
 bit-reproducible. dQ's over the key tiles come in any order, and its last bits vary; unless ORDERED, where senders wait
@@ -84,7 +85,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cs336_systems.attention.hopper.backward_walk import (
     KEY_TILE,
-    ROW_PADDING,
+    QUERY_PADDING,
     BackwardPlan,
     Lists,
     Problem,
@@ -99,6 +100,7 @@ from cs336_systems.attention.hopper.backward_walk import (
 )
 from cs336_systems.attention.hopper.builtins import (
     arrive_at,
+    as_block,
     by_words,
     meet_consumers,
     meet_warps,
@@ -122,9 +124,9 @@ from cs336_systems.attention.hopper.light import convert, preprocess, transposed
 from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, LATE_FROM, columns_of
 from cs336_systems.attention.hopper.walk import Documents, key_place, query_place
 from cs336_systems.attention.hopper.wide_backward import gradients_of_keys, hopper_wide_backward
+from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import head_tile
 from cs336_systems.attention.tiles.config import L2_SHARE_BYTES
-from cs336_systems.attention.triton.block_sparse import TileLists
 from cs336_systems.attention.triton.launch import empty, empty_like, launch, log_launch, overlap_options
 from cs336_systems.attention.triton.operands import num_multiprocessors, num_tiles
 from cs336_systems.attention.triton.steps import LOG2_E
@@ -173,39 +175,33 @@ class _Shared(NamedTuple):
 
 
 @gluon.jit
-def _as_block(tile, desc):
-    """A (rows, columns) tile of shared memory as TMA sees it, a tile of (batch, heads, rows, columns)."""
-    return tile._reinterpret(desc.dtype, desc.block_shape, desc.layout)
-
-
-@gluon.jit
 def _produce(
-    shared, problem, mask, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, PLAN: gl.constexpr
+    shared, problem, walked, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, PLAN: gl.constexpr
 ):  # fmt: skip
     """The producer warp: K and V once, then each step's Q, dO, L and delta, as slots become free."""
     Q_TILE_SIZE: gl.constexpr = PLAN.query_tile
     IS_LISTED: gl.constexpr = PLAN.query_block > 0
     ROWS_LAYOUT: gl.constexpr = gl.BlockedLayout([Q_TILE_SIZE // 32], [32], [1], [0])
-    tile = own_tile(problem, mask, PLAN)
+    tile = own_tile(problem, walked, PLAN)
     batch, kv_head = tile.batch_head // problem.N_KV_HEADS, tile.batch_head % problem.N_KV_HEADS
 
     mbarrier.expect(shared.kv_full.index(0), K_desc.block_type.nbytes + V_desc.block_type.nbytes)
-    first_key = tile.key_tile * KEY_TILE
+    first_key = tile.number * KEY_TILE
     if IS_LISTED or PLAN.packed:
         first_key = gl.where(tile.steps == 0, tile.sequence.num_keys, first_key)
     place = key_place(kv_head, first_key, batch, tile.sequence, PLAN)
     K_tile, V_tile = shared.KV_tiles.index(0), shared.KV_tiles.index(1)
-    tma.async_copy_global_to_shared(K_desc, place, shared.kv_full.index(0), _as_block(K_tile, K_desc))
-    tma.async_copy_global_to_shared(V_desc, place, shared.kv_full.index(0), _as_block(V_tile, V_desc))
+    tma.async_copy_global_to_shared(K_desc, place, shared.kv_full.index(0), as_block(K_tile, K_desc))
+    tma.async_copy_global_to_shared(V_desc, place, shared.kv_full.index(0), as_block(V_tile, V_desc))
     gdc_wait()  # for L and delta, and, as consumers wait for this warp, for a mask's words and the zeros of dQ
     gdc_launch_dependents()
     done = 0
     for number in range(num_walks(PLAN)):
-        walk = walk_of(number, tile, problem, mask, PLAN)
+        walk = walk_of(number, tile, problem, walked, PLAN)
         head = kv_head * PLAN.group + walk.member
         rows_of_head = rows_ptr + (tile.batch_head * PLAN.group + walk.member).to(gl.int64) * (2 * tile.head_rows)
         for j in range(walk.steps):
-            first_query, words = place_of_step(j, walk, tile, problem, mask, PLAN)
+            first_query, words = place_of_step(j, walk, tile, problem, walked, PLAN)
             rows = first_query + gl.arange(0, Q_TILE_SIZE, ROWS_LAYOUT)
             if _has_thread_rows(PLAN.head_tile, PLAN.is_causal):
                 rows = rows // 16 * 16 + rows // 2 % 2 * 8 + rows // 4 % 4 * 2 + rows % 2
@@ -223,10 +219,10 @@ def _produce(
             mbarrier.expect(shared.full.index(slot), Q_desc.block_type.nbytes + dO_desc.block_type.nbytes)
             place = query_place(head, first_query, batch, tile.sequence, PLAN)
             tma.async_copy_global_to_shared(
-                Q_desc, place, shared.full.index(slot), _as_block(shared.Q_slots.index(slot), Q_desc)
+                Q_desc, place, shared.full.index(slot), as_block(shared.Q_slots.index(slot), Q_desc)
             )  # fmt: skip
             tma.async_copy_global_to_shared(
-                dO_desc, place, shared.full.index(slot), _as_block(shared.dO_slots.index(slot), dO_desc)
+                dO_desc, place, shared.full.index(slot), as_block(shared.dO_slots.index(slot), dO_desc)
             )  # fmt: skip
             shared.L_slots.index(slot).store(L)
             shared.delta_slots.index(slot).store(delta)
@@ -238,11 +234,11 @@ def _produce(
 
 @gluon.jit
 def _send(
-    shared, problem, mask, dQ_desc, turns_ptr, CONSUMER: gl.constexpr, PLAN: gl.constexpr
+    shared, problem, walked, dQ_desc, turns_ptr, CONSUMER: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """The warp that adds a consumer's parts of dQ into memory, if ordered each when its turn has come."""
     D_TILE: gl.constexpr = PLAN.head_tile
-    tile = own_tile(problem, mask, PLAN)
+    tile = own_tile(problem, walked, PLAN)
     dQ_tile = shared.dQ_tiles.index(CONSUMER)
     gdc_wait()  # for the zeros that dQ is added to, and the turns
     arrive_at(DQ_IS_SENT + CONSUMER, SENDER)
@@ -250,22 +246,22 @@ def _send(
         wait_at(DQ_IS_WRITTEN + CONSUMER, SENDER)
         arrive_at(DQ_IS_SENT + CONSUMER, SENDER)
     for number in range(num_walks(PLAN)):
-        walk = walk_of(number, tile, problem, mask, PLAN)
+        walk = walk_of(number, tile, problem, walked, PLAN)
         head_row = row_of_member(walk.member, tile, PLAN)
         for j in range(walk.steps):
-            first_query, _ = place_of_step(j, walk, tile, problem, mask, PLAN)
+            first_query, _ = place_of_step(j, walk, tile, problem, walked, PLAN)
             row = head_row + first_query
             dQ_block = [0, 0, row * (D_TILE // SENT_COLUMNS) + CONSUMER * SENT_ROWS, 0]
             turns = turns_ptr + row // HALF * 2 + CONSUMER
             if PLAN.ordered:
                 turn = turn_of_tile(
-                    first_query // KEY_TILE, tile.head_rows // KEY_TILE, tile.key_tile,
+                    first_query // KEY_TILE, tile.head_rows // KEY_TILE, tile.number,
                     key_tiles(problem.N_QUERIES, problem.N_KEYS, PLAN.is_causal), problem.TILES_TOGETHER,
                     PLAN.is_causal,
                 )  # fmt: skip
                 wait_for_turn(turns, turn)
             wait_at(DQ_IS_WRITTEN + CONSUMER, SENDER)
-            tma_add(dQ_desc, dQ_block, _as_block(dQ_tile, dQ_desc))
+            tma_add(dQ_desc, dQ_block, as_block(dQ_tile, dQ_desc))
             tma.store_wait(0)
             arrive_at(DQ_IS_SENT + CONSUMER, SENDER)
             if PLAN.ordered:
@@ -352,7 +348,7 @@ def _hide(P_T, first_query, first_key, N_KEYS, DIAGONAL: gl.constexpr):
 
 
 @gluon.jit
-def _load_words(S_T, shared, slot, first_key, mask, PLAN: gl.constexpr):
+def _load_words(S_T, shared, slot, first_key, walked, PLAN: gl.constexpr):
     """The bits of a consumer's keys in a partial tile, so that each thread has those of its scores in Sᵀ."""
     WORDS: gl.constexpr = PLAN.query_tile // 32
     LAYOUT: gl.constexpr = gl.SliceLayout(2, by_words(S_T).type.layout)
@@ -360,7 +356,7 @@ def _load_words(S_T, shared, slot, first_key, mask, PLAN: gl.constexpr):
     tile = shared.words_slots.index(slot).load(gl.SliceLayout(1, LAYOUT)).to(gl.int64)
     row = (tile * PLAN.key_block + keys)[:, None] * WORDS
     word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))[None, :]
-    return gl.load(mask.words + (row + word))
+    return gl.load(walked.words + (row + word))
 
 
 @gluon.jit
@@ -374,7 +370,7 @@ def _start_scores(shared, step, zero, CONSUMER: gl.constexpr, COLUMNS: gl.conste
 
 @gluon.jit
 def _step(
-    shared, problem, mask, dQ_desc, dK, dV, S_T, step, last_step, head_row, first_query, first_key, num_keys,
+    shared, problem, walked, dQ_desc, dK, dV, S_T, step, last_step, head_row, first_query, first_key, num_keys,
     CONSUMER: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, DIAGONAL: gl.constexpr,
 ):  # fmt: skip
     """Fold one query tile into this consumer's dK and dV, and add its half of the tile's dQ.
@@ -400,7 +396,7 @@ def _step(
     L = _to_columns(shared.L_slots.index(slot).load(stored.type.layout), QUERIES, THREAD_ROWS)
     P_T = gl.exp2(S_T * problem.scale_log2 - L[None, :])
     if MASKED and PLAN.query_block:
-        words = _load_words(S_T, shared, slot, first_key + FIRST_ROW, mask, PLAN)
+        words = _load_words(S_T, shared, slot, first_key + FIRST_ROW, walked, PLAN)
         P_T = zero_unattended(P_T, words)
     elif MASKED:
         P_T = _hide(P_T, first_query, first_key + FIRST_ROW, num_keys, DIAGONAL)
@@ -429,7 +425,7 @@ def _step(
     if PLAN.dq_way == ALONE:
         _store_dQ(shared, dQ, CONSUMER)
         dQ_block = [0, 0, (head_row + first_query) * (D_TILE // SENT_COLUMNS) + CONSUMER * SENT_ROWS, 0]
-        tma_add(dQ_desc, dQ_block, _as_block(shared.dQ_tiles.index(CONSUMER), dQ_desc))
+        tma_add(dQ_desc, dQ_block, as_block(shared.dQ_tiles.index(CONSUMER), dQ_desc))
     else:
         _hand_over_dQ(shared, dQ, CONSUMER)
     S_T = _start_scores(shared, min(step + 1, last_step), 0, CONSUMER, COLUMNS)
@@ -441,14 +437,14 @@ def _step(
 
 @gluon.jit
 def _consume(
-    shared, problem, mask, dQ_desc, dK_desc, dV_desc, CONSUMER: gl.constexpr, PLAN: gl.constexpr
+    shared, problem, walked, dQ_desc, dK_desc, dV_desc, CONSUMER: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """A consumer warp group: dK and dV of 64 keys, and its half of dQ."""
     dtype: gl.constexpr = shared.Q_slots.dtype
     D_TILE: gl.constexpr = PLAN.head_tile
     MASKED_STEPS: gl.constexpr = least_steps(PLAN) if PLAN.is_causal else 0
-    tile = own_tile(problem, mask, PLAN)
-    first_key = tile.key_tile * KEY_TILE
+    tile = own_tile(problem, walked, PLAN)
+    first_key = tile.number * KEY_TILE
     dK, dV = zero_sums(PLAN.columns), zero_sums(PLAN.columns)
     if PLAN.columns - CONSUMER * HALF == 32:
         rest = shared.dQ_tiles.index(CONSUMER).slice(64, 64, dim=0)
@@ -469,28 +465,28 @@ def _consume(
     if PLAN.query_block:
         for step in range(tile.masked):
             dK, dV, S_T = _step(
-                shared, problem, mask, dQ_desc, dK, dV, S_T, step, last_step, 0, 0, first_key, 0, CONSUMER, PLAN, True,
-                False,
+                shared, problem, walked, dQ_desc, dK, dV, S_T, step, last_step, 0, 0, first_key, 0,
+                CONSUMER, PLAN, True, False,
             )  # fmt: skip
         for step in range(tile.masked, last_step + 1):
             dK, dV, S_T = _step(
-                shared, problem, mask, dQ_desc, dK, dV, S_T, step, last_step, 0, 0, first_key, 0, CONSUMER, PLAN, False,
-                False,
+                shared, problem, walked, dQ_desc, dK, dV, S_T, step, last_step, 0, 0, first_key, 0,
+                CONSUMER, PLAN, False, False,
             )  # fmt: skip
     else:
         for member in range(PLAN.group):
             head_row = row_of_member(member, tile, PLAN)
-            walk = walk_of(member, tile, problem, mask, PLAN)
+            walk = walk_of(member, tile, problem, walked, PLAN)
             for j in range(MASKED_STEPS):
-                first_query, _ = place_of_step(j, walk, tile, problem, mask, PLAN)
+                first_query, _ = place_of_step(j, walk, tile, problem, walked, PLAN)
                 dK, dV, S_T = _step(
-                    shared, problem, mask, dQ_desc, dK, dV, S_T, member * walk.steps + j, last_step, head_row,
+                    shared, problem, walked, dQ_desc, dK, dV, S_T, member * walk.steps + j, last_step, head_row,
                     first_query, first_key, tile.sequence.num_keys, CONSUMER, PLAN, True, True,
                 )  # fmt: skip
             for j in range(MASKED_STEPS, walk.steps):
-                first_query, _ = place_of_step(j, walk, tile, problem, mask, PLAN)
+                first_query, _ = place_of_step(j, walk, tile, problem, walked, PLAN)
                 dK, dV, S_T = _step(
-                    shared, problem, mask, dQ_desc, dK, dV, S_T, member * walk.steps + j, last_step, head_row,
+                    shared, problem, walked, dQ_desc, dK, dV, S_T, member * walk.steps + j, last_step, head_row,
                     first_query, first_key, tile.sequence.num_keys, CONSUMER, PLAN, not PLAN.whole_key_tiles, False,
                 )  # fmt: skip
 
@@ -512,14 +508,14 @@ def _consume(
     if PLAN.packed:
         own_key = gl.where(tile.exists, own_key, tile.sequence.num_keys)  # behind the end, where nothing is written
     own_block = key_place(tile.batch_head, own_key, 0, tile.sequence, PLAN)
-    tma.async_copy_shared_to_global(dK_desc, own_block, _as_block(dK_tile, dK_desc))
-    tma.async_copy_shared_to_global(dV_desc, own_block, _as_block(dV_tile, dV_desc))
+    tma.async_copy_shared_to_global(dK_desc, own_block, as_block(dK_tile, dK_desc))
+    tma.async_copy_shared_to_global(dV_desc, own_block, as_block(dV_tile, dV_desc))
     tma.store_wait(0)
 
 
 @gluon.jit
 def _run(
-    Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, turns_ptr, problem, mask, PLAN: gl.constexpr
+    Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, turns_ptr, problem, walked, PLAN: gl.constexpr
 ):  # fmt: skip
     """Share out shared memory and registers, and start the partitions."""
     dtype: gl.constexpr = Q_desc.dtype
@@ -557,17 +553,17 @@ def _run(
     # has what is left, 240.
     if PLAN.dq_way == ALONE:
         gl.warp_specialize([
-            (_consume, (shared, problem, mask, dQ_desc, dK_desc, dV_desc, 0, PLAN)),
-            (_consume, (shared, problem, mask, dQ_desc, dK_desc, dV_desc, 1, PLAN)),
-            (_produce, (shared, problem, mask, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, PLAN)),
+            (_consume, (shared, problem, walked, dQ_desc, dK_desc, dV_desc, 0, PLAN)),
+            (_consume, (shared, problem, walked, dQ_desc, dK_desc, dV_desc, 1, PLAN)),
+            (_produce, (shared, problem, walked, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, PLAN)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (shared, problem, mask, dQ_desc, dK_desc, dV_desc, 0, PLAN)),
-            (_consume, (shared, problem, mask, dQ_desc, dK_desc, dV_desc, 1, PLAN)),
-            (_produce, (shared, problem, mask, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, PLAN)),
-            (_send, (shared, problem, mask, dQ_desc, turns_ptr, 0, PLAN)),
-            (_send, (shared, problem, mask, dQ_desc, turns_ptr, 1, PLAN)),
+            (_consume, (shared, problem, walked, dQ_desc, dK_desc, dV_desc, 0, PLAN)),
+            (_consume, (shared, problem, walked, dQ_desc, dK_desc, dV_desc, 1, PLAN)),
+            (_produce, (shared, problem, walked, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, PLAN)),
+            (_send, (shared, problem, walked, dQ_desc, turns_ptr, 0, PLAN)),
+            (_send, (shared, problem, walked, dQ_desc, turns_ptr, 1, PLAN)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
 
 
@@ -596,11 +592,11 @@ def hopper_listed_backward_kernel(
 ):  # fmt: skip
     """The same, where the query tiles of a tile of keys stand in the lists of a `BlockMask`."""
     problem = Problem(N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2)
-    mask = Lists(
+    walked = Lists(
         num_partial_ptr, partial_ptr, patterns_ptr, num_full_ptr, full_ptr, words_ptr,
         MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH,
     )  # fmt: skip
-    _run(Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, rows_ptr, problem, mask, PLAN)
+    _run(Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, rows_ptr, problem, walked, PLAN)
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "N_DOCUMENTS"])
@@ -641,16 +637,16 @@ def hopper_backward(
     batch, heads, num_queries, width = q.shape
     kv_heads, num_keys = k.shape[1:3]
     group, query_tile, key_tile = heads // kv_heads, QUERY_TILES[head_tile(width)], KEY_TILE.value
-    num_rows = num_tiles(num_queries, ROW_PADDING.value) * ROW_PADDING.value
+    num_rows = num_tiles(num_queries, QUERY_PADDING.value) * QUERY_PADDING.value
     num_key_tiles = num_tiles(min(num_keys, num_queries) if is_causal else num_keys, key_tile)
-    no_missing_keys = num_key_tiles * key_tile <= num_keys or (is_causal and num_queries <= num_keys)
+    whole_key_tiles = num_key_tiles * key_tile <= num_keys or (is_causal and num_queries <= num_keys)
     heads_together, tiles_together = min(batch * kv_heads, _heads_together(q, group, num_rows)), 1
-    if deterministic and not is_causal:
+    if deterministic and not is_causal:  # the programs of so many tiles wait for each other: `turn_of_tile`
         heads_together, tiles_together = 1, min(num_rows // key_tile, num_multiprocessors(q.device) or 1)
     way = dq_way(head_tile(width), is_causal, num_queries, deterministic, listed=lists is not None)
     block_size = (0, 0) if lists is None else lists.block_size
     plan = BackwardPlan(
-        head_tile(width), columns_of(width), query_tile, group, is_causal, no_missing_keys, way, deterministic,
+        head_tile(width), columns_of(width), query_tile, group, is_causal, whole_key_tiles, way, deterministic,
         *block_size,
     )  # fmt: skip
 
@@ -704,12 +700,12 @@ def hopper_packed_backward(
     (num_queries, heads, width), (num_keys, kv_heads, _) = q.shape, k.shape
     group, query_tile, key_tile = heads // kv_heads, QUERY_TILES[head_tile(width)], KEY_TILE.value
     documents = len(cu_seqlens_q) - 1
-    num_rows = (num_queries // ROW_PADDING.value + documents + 1) * ROW_PADDING.value
+    num_rows = (num_queries // QUERY_PADDING.value + documents + 1) * QUERY_PADDING.value
     heads_together = min(kv_heads, _heads_together(q, group, num_rows))
-    no_missing_keys = is_causal and cu_seqlens_q is cu_seqlens_k
+    whole_key_tiles = is_causal and cu_seqlens_q is cu_seqlens_k
     way = dq_way(head_tile(width), is_causal, max_seqlen_q, False, packed=True)
     plan = BackwardPlan(
-        head_tile(width), columns_of(width), query_tile, group, is_causal, no_missing_keys, way, False, packed=True
+        head_tile(width), columns_of(width), query_tile, group, is_causal, whole_key_tiles, way, False, packed=True
     )
 
     grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)

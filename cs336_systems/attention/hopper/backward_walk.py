@@ -23,7 +23,7 @@ from cs336_systems.attention.hopper.walk import Sequence, document_of_slot, sequ
 KEY_TILE = gl.constexpr(128)  # the two consumers' 64 rows of a wgmma each
 # Rows of L, delta and dQ's accumulator are padded to a multiple of this, the number of query rows that the diagonal
 # of one key tile cuts: a causal program then has at least those steps, and runs them without a bound.
-ROW_PADDING = KEY_TILE
+QUERY_PADDING = KEY_TILE
 
 
 class BackwardPlan(NamedTuple):
@@ -72,7 +72,7 @@ class Lists(NamedTuple):
 class Tile(NamedTuple):
     """A program's tile of keys."""
 
-    key_tile: gl.tensor
+    number: gl.tensor  # of a head's or a document's tiles of keys
     batch_head: gl.tensor  # index into batch and key heads
     sequence: gl.tensor  # that it is of
     query_tiles: gl.tensor  # of the sequence, those of its padding included
@@ -89,7 +89,7 @@ class Walk(NamedTuple):
     member: gl.tensor
     first_tile: gl.tensor
     steps: gl.tensor
-    number: gl.tensor  # of its list
+    list_number: gl.tensor
     is_partial: gl.tensor  # whether that is a list of partial tiles
 
 
@@ -118,13 +118,13 @@ def key_tiles(N_QUERIES, N_KEYS, IS_CAUSAL: gl.constexpr):
 @gluon.jit
 def query_tiles(N_QUERIES, Q_TILE_SIZE: gl.constexpr):
     """Query tiles of a head, those of its padding included."""
-    return (N_QUERIES + ROW_PADDING - 1) // ROW_PADDING * (ROW_PADDING // Q_TILE_SIZE)
+    return (N_QUERIES + QUERY_PADDING - 1) // QUERY_PADDING * (QUERY_PADDING // Q_TILE_SIZE)
 
 
 @gluon.jit
-def walk_of_tile(key_tile, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr):
+def walk_of_tile(tile_number, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """(first query tile, steps) of a key tile's walk over the `tiles` query tiles of a head."""
-    first_tile = key_tile * (KEY_TILE // Q_TILE_SIZE)
+    first_tile = tile_number * (KEY_TILE // Q_TILE_SIZE)
     if IS_CAUSAL:
         return first_tile, tiles - first_tile
     else:
@@ -141,7 +141,7 @@ def query_of_step(step, first_tile, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL:
 
 
 @gluon.jit
-def turn_of_tile(query_block, query_blocks, key_tile, num_tiles, TILES_TOGETHER, IS_CAUSAL: gl.constexpr):
+def turn_of_tile(query_block, query_blocks, tile_number, num_tiles, TILES_TOGETHER, IS_CAUSAL: gl.constexpr):
     """How many key tiles add to a block of KEY_TILE queries before this one, where their order is fixed.
 
     The order in which they come there if all start at once, the last key tile's first step being on the diagonal. A
@@ -149,10 +149,10 @@ def turn_of_tile(query_block, query_blocks, key_tile, num_tiles, TILES_TOGETHER,
     which fit on the GPU together and have no more tiles than a head has blocks.
     """
     if IS_CAUSAL:
-        return min(query_block, num_tiles - 1) - key_tile
+        return min(query_block, num_tiles - 1) - tile_number
     else:
-        own = key_tile % TILES_TOGETHER
-        first = key_tile - own
+        own = tile_number % TILES_TOGETHER
+        first = tile_number - own
         width = min(TILES_TOGETHER, num_tiles - first)
         last = min((query_block + query_blocks - first % query_blocks) % query_blocks, width - 1)
         return first + last - own + width * (own > last)
@@ -165,69 +165,73 @@ def num_walks(PLAN):
 
 
 @gluon.jit
-def list_of_keys(key_tile, batch_head, member, N_KEYS, N_KV_HEADS, MASK_BATCHES, MASK_HEADS, GROUP, K_BLOCK):
+def list_of_keys(tile_number, batch_head, member, N_KEYS, N_KV_HEADS, MASK_BATCHES, MASK_HEADS, GROUP, K_BLOCK):
     """Number of the list that a tile of keys walks for a head of its group; a mask of one batch or head serves all."""
     batch, head = batch_head // N_KV_HEADS, batch_head % N_KV_HEADS * GROUP + member
     columns = (N_KEYS + K_BLOCK - 1) // K_BLOCK
-    return (batch % MASK_BATCHES * MASK_HEADS + head % MASK_HEADS) * columns + key_tile * KEY_TILE // K_BLOCK
+    return (batch % MASK_BATCHES * MASK_HEADS + head % MASK_HEADS) * columns + tile_number * KEY_TILE // K_BLOCK
 
 
 @gluon.jit
-def _walk_of_list(number, key_tile, batch_head, problem, mask, PLAN: gl.constexpr):
+def _walk_of_list(number, tile_number, batch_head, problem, walked, PLAN: gl.constexpr):
     member, is_partial = number % PLAN.group, number < PLAN.group
     column = list_of_keys(
-        key_tile, batch_head, member, problem.N_KEYS, problem.N_KV_HEADS, mask.MASK_BATCHES, mask.MASK_HEADS,
+        tile_number, batch_head, member, problem.N_KEYS, problem.N_KV_HEADS, walked.MASK_BATCHES, walked.MASK_HEADS,
         PLAN.group, PLAN.key_block,
     )  # fmt: skip
-    tiles = gl.load(mask.num_partial + column, mask=is_partial, other=0)
-    tiles += gl.load(mask.num_full + column, mask=is_partial == 0, other=0)
+    tiles = gl.load(walked.num_partial + column, mask=is_partial, other=0)
+    tiles += gl.load(walked.num_full + column, mask=is_partial == 0, other=0)
     return Walk(member, 0, tiles * (PLAN.query_block // PLAN.query_tile), column.to(gl.int64), is_partial)
 
 
 @gluon.jit
-def own_tile(problem, mask, PLAN: gl.constexpr):
+def own_tile(problem, walked, PLAN: gl.constexpr):
     """The tile of this program; causal ones from the last on if ordered, see `turn_of_tile`."""
     if PLAN.packed:
-        slots = slots_of_documents(problem.N_KEYS, mask.N_DOCUMENTS, KEY_TILE)
+        slots = slots_of_documents(problem.N_KEYS, walked.N_DOCUMENTS, KEY_TILE)
         slot, batch_head = tile_of_program(gl.program_id(0), gl.num_programs(0), slots, problem.HEADS_TOGETHER)
-        document, key_tile = document_of_slot(slot, mask.cu_seqlens_k, mask.N_DOCUMENTS, problem.N_KEYS, KEY_TILE)
-        sequence = sequence_of(document, key_tile, batch_head, problem, mask, "keys")
-        exists = (key_tile >= 0) & (key_tile * KEY_TILE < sequence.num_keys)
+        document, tile_number = document_of_slot(
+            slot, walked.cu_seqlens_k, walked.N_DOCUMENTS, problem.N_KEYS, KEY_TILE
+        )
+        sequence = sequence_of(document, tile_number, batch_head, problem, walked, "keys")
+        exists = (tile_number >= 0) & (tile_number * KEY_TILE < sequence.num_keys)
         tiles = query_tiles(sequence.num_queries, PLAN.query_tile)
-        steps = PLAN.group * walk_of_tile(key_tile, tiles, PLAN.query_tile, PLAN.is_causal)[1]
+        steps = PLAN.group * walk_of_tile(tile_number, tiles, PLAN.query_tile, PLAN.is_causal)[1]
         steps = gl.where(exists, max(steps, 0), 0)
-        head_rows = slots_of_documents(problem.N_QUERIES, mask.N_DOCUMENTS, ROW_PADDING) * ROW_PADDING
-        first_row = (sequence.first_row // ROW_PADDING + document) * ROW_PADDING
-        return Tile(key_tile, batch_head, sequence, tiles, head_rows, first_row, steps, 0, exists)
+        head_rows = slots_of_documents(problem.N_QUERIES, walked.N_DOCUMENTS, QUERY_PADDING) * QUERY_PADDING
+        first_row = (sequence.first_row // QUERY_PADDING + document) * QUERY_PADDING
+        return Tile(tile_number, batch_head, sequence, tiles, head_rows, first_row, steps, 0, exists)
     else:
         num_tiles = key_tiles(problem.N_QUERIES, problem.N_KEYS, PLAN.is_causal)
-        key_tile, batch_head = tile_of_program(gl.program_id(0), gl.num_programs(0), num_tiles, problem.HEADS_TOGETHER)
+        tile_number, batch_head = tile_of_program(
+            gl.program_id(0), gl.num_programs(0), num_tiles, problem.HEADS_TOGETHER
+        )
         if PLAN.is_causal and PLAN.ordered:
-            key_tile = num_tiles - 1 - key_tile
+            tile_number = num_tiles - 1 - tile_number
         tiles = query_tiles(problem.N_QUERIES, PLAN.query_tile)
         masked = 0
         if PLAN.query_block:
             steps = 0
             for number in range(num_walks(PLAN)):
-                walk = _walk_of_list(number, key_tile, batch_head, problem, mask, PLAN)
+                walk = _walk_of_list(number, tile_number, batch_head, problem, walked, PLAN)
                 steps += walk.steps
                 masked += walk.steps * walk.is_partial
         else:
-            steps = PLAN.group * walk_of_tile(key_tile, tiles, PLAN.query_tile, PLAN.is_causal)[1]
+            steps = PLAN.group * walk_of_tile(tile_number, tiles, PLAN.query_tile, PLAN.is_causal)[1]
         sequence = Sequence(0, problem.N_QUERIES, 0, problem.N_KEYS, 0, 0)
-        return Tile(key_tile, batch_head, sequence, tiles, tiles * PLAN.query_tile, 0, steps, masked, True)
+        return Tile(tile_number, batch_head, sequence, tiles, tiles * PLAN.query_tile, 0, steps, masked, True)
 
 
 @gluon.jit
-def walk_of(number, tile, problem, mask, PLAN: gl.constexpr):
+def walk_of(number, tile, problem, walked, PLAN: gl.constexpr):
     """The `number`-th walk of a tile. Where no query sees its keys, the last one has the steps that a program at least
     runs, whose queries, keys and values are read from behind the end, as zeros."""
     if PLAN.query_block:
-        walk = _walk_of_list(number, tile.key_tile, tile.batch_head, problem, mask, PLAN)
+        walk = _walk_of_list(number, tile.number, tile.batch_head, problem, walked, PLAN)
         is_empty = (tile.steps == 0) & (number == num_walks(PLAN) - 1)
-        return Walk(walk.member, 0, walk.steps + is_empty, walk.number, walk.is_partial)
+        return Walk(walk.member, 0, walk.steps + is_empty, walk.list_number, walk.is_partial)
     else:
-        first_tile, steps = walk_of_tile(tile.key_tile, tile.query_tiles, PLAN.query_tile, PLAN.is_causal)
+        first_tile, steps = walk_of_tile(tile.number, tile.query_tiles, PLAN.query_tile, PLAN.is_causal)
         if PLAN.packed:
             steps = gl.where(tile.steps > 0, steps, least_steps(PLAN))
         return Walk(number, first_tile, steps, 0, 0)
@@ -250,16 +254,16 @@ def least_steps(PLAN):
 
 
 @gluon.jit
-def place_of_step(step, walk, tile, problem, mask, PLAN: gl.constexpr):
+def place_of_step(step, walk, tile, problem, walked, PLAN: gl.constexpr):
     """(first query of a step of a walk, number of its tile of bits if that is partial)."""
     if PLAN.query_block:
         PARTS: gl.constexpr = PLAN.query_block // PLAN.query_tile
         entry, part = step // PARTS, step % PARTS
-        partial, full = walk.number * mask.WIDTH + entry, walk.number * mask.FULL_WIDTH + entry
+        partial, full = walk.list_number * walked.WIDTH + entry, walk.list_number * walked.FULL_WIDTH + entry
         is_full = (walk.is_partial == 0) & (tile.steps > 0)
-        block = gl.load(mask.partial + partial, mask=walk.is_partial, other=0)
-        block += gl.load(mask.full + full, mask=is_full, other=0)
-        pattern = gl.load(mask.patterns + partial, mask=walk.is_partial, other=0)
+        block = gl.load(walked.partial + partial, mask=walk.is_partial, other=0)
+        block += gl.load(walked.full + full, mask=is_full, other=0)
+        pattern = gl.load(walked.patterns + partial, mask=walk.is_partial, other=0)
         first_query = gl.where(tile.steps == 0, problem.N_QUERIES, block * PLAN.query_block + part * PLAN.query_tile)
         return first_query, pattern * PARTS + part
     else:

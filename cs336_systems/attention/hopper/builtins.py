@@ -2,6 +2,7 @@
 
 warp_fence        keeps what follows behind the arithmetic on its operand
 mma_layout        where a warp group's wgmma leaves a tile
+as_block          a tile of shared memory in the shape that TMA moves
 by_threads        an accumulator with axes for the threads that share a row, and for what each of them holds
 raise_maxima      the rows' maxima, joined between threads only where one of the warp has to rise
 rescale_rows      multiplies an accumulator by its rows' factors, if any of the warp's differs from 1
@@ -30,6 +31,12 @@ from triton.experimental.gluon.language._core import builtin
 def mma_layout(columns):
     """Where a warp group's wgmma leaves a (64, columns) tile in registers."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.jit
+def as_block(tile, desc):
+    """A (rows, columns) tile of shared memory as TMA sees it, a tile of (batch, heads, rows, columns)."""
+    return tile._reinterpret(desc.dtype, desc.block_shape, desc.layout)
 
 
 # Each thread of a warp group holds two rows of a 64-row tile, g and g + 8 of its warp's 16: sums come in pairs.

@@ -45,9 +45,9 @@ Tiles of queries end where the queries end; rows to spare are in the first tile,
 order of tiles is `schedule.plan_forward`'s: one program a tile, or programs that stay and take tiles in pairs or from a
 counter, whose copier starts on the next tile as soon as a slot is free.
 
-Three kernels differ in their walk alone (`walk.py`): dense, along the lists of a `BlockMask`, in packed documents. Of a
-mask's partial tiles the copier brings the bits beside the keys, and `_hide_keys` applies them; a dead tile is never
-read, and a tile without a key takes one step of zeros.
+Three kernels differ in their walk alone (`walk.py`), by what is `walked`: dense (None), `Lists` of a `BlockMask`,
+packed `Documents`. Of a mask's partial tiles the copier brings the bits beside the keys, and `_hide_keys` applies them;
+a dead tile is never read, and a tile without a key takes one step of zeros.
 
 Sources: FlashAttention-3 (Shah et al. 2024) for warp specialisation and overlap, FlashAttention-4 for rescaling lazily.
 """
@@ -89,7 +89,7 @@ from cs336_systems.attention.hopper.descriptors import (
     tile_descriptor,
     words_descriptor,
 )
-from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, Launch, plan_forward, plan_packed_forward
+from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, ForwardPlan, plan_forward, plan_packed_forward
 from cs336_systems.attention.hopper.walk import (
     KEYS_PER_WORD,
     ROWS,
@@ -106,8 +106,7 @@ from cs336_systems.attention.hopper.walk import (
     tile_of_work,
     work_of_call,
 )
-from cs336_systems.attention.masks.tiles import BITS
-from cs336_systems.attention.triton.block_sparse import TileLists
+from cs336_systems.attention.masks.tiles import BITS, TileLists
 from cs336_systems.attention.triton.launch import empty, empty_like, launch, log_launch
 from cs336_systems.attention.triton.operands import empty_results, num_multiprocessors
 from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST
@@ -141,24 +140,24 @@ class _Shared(NamedTuple):
 
 
 @gluon.jit
-def _copy_words(words, is_partial, OTHERS: gl.constexpr, shared, mask, slot):
+def _copy_words(words, is_partial, OTHERS: gl.constexpr, shared, walked, slot):
     """Announce a slot's bytes, OTHERS of keys and values; the bits of a partial tile are copied with them."""
-    WORDS: gl.constexpr = mask.words.block_type.nbytes
+    WORDS: gl.constexpr = walked.words.block_type.nbytes
     mbarrier.expect(shared.full.index(slot), OTHERS + WORDS, pred=is_partial)
     mbarrier.expect(shared.full.index(slot), OTHERS, pred=is_partial == 0)
     tma.async_copy_global_to_shared(
-        mask.words, words, shared.full.index(slot), shared.words_ring.index(slot), pred=is_partial
+        walked.words, words, shared.full.index(slot), shared.words_ring.index(slot), pred=is_partial
     )
 
 
 @gluon.jit
-def _copy_tiles(Q_desc, K_desc, V_desc, counter_ptr, shared, problem, mask, PLAN: gl.constexpr):
+def _copy_tiles(Q_desc, K_desc, V_desc, counter_ptr, shared, problem, walked, PLAN: gl.constexpr):
     """The copier: fill the ring as the consumers empty it, and if PLAN.dynamic fetch the program's next work item."""
     CONSUMERS: gl.constexpr = PLAN.consumers
     K_TILE_SIZE: gl.constexpr = PLAN.key_tile
     SLOTS: gl.constexpr = PLAN.slots
     IS_LISTED: gl.constexpr = PLAN.key_block > 0
-    num_tiles, num_items = work_of_call(problem, mask, PLAN)
+    num_tiles, num_items = work_of_call(problem, walked, PLAN)
     step = 0
     tiles_done = 0
     items_done = 0
@@ -167,23 +166,23 @@ def _copy_tiles(Q_desc, K_desc, V_desc, counter_ptr, shared, problem, mask, PLAN
         next_item = item + gl.num_programs(0)
         if PLAN.dynamic:  # asked for early, as the answer takes its time
             next_item = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-        num_sides, sequence = open_item(item, num_tiles, problem, mask, PLAN)
+        num_sides, sequence = open_item(item, num_tiles, problem, walked, PLAN)
         for side in range(num_sides):
-            tile = tile_of_work(item, side, num_tiles, sequence, problem, mask, PLAN)
+            tile = tile_of_work(item, side, num_tiles, sequence, problem, walked, PLAN)
             batch = tile.batch_head // problem.N_HEADS
             head = tile.batch_head % problem.N_HEADS
             kv_head = head // problem.GROUP
 
             # step 0: K(0), and Q while it is on its way
             if IS_LISTED:
-                first_key, words = listed_tile(0, tile, problem, mask, PLAN, True)
+                first_key, words = listed_tile(0, tile, problem, walked, PLAN, True)
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.empty.index(slot), phase ^ 1)
             if IS_LISTED:
-                _copy_words(words, tile.masked > 0, K_desc.block_type.nbytes, shared, mask, slot)
+                _copy_words(words, tile.masked > 0, K_desc.block_type.nbytes, shared, walked, slot)
             else:  # a tile that nobody sees is read from behind the end, as zeros
                 mbarrier.expect(shared.full.index(slot), K_desc.block_type.nbytes)
-                first_key = gl.where(tile.steps > tile.live, sequence.num_keys, (tile.live - 1) * K_TILE_SIZE)
+                first_key = gl.where(tile.key_tiles > tile.live, sequence.num_keys, (tile.live - 1) * K_TILE_SIZE)
             tma.async_copy_global_to_shared(
                 K_desc, key_place(kv_head, first_key, batch, sequence, PLAN),
                 shared.full.index(slot), shared.K_ring.index(slot),
@@ -199,19 +198,18 @@ def _copy_tiles(Q_desc, K_desc, V_desc, counter_ptr, shared, problem, mask, PLAN
             step += 1
 
             # steps 1 to n - 1: K(j) and V(j - 1)
-            for j in range(1, tile.steps):
+            for j in range(1, tile.key_tiles):
                 previous_key = first_key
                 if IS_LISTED:  # loaded while the slot is in use
-                    first_key, words = listed_tile(j, tile, problem, mask, PLAN)
+                    first_key, words = listed_tile(j, tile, problem, walked, PLAN)
                 slot, phase = ring_slot(step, SLOTS)
                 mbarrier.wait(shared.empty.index(slot), phase ^ 1)
                 if IS_LISTED:
-                    _copy_words(
-                        words, j < tile.masked, K_desc.block_type.nbytes + V_desc.block_type.nbytes, shared, mask, slot
-                    )
+                    both = K_desc.block_type.nbytes + V_desc.block_type.nbytes
+                    _copy_words(words, j < tile.masked, both, shared, walked, slot)
                 else:
                     mbarrier.expect(shared.full.index(slot), K_desc.block_type.nbytes + V_desc.block_type.nbytes)
-                    first_key = (tile.steps - 1 - j) * K_TILE_SIZE
+                    first_key = (tile.key_tiles - 1 - j) * K_TILE_SIZE
                 tma.async_copy_global_to_shared(
                     K_desc, key_place(kv_head, first_key, batch, sequence, PLAN),
                     shared.full.index(slot), shared.K_ring.index(slot),
@@ -335,7 +333,7 @@ def _first_step(
     mbarrier.arrive(shared.empty.index(slot), count=1)
     if tile.masked > 0:
         S = _hide_keys(S, last_key, first_key, words, PLAN)
-    if PLAN.overlapped:
+    if PLAN.softmax_overlaps:
         scores, factor, m, l = _lazy_softmax(S, m, l, problem.scale_log2)
     else:
         scores, factor, m, l = _exact_softmax(S, m, l, problem.scale_log2)
@@ -356,7 +354,7 @@ def _step(
     S, O = _issue(Q, P, O, shared, slot, phase, PLAN.columns)
     if MASKED:
         words = _words_of(consumer, shared, slot, zero, PLAN)
-    if PLAN.overlapped:
+    if PLAN.softmax_overlaps:
         S = warpgroup_mma_wait(1, [S])
         if MASKED:
             S = _hide_keys(S, last_key, first_key, words, PLAN)
@@ -378,7 +376,7 @@ def _step(
 
 
 @gluon.jit
-def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: gl.constexpr):
+def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN: gl.constexpr):
     """A consumer: rows [consumer * ROWS, (consumer + 1) * ROWS) of each tile of queries."""
     D_TILE: gl.constexpr = PLAN.head_tile
     IS_WIDE: gl.constexpr = D_TILE > 128  # Q is read from shared memory, and O leaves from there
@@ -390,7 +388,7 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: 
     O_LAYOUT: gl.constexpr = mma_layout(D_TILE)
     Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
-    num_tiles, num_items = work_of_call(problem, mask, PLAN)
+    num_tiles, num_items = work_of_call(problem, walked, PLAN)
     zero = gl.zeros([ROWS, K_TILE_SIZE], gl.float32, S_LAYOUT)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     THREAD_LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_threads(zero).type.layout))
@@ -401,15 +399,15 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: 
     items_done = 0
     item = gl.program_id(0)
     while item < num_items:
-        num_sides, sequence = open_item(item, num_tiles, problem, mask, PLAN)
+        num_sides, sequence = open_item(item, num_tiles, problem, walked, PLAN)
         for side in range(num_sides):
-            tile = tile_of_work(item, side, num_tiles, sequence, problem, mask, PLAN)
+            tile = tile_of_work(item, side, num_tiles, sequence, problem, walked, PLAN)
             first_row = rows_of_consumer(tile.first_query, consumer, sequence.num_queries)
             rows = first_row + gl.arange(0, ROWS, ROW_LAYOUT)
             last_key = sequence.num_keys - 1
             if PLAN.is_causal:
                 last_key = gl.minimum(rows, last_key)
-            if PLAN.overlapped:
+            if PLAN.softmax_overlaps:
                 m = gl.full([ROWS, 4], LOWEST, gl.float32, THREAD_LAYOUT)
                 l = gl.full([ROWS, 4], 0.0, gl.float32, THREAD_LAYOUT)
             else:
@@ -423,9 +421,9 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: 
             mbarrier.wait(shared.full.index(slot), phase)
             mbarrier.wait(shared.q_full.index(consumer), tiles_done & 1)
             Q = in_parts(Q_tile, PLAN.columns)
-            if PLAN.overlapped and not IS_WIDE:
+            if PLAN.softmax_overlaps and not IS_WIDE:
                 Q = load_parts(Q, Q_LAYOUT)
-            first_key = (tile.steps - 1) * K_TILE_SIZE
+            first_key = (tile.key_tiles - 1) * K_TILE_SIZE
             if MASKED_TILES == 1:
                 P, m, l = _first_step(
                     Q, m, l, tile, last_key, first_key, zero, shared, problem, slot, consumer, P_LAYOUT, PLAN
@@ -447,14 +445,14 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: 
                     step += 1
             else:
                 for j in gl.static_range(1, MASKED_TILES):
-                    first_key = (tile.steps - 1 - j) * K_TILE_SIZE
+                    first_key = (tile.key_tiles - 1 - j) * K_TILE_SIZE
                     P, O, m, l = _step(
                         Q, P, O, m, rest, l, last_key, first_key, zero, shared, problem, step, consumer, PLAN, True
                     )
                     step += 1
-            if not PLAN.overlapped:
+            if not PLAN.softmax_overlaps:
                 m, rest = _in_base_2(m, problem.scale_log2)
-            for _ in range(max(tile.masked, 1), tile.steps):
+            for _ in range(max(tile.masked, 1), tile.key_tiles):
                 P, O, m, l = _step(Q, P, O, m, rest, l, 0, 0, zero, shared, problem, step, consumer, PLAN, False)
                 rest = gl.zeros_like(rest)
                 step += 1
@@ -466,7 +464,7 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: 
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.full.index(slot), phase)
             O_pending = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
-            if PLAN.overlapped:
+            if PLAN.softmax_overlaps:
                 m = gl.convert_layout(gl.max(m, axis=1), ROW_LAYOUT)
                 l = gl.convert_layout(gl.sum(l, axis=1), ROW_LAYOUT)
             L = (m + (rest + gl.log2(l))) * LN_2
@@ -502,7 +500,7 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: 
 
 
 @gluon.jit
-def _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, mask, PLAN: gl.constexpr):
+def _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, walked, PLAN: gl.constexpr):
     """Share out shared memory and registers, and start the copier and the consumers."""
     CONSUMERS: gl.constexpr = PLAN.consumers
     SLOTS: gl.constexpr = PLAN.slots
@@ -514,7 +512,7 @@ def _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, mask, PLAN
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     if PLAN.key_block:
         words_ring = gl.allocate_shared_memory(
-            gl.int32, [SLOTS, CONSUMERS * ROWS, K_TILE_SIZE // KEYS_PER_WORD], mask.words.layout
+            gl.int32, [SLOTS, CONSUMERS * ROWS, K_TILE_SIZE // KEYS_PER_WORD], walked.words.layout
         )
     else:
         words_ring = None
@@ -554,21 +552,21 @@ def _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, mask, PLAN
     fence_async_shared()
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_attend, (0, O_desc, L_ptr, shared, problem, mask, PLAN)),
-            (_copy_tiles, (Q_desc, K_desc, V_desc, counter_ptr, shared, problem, mask, PLAN)),
+            (_attend, (0, O_desc, L_ptr, shared, problem, walked, PLAN)),
+            (_copy_tiles, (Q_desc, K_desc, V_desc, counter_ptr, shared, problem, walked, PLAN)),
         ], [1], [COPIER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (_attend, (0, O_desc, L_ptr, shared, problem, mask, PLAN)),
-            (_attend, (1, O_desc, L_ptr, shared, problem, mask, PLAN)),
-            (_copy_tiles, (Q_desc, K_desc, V_desc, counter_ptr, shared, problem, mask, PLAN)),
+            (_attend, (0, O_desc, L_ptr, shared, problem, walked, PLAN)),
+            (_attend, (1, O_desc, L_ptr, shared, problem, walked, PLAN)),
+            (_copy_tiles, (Q_desc, K_desc, V_desc, counter_ptr, shared, problem, walked, PLAN)),
         ], [4, 1], [PLAN.registers, COPIER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_attend, (0, O_desc, L_ptr, shared, problem, mask, PLAN)),
-            (_attend, (1, O_desc, L_ptr, shared, problem, mask, PLAN)),
-            (_attend, (2, O_desc, L_ptr, shared, problem, mask, PLAN)),
-            (_copy_tiles, (Q_desc, K_desc, V_desc, counter_ptr, shared, problem, mask, PLAN)),
+            (_attend, (0, O_desc, L_ptr, shared, problem, walked, PLAN)),
+            (_attend, (1, O_desc, L_ptr, shared, problem, walked, PLAN)),
+            (_attend, (2, O_desc, L_ptr, shared, problem, walked, PLAN)),
+            (_copy_tiles, (Q_desc, K_desc, V_desc, counter_ptr, shared, problem, walked, PLAN)),
         ], [4, 4, 1], [PLAN.registers, PLAN.registers, COPIER_REGISTERS])  # fmt: skip
 
 
@@ -593,11 +591,11 @@ def hopper_listed_forward_kernel(
 ):  # fmt: skip
     """The same, where the key tiles of a tile of queries stand in the lists of a `BlockMask`."""
     problem = Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
-    mask = Lists(
+    walked = Lists(
         num_partial_ptr, partial_ptr, patterns_ptr, num_full_ptr, full_ptr, words_desc,
         MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, WORD_ROWS,
     )  # fmt: skip
-    _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, mask, PLAN)
+    _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, walked, PLAN)
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "N_DOCUMENTS"])
@@ -617,9 +615,9 @@ def hopper_counter_kernel(counter_ptr):
     tl.store(counter_ptr, 0)
 
 
-def _counter(planned: Launch, otherwise: Tensor) -> Tensor:
+def _counter(plan: ForwardPlan, otherwise: Tensor) -> Tensor:
     """A zero, from which a dynamic order counts; others read none, and anything will do."""
-    if planned.order != "dynamic":
+    if plan.order != "dynamic":
         return otherwise
     counter = empty((1,), torch.int32, otherwise.device)
     launch(hopper_counter_kernel, (1,), (counter,), (), {"num_warps": 1})
@@ -646,17 +644,17 @@ def hopper_forward(
     q, k, v = readable(q), readable(k), readable(v)
     batch, heads, num_queries, width = q.shape
     num_keys, group = k.shape[2], heads // k.shape[1]
-    planned = plan_forward(
+    plan = plan_forward(
         head_dim=width, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, batch_heads=batch * heads,
         group=group, num_multiprocessors=num_multiprocessors(q.device) or 1, config=config,
         block_size=None if lists is None else lists.block_size,
     )  # fmt: skip
-    schedule = planned.schedule
+    schedule = plan.schedule
     output, lse = empty_results(q)
     operands = ((q, CONSUMER_ROWS), (k, schedule.key_tile), (v, schedule.key_tile), (output, CONSUMER_ROWS))
-    tensors: tuple[Any, ...] = (*(tile_descriptor(x, rows) for x, rows in operands), lse, _counter(planned, lse))
+    tensors: tuple[Any, ...] = (*(tile_descriptor(x, rows) for x, rows in operands), lse, _counter(plan, lse))
     numbers: tuple[float, ...] = (
-        num_queries, num_keys, heads, group, batch * heads, planned.heads_together, scale * LOG2_E.value
+        num_queries, num_keys, heads, group, batch * heads, plan.heads_together, scale * LOG2_E.value
     )  # fmt: skip
     kernel = hopper_forward_kernel
     if lists is not None:
@@ -669,11 +667,11 @@ def hopper_forward(
         numbers += (
             *lists.kv_num_blocks.shape[:2], lists.kv_indices.shape[3], lists.full_kv_indices.shape[3], len(words)
         )  # fmt: skip
-    log_launch("forward" if lists is None else "listed_forward", schedule.name(planned.order), q, num_queries, num_keys)
+    log_launch("forward" if lists is None else "listed_forward", schedule.name(plan.order), q, num_queries, num_keys)
     with stage("forward"):
         launch(
-            kernel, (planned.num_programs,), tensors, numbers,
-            {"PLAN": planned.kernel_plan, **schedule.launch_options},
+            kernel, (plan.num_programs,), tensors, numbers,
+            {"PLAN": plan.kernel_plan, **schedule.launch_options},
         )  # fmt: skip
     return (output if width == head_dim else output[..., :head_dim].contiguous()), lse
 
@@ -694,23 +692,23 @@ def hopper_packed_forward(
     q, k, v = readable(q), readable(k), readable(v)
     (num_queries, heads, width), num_keys, group = q.shape, k.shape[0], q.shape[1] // k.shape[1]
     documents = len(cu_seqlens_q) - 1
-    planned = plan_packed_forward(
+    plan = plan_packed_forward(
         head_dim=width, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, heads=heads, group=group,
         documents=documents, max_seqlens=max_seqlens, num_multiprocessors=num_multiprocessors(q.device) or 1,
         config=config,
     )  # fmt: skip
-    schedule = planned.schedule
+    schedule = plan.schedule
     output, lse = empty_like(q), empty((heads, num_queries), torch.float32, q.device)
     operands = ((q, CONSUMER_ROWS), (k, schedule.key_tile), (v, schedule.key_tile), (output, CONSUMER_ROWS))
-    log_launch("packed_forward", schedule.name(planned.order), q, *max_seqlens)
+    log_launch("packed_forward", schedule.name(plan.order), q, *max_seqlens)
     with stage("forward"):
         launch(
-            hopper_packed_forward_kernel, (planned.num_programs,),
+            hopper_packed_forward_kernel, (plan.num_programs,),
             (
-                *(document_descriptor(x, rows) for x, rows in operands), lse, _counter(planned, lse), cu_seqlens_q,
+                *(document_descriptor(x, rows) for x, rows in operands), lse, _counter(plan, lse), cu_seqlens_q,
                 cu_seqlens_k,
             ),
-            (num_queries, num_keys, heads, group, heads, planned.heads_together, scale * LOG2_E.value, documents),
-            {"PLAN": planned.kernel_plan, **schedule.launch_options},
+            (num_queries, num_keys, heads, group, heads, plan.heads_together, scale * LOG2_E.value, documents),
+            {"PLAN": plan.kernel_plan, **schedule.launch_options},
         )  # fmt: skip
     return (output if width == head_dim else output[..., :head_dim].contiguous()), lse

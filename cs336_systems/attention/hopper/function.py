@@ -1,10 +1,10 @@
-"""The Hopper stage as operators: refuse what the kernels cannot do, launch, save, restore.
+"""The Hopper stage as operators: refuse what the kernels cannot do, choose a kernel, launch.
 
 `hopper_attention(q, k, v, deterministic, is_causal, scale, config)` is what `flash_attention(backend="hopper")` calls,
 with a block mask `hopper_listed_attention`, and what `flash_attention_varlen` calls `hopper_packed_attention`. The
-backward adds dQ up in memory as its programs arrive there. With `deterministic` each does in its turn, or of masks and
-documents the backward is Triton's; so it is where a mask's tiles, or documents on average, are of fewer rows than the
-kernel's, and of documents at head dims above 128. Without either, such heads have kernels that add nothing in memory.
+backward adds dQ up in memory as its programs arrive there, with `deterministic` each in its turn; dense heads above 128
+have kernels that add nothing in memory. It is Triton's of masks and documents with `deterministic`, of documents at
+head dims above 128, and where a mask's tiles, or documents on average, are of fewer rows than the kernel's.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from cs336_systems.attention.hopper.backward import (
     hopper_backward,
     hopper_packed_backward,
 )
-from cs336_systems.attention.hopper.backward_walk import ROW_PADDING
+from cs336_systems.attention.hopper.backward_walk import QUERY_PADDING
 from cs336_systems.attention.hopper.forward import hopper_forward, hopper_packed_forward
 from cs336_systems.attention.hopper.schedule import plan_forward
 from cs336_systems.attention.hopper.wide_backward import WIDE_BACKWARD
+from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.tiles.config import head_tile
-from cs336_systems.attention.triton.block_sparse import TileLists
 from cs336_systems.attention.triton.function import (
     CU_SEQLENS,
     LISTS,
@@ -101,7 +101,7 @@ def _packed_backward(
     deterministic: bool, is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     saved = (q, k, v, output, lse.contiguous(), grad_output, grad_lse, cu_seqlens_q, cu_seqlens_k)
-    is_short = len(cu_seqlens_q) * ROW_PADDING.value > len(q)  # padding would be more than documents
+    is_short = len(cu_seqlens_q) * QUERY_PADDING.value > len(q)  # padding would be more than documents
     if deterministic or is_short or head_tile(q.shape[-1]) not in QUERY_TILES:
         return varlen_backward(*saved, max_seqlen_q, max_seqlen_k, is_causal, scale, config)
     refuse_hopper(q)
@@ -121,7 +121,7 @@ def _visible(x: Tensor, q: Tensor) -> Tensor:
 def kernel_names(q: Tensor, k: Tensor, *, is_causal: bool) -> str:
     """What runs for q and k (batch, heads, seq, head_dim) on their GPU: both passes' tiles, the forward's order."""
     batch, heads, num_queries, head_dim = q.shape
-    launch = plan_forward(
+    plan = plan_forward(
         head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=k.shape[2],
         batch_heads=batch * heads, group=heads // k.shape[1], num_multiprocessors=num_multiprocessors(q.device),
     )  # fmt: skip
@@ -129,7 +129,7 @@ def kernel_names(q: Tensor, k: Tensor, *, is_causal: bool) -> str:
         backward = f"hopper_backward_{QUERY_TILES[head_tile(head_dim)]}x{KEY_TILE.value}"
     else:
         backward = WIDE_BACKWARD
-    return f"{launch.schedule.name(launch.order)} {backward}"
+    return f"{plan.schedule.name(plan.order)} {backward}"
 
 
 hopper_attention = AttentionOperator(

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.attention.hopper.backward_walk import ROW_PADDING
+from cs336_systems.attention.hopper.backward_walk import QUERY_PADDING
 from cs336_systems.attention.masks.tiles import BITS
 from cs336_systems.attention.tiles import head_tile
 from cs336_systems.attention.triton.launch import empty, launch, overlap_options
@@ -96,10 +96,10 @@ def hopper_backward_convert_kernel(
     first_row = tl.program_id(0) % tiles * ROWS
     query_rows = first_row + tl.arange(0, ROWS)
     if PACKED:
-        slot = first_row // ROW_PADDING
-        document, tile = tile_of_slot(cu_seqlens_ptr, slot, N_DOCUMENTS, N_QUERIES, ROW_PADDING)
+        slot = first_row // QUERY_PADDING
+        document, tile = tile_of_slot(cu_seqlens_ptr, slot, N_DOCUMENTS, N_QUERIES, QUERY_PADDING)
         first, num_rows = rows_of_document(cu_seqlens_ptr, document, N_DOCUMENTS, N_QUERIES, N_QUERIES)
-        query_rows += (tile - slot) * ROW_PADDING
+        query_rows += (tile - slot) * QUERY_PADDING
         exists = (query_rows >= 0) & (query_rows < num_rows)
         dQ_rows = (first + query_rows) * (tl.num_programs(0) // tiles) + batch_head
     else:

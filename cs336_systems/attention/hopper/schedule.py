@@ -47,7 +47,7 @@ class ForwardSchedule:
     key_tile: int
     slots: int  # of the ring, each with a tile of keys and one of values
     registers: int  # of a consumer's thread; the first consumer has what the others leave, at least these
-    overlapped: bool  # the softmax of a step runs over the step's second product
+    softmax_overlaps: bool  # the softmax of a step runs over the step's second product
     resident: int = 1  # programs that share a multiprocessor
     step_cost: float = 1.0  # a step's time where all of them run, in steps of the head tile's first schedule; fitted
 
@@ -90,22 +90,22 @@ class ForwardSchedule:
 # H100, 2026-11-25, where the order that is chosen was the best or within 2 % of it at 2,048 to 8,192 tokens.
 SCHEDULES = {
     64: (
-        ForwardSchedule(head_tile=64, consumers=3, key_tile=128, slots=2, registers=160, overlapped=False),
+        ForwardSchedule(head_tile=64, consumers=3, key_tile=128, slots=2, registers=160, softmax_overlaps=False),
         ForwardSchedule(
-            head_tile=64, consumers=1, key_tile=128, slots=2, registers=232, overlapped=False, resident=2,
+            head_tile=64, consumers=1, key_tile=128, slots=2, registers=232, softmax_overlaps=False, resident=2,
             step_cost=0.72,
         ),
     ),
     128: (
-        ForwardSchedule(head_tile=128, consumers=2, key_tile=128, slots=2, registers=240, overlapped=True),
+        ForwardSchedule(head_tile=128, consumers=2, key_tile=128, slots=2, registers=240, softmax_overlaps=True),
         ForwardSchedule(
-            head_tile=128, consumers=1, key_tile=128, slots=2, registers=256, overlapped=True, step_cost=0.8
+            head_tile=128, consumers=1, key_tile=128, slots=2, registers=256, softmax_overlaps=True, step_cost=0.8
         ),
     ),
     256: (
-        ForwardSchedule(head_tile=256, consumers=2, key_tile=64, slots=2, registers=240, overlapped=True),
+        ForwardSchedule(head_tile=256, consumers=2, key_tile=64, slots=2, registers=240, softmax_overlaps=True),
         ForwardSchedule(
-            head_tile=256, consumers=1, key_tile=64, slots=3, registers=256, overlapped=True, step_cost=0.72
+            head_tile=256, consumers=1, key_tile=64, slots=3, registers=256, softmax_overlaps=True, step_cost=0.72
         ),
     ),
 }  # fmt: skip
@@ -120,7 +120,7 @@ class KernelPlan(NamedTuple):
     key_tile: int
     slots: int
     registers: int
-    overlapped: bool
+    softmax_overlaps: bool
     masked_tiles: int
     is_causal: bool
     paired: bool
@@ -133,8 +133,8 @@ class KernelPlan(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
-    """One call's schedule, order of tiles and number of programs."""
+class ForwardPlan:
+    """One call's schedule, order of tiles and number of programs; `kernel_plan` is what of it the compiler is told."""
 
     schedule: ForwardSchedule
     columns: int  # of a head, that are multiplied
@@ -186,7 +186,7 @@ class Launch:
         return KernelPlan(
             head_tile=schedule.head_tile, columns=self.columns, consumers=schedule.consumers,
             key_tile=schedule.key_tile, slots=schedule.slots, registers=schedule.registers,
-            overlapped=schedule.overlapped, masked_tiles=schedule.masked_tiles(self.is_causal),
+            softmax_overlaps=schedule.softmax_overlaps, masked_tiles=schedule.masked_tiles(self.is_causal),
             is_causal=self.is_causal, paired=self.paired, dynamic=self.order == "dynamic",
             alignment=self.alignment, query_block=self.block_size[0],
             key_block=self.block_size[1], packed=self.documents is not None,
@@ -205,8 +205,8 @@ def plan_forward(
     config: str = "",
     block_size: tuple[int, int] | None = None,
     orders: Sequence[str] = ORDERS,
-) -> Launch:
-    """The launch for a call: as `config` names it (`hopper_forward_128x128_pairs`), or as it is estimated best.
+) -> ForwardPlan:
+    """The plan of a call: as `config` names it (`hopper_forward_128x128_pairs`), or as it is estimated best.
 
     `group` query heads share a key head. Orders, with as many places for programs as multiprocessors hold at a time:
       tiles   one program a tile, the longest causal ones first, and the GPU balances them by handing them out.
@@ -232,8 +232,8 @@ def plan_forward(
     key_head_bytes = 2 * num_keys * head_dim * BYTES_PER_ELEMENT
     in_turns = is_causal or block_size is not None
     together = max(1, L2_SHARE_BYTES // key_head_bytes) * group if in_turns else 1
-    launches = [
-        Launch(
+    plans = [
+        ForwardPlan(
             schedule=schedule, columns=columns_of(head_dim), is_causal=is_causal, order=order, num_queries=num_queries,
             num_keys=num_keys, batch_heads=batch_heads, heads_together=min(together, batch_heads),
             block_size=block_size or (0, 0),
@@ -241,14 +241,14 @@ def plan_forward(
         for schedule, order in ([possible[named[0]]] if named else possible.values())
     ]  # fmt: skip
     # Rounded, so that of equal ones the first is taken and not what the last bit says.
-    launch = min(launches, key=lambda launch: round(estimated_steps(launch, num_multiprocessors), 6))
-    return _with_programs(launch, num_multiprocessors)
+    plan = min(plans, key=lambda plan: round(estimated_steps(plan, num_multiprocessors), 6))
+    return _with_programs(plan, num_multiprocessors)
 
 
-def _with_programs(launch: Launch, num_multiprocessors: int) -> Launch:
-    """The launch with as many programs as run at a time, where they stay."""
-    places = num_multiprocessors * launch.schedule.resident
-    return launch if launch.order == "tiles" else replace(launch, num_programs=min(launch.num_items, places))
+def _with_programs(plan: ForwardPlan, num_multiprocessors: int) -> ForwardPlan:
+    """The plan with as many programs as run at a time, where they stay."""
+    places = num_multiprocessors * plan.schedule.resident
+    return plan if plan.order == "tiles" else replace(plan, num_programs=min(plan.num_items, places))
 
 
 def plan_packed_forward(
@@ -263,8 +263,8 @@ def plan_packed_forward(
     max_seqlens: tuple[int, int],
     num_multiprocessors: int,
     config: str = "",
-) -> Launch:
-    """The launch for packed documents: that of as many of the longest as there may be, over slots for any lengths."""
+) -> ForwardPlan:
+    """The plan for packed documents: that of as many of the longest as there may be, over slots for any lengths."""
     longest, longest_keys = max(1, min(max_seqlens[0], num_queries)), max(1, min(max_seqlens[1], num_keys))
     like = plan_forward(
         head_dim=head_dim, is_causal=is_causal, num_queries=longest, num_keys=longest_keys,
@@ -272,31 +272,31 @@ def plan_packed_forward(
         config=config, orders=UNPAIRED,
     )  # fmt: skip
     together = max(1, L2_SHARE_BYTES // (2 * num_keys * head_dim * BYTES_PER_ELEMENT)) * group
-    launch = replace(
+    plan = replace(
         like, num_queries=num_queries, num_keys=num_keys, batch_heads=heads, heads_together=min(together, heads),
         documents=documents, num_programs=0,
     )  # fmt: skip
-    return _with_programs(launch, num_multiprocessors)
+    return _with_programs(plan, num_multiprocessors)
 
 
-def estimated_steps(launch: Launch, num_multiprocessors: int) -> float:
-    """How long a launch takes, in steps of a consumer's loop in the schedule of large grids."""
-    schedule, steps = launch.schedule, _steps_of_tiles(launch) + TILE_COST_STEPS[launch.order]
+def estimated_steps(plan: ForwardPlan, num_multiprocessors: int) -> float:
+    """How long a call takes, in steps of a consumer's loop in the schedule of large grids."""
+    schedule, steps = plan.schedule, _steps_of_tiles(plan) + TILE_COST_STEPS[plan.order]
     places = num_multiprocessors * schedule.resident  # for programs that run at a time
-    turns = -(-launch.num_items // places)
-    if launch.paired:
+    turns = -(-plan.num_items // places)
+    if plan.paired:
         own_steps = turns * float((steps + steps[::-1]).max())
-    elif launch.is_causal and turns > 1:  # handed out longest first, they end within a short tile of one another
-        own_steps = max(float(steps[-1]), float(steps.sum()) * launch.batch_heads / places + float(steps[0]))
+    elif plan.is_causal and turns > 1:  # handed out longest first, they end within a short tile of one another
+        own_steps = max(float(steps[-1]), float(steps.sum()) * plan.batch_heads / places + float(steps[0]))
     else:
         own_steps = turns * float(steps[-1])
-    return schedule.step_cost * (own_steps + START_COST_STEPS * (launch.order == "dynamic"))
+    return schedule.step_cost * (own_steps + START_COST_STEPS * (plan.order == "dynamic"))
 
 
-def _steps_of_tiles(launch: Launch) -> np.ndarray:
+def _steps_of_tiles(plan: ForwardPlan) -> np.ndarray:
     """The key tiles that each tile of queries of a head walks, at once: a call's first plan keeps the host waiting."""
-    schedule, ends = launch.schedule, np.full(launch.num_tiles, launch.num_keys)
-    if launch.is_causal:
-        rows = launch.first_query(0) + schedule.query_tile * np.arange(1, launch.num_tiles + 1)
-        ends = np.minimum(rows, min(launch.num_keys, launch.num_queries))
-    return np.maximum(-(-ends // schedule.key_tile), schedule.masked_tiles(launch.is_causal))
+    schedule, ends = plan.schedule, np.full(plan.num_tiles, plan.num_keys)
+    if plan.is_causal:
+        rows = plan.first_query(0) + schedule.query_tile * np.arange(1, plan.num_tiles + 1)
+        ends = np.minimum(rows, min(plan.num_keys, plan.num_queries))
+    return np.maximum(-(-ends // schedule.key_tile), schedule.masked_tiles(plan.is_causal))

@@ -43,10 +43,10 @@ class Tile(NamedTuple):
 
     batch_head: gl.tensor  # index into batch and heads
     first_query: gl.tensor
-    steps: gl.tensor  # key tiles that are walked
+    key_tiles: gl.tensor  # that are walked, one a step
     live: gl.tensor  # those that some query sees, or the entries of the lists
     masked: gl.tensor  # steps in which some query does not see some key: the first so many
-    number: gl.tensor  # of its lists
+    list_number: gl.tensor
 
 
 class Sequence(NamedTuple):
@@ -153,12 +153,12 @@ def slots_of_documents(TOTAL, N_DOCUMENTS, TILE: gl.constexpr):
 
 
 @gluon.jit
-def work_of_call(problem, mask, PLAN: gl.constexpr):
+def work_of_call(problem, walked, PLAN: gl.constexpr):
     """(tiles of queries of a head, work items of all heads)."""
     Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
     num_tiles = (problem.N_QUERIES + Q_TILE_SIZE - 1) // Q_TILE_SIZE
     if PLAN.packed:
-        num_tiles = slots_of_documents(problem.N_QUERIES, mask.N_DOCUMENTS, Q_TILE_SIZE)
+        num_tiles = slots_of_documents(problem.N_QUERIES, walked.N_DOCUMENTS, Q_TILE_SIZE)
     return num_tiles, num_work_items(num_tiles, problem.BATCH_HEADS, PLAN.paired)
 
 
@@ -209,32 +209,32 @@ def document_of_slot(slot, cu_seqlens, N_DOCUMENTS, TOTAL, TILE: gl.constexpr):
 
 
 @gluon.jit
-def sequence_of(document, tile, head, problem, mask, BEHIND: gl.constexpr):
+def sequence_of(document, tile, head, problem, walked, BEHIND: gl.constexpr):
     """The rows of a document. Behind the last one there are queries without keys, or the other way round: BEHIND."""
-    first_row = _boundary(mask.cu_seqlens_q, document, problem.N_QUERIES)
-    first_key = _boundary(mask.cu_seqlens_k, document, problem.N_KEYS)
+    first_row = _boundary(walked.cu_seqlens_q, document, problem.N_QUERIES)
+    first_key = _boundary(walked.cu_seqlens_k, document, problem.N_KEYS)
     if BEHIND == "queries":
         end, key_end = problem.N_QUERIES, 0
     else:
         end, key_end = 0, problem.N_KEYS
-    if document < mask.N_DOCUMENTS:
-        end = _boundary(mask.cu_seqlens_q, document + 1, problem.N_QUERIES)
-        key_end = _boundary(mask.cu_seqlens_k, document + 1, problem.N_KEYS)
+    if document < walked.N_DOCUMENTS:
+        end = _boundary(walked.cu_seqlens_q, document + 1, problem.N_QUERIES)
+        key_end = _boundary(walked.cu_seqlens_k, document + 1, problem.N_KEYS)
     return Sequence(
         first_row, gl.maximum(end - first_row, 0), first_key, gl.maximum(key_end - first_key, 0), tile, head
     )
 
 
 @gluon.jit
-def open_item(item, num_tiles, problem, mask, PLAN: gl.constexpr):
+def open_item(item, num_tiles, problem, walked, PLAN: gl.constexpr):
     """(tiles of queries of a work item, the sequence that they are of)."""
     if PLAN.packed:
         Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
         slot, head = tile_of_item(
             item, 0, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, False, PLAN.is_causal
         )
-        document, tile = document_of_slot(slot, mask.cu_seqlens_q, mask.N_DOCUMENTS, problem.N_QUERIES, Q_TILE_SIZE)
-        sequence = sequence_of(document, tile, head, problem, mask, "queries")
+        document, tile = document_of_slot(slot, walked.cu_seqlens_q, walked.N_DOCUMENTS, problem.N_QUERIES, Q_TILE_SIZE)
+        sequence = sequence_of(document, tile, head, problem, walked, "queries")
         exists = (tile >= 0) & (tile * Q_TILE_SIZE < sequence.num_queries)
         return exists.to(gl.int32), sequence
     else:
@@ -243,7 +243,7 @@ def open_item(item, num_tiles, problem, mask, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def tile_of_work(item, side, num_tiles, sequence, problem, mask, PLAN: gl.constexpr):
+def tile_of_work(item, side, num_tiles, sequence, problem, walked, PLAN: gl.constexpr):
     """A tile of queries and its walk."""
     Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
     IS_LISTED: gl.constexpr = PLAN.key_block > 0
@@ -258,10 +258,10 @@ def tile_of_work(item, side, num_tiles, sequence, problem, mask, PLAN: gl.conste
     first_query = first_query_of(tile, num_tiles, sequence.num_queries, Q_TILE_SIZE, PLAN.alignment)
     if IS_LISTED:
         number = list_of_tile(
-            batch_head, first_query, problem.N_QUERIES, problem.N_HEADS, mask.MASK_BATCHES, mask.MASK_HEADS,
+            batch_head, first_query, problem.N_QUERIES, problem.N_HEADS, walked.MASK_BATCHES, walked.MASK_HEADS,
             PLAN.query_block,
         )  # fmt: skip
-        num_partial, num_full = gl.load(mask.num_partial + number), gl.load(mask.num_full + number)
+        num_partial, num_full = gl.load(walked.num_partial + number), gl.load(walked.num_full + number)
         masked, steps = steps_of_lists(num_partial, num_full, PLAN.key_block // PLAN.key_tile)
         return Tile(batch_head, first_query, steps, num_partial + num_full, masked, number.to(gl.int64))
     else:
@@ -292,7 +292,7 @@ def key_place(head, key, batch, sequence, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def listed_tile(step, tile, problem, mask, PLAN: gl.constexpr, FIRST: gl.constexpr = False):
+def listed_tile(step, tile, problem, walked, PLAN: gl.constexpr, FIRST: gl.constexpr = False):
     """(first key, coordinates of its bits in `mask.words`) of a step of a tile's walk along its mask.
 
     FIRST: of step 0, whose loads do not wait to hear how long the lists are.
@@ -301,14 +301,14 @@ def listed_tile(step, tile, problem, mask, PLAN: gl.constexpr, FIRST: gl.constex
     is_partial = step < tile.masked
     has_partial, has_full = is_partial, step >= tile.masked
     if FIRST:
-        entry, part, has_partial, has_full = 0, 0, mask.WIDTH > 0, mask.FULL_WIDTH > 0
-    partial = tile.number * mask.WIDTH + entry
-    block = gl.load(mask.partial + partial, mask=has_partial, other=0)
-    full = gl.load(mask.full + tile.number * mask.FULL_WIDTH + entry, mask=has_full, other=0)
-    pattern = gl.load(mask.patterns + partial, mask=has_partial, other=0)
+        entry, part, has_partial, has_full = 0, 0, walked.WIDTH > 0, walked.FULL_WIDTH > 0
+    partial = tile.list_number * walked.WIDTH + entry
+    block = gl.load(walked.partial + partial, mask=has_partial, other=0)
+    full = gl.load(walked.full + tile.list_number * walked.FULL_WIDTH + entry, mask=has_full, other=0)
+    pattern = gl.load(walked.patterns + partial, mask=has_partial, other=0)
     block = gl.where(is_partial, block, full)
     first_key = gl.where(tile.live == 0, problem.N_KEYS, block * PLAN.key_block + part * PLAN.key_tile)
-    row = gl.where(tile.live == 0, mask.WORD_ROWS, pattern * PLAN.query_block + tile.first_query % PLAN.query_block)
+    row = gl.where(tile.live == 0, walked.WORD_ROWS, pattern * PLAN.query_block + tile.first_query % PLAN.query_block)
     return first_key, [row, part * (PLAN.key_tile // KEYS_PER_WORD)]
 
 

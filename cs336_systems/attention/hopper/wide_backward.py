@@ -54,7 +54,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cs336_systems.attention.hopper import backward_walk
-from cs336_systems.attention.hopper.builtins import mma_layout
+from cs336_systems.attention.hopper.builtins import as_block, mma_layout
 from cs336_systems.attention.hopper.descriptors import readable, tile_descriptor
 from cs336_systems.attention.hopper.light import LIGHT_ROWS, preprocess
 from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, plan_forward
@@ -106,14 +106,8 @@ def _allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def _as_block(tile, desc):
-    """A (rows, columns) tile of shared memory as TMA sees it, a tile of (batch, heads, rows, columns)."""
-    return tile._reinterpret(desc.dtype, desc.block_shape, desc.layout)
-
-
-@gluon.jit
 def _copy(desc, place, full, tile):
-    tma.async_copy_global_to_shared(desc, place, full, _as_block(tile, desc))
+    tma.async_copy_global_to_shared(desc, place, full, as_block(tile, desc))
 
 
 @gluon.jit
@@ -121,7 +115,7 @@ def _store(desc, place, sums, factor, tile):
     """A consumer's rows of a gradient out, by way of a tile that nobody reads any more."""
     tile.store((sums * factor).to(desc.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, place, _as_block(tile, desc))
+    tma.async_copy_shared_to_global(desc, place, as_block(tile, desc))
     tma.store_wait(0)
 
 
@@ -231,7 +225,7 @@ def _copy_queries(
 
 
 @gluon.jit
-def _in_thread_order(P):
+def _scores_in_thread_order(P):
     """(64, 64) as wgmma leaves it to (threads of the warp group, 32 scores of each): moves nothing."""
     parts = gl.permute(gl.reshape(P, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
     return gl.reshape(parts, [128, 32])
@@ -239,7 +233,7 @@ def _in_thread_order(P):
 
 @gluon.jit
 def _as_scores(P, LAYOUT: gl.constexpr):
-    """`_in_thread_order` undone."""
+    """`_scores_in_thread_order` undone."""
     parts = gl.permute(gl.reshape(P, [8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
     return gl.convert_layout(gl.reshape(parts, [64, 64]), LAYOUT, assert_trivial=True)
 
@@ -262,7 +256,7 @@ def _dv_step(shared, problem, dV, S, step, last_step, is_diagonal, IS_CAUSAL: gl
         queries = gl.arange(0, STREAMED, gl.SliceLayout(0, P.type.layout))
         P = gl.where(queries[None, :] >= keys[:, None], P, 0.0)
     mbarrier.wait(shared.p_empty.index(slot), phase ^ 1)
-    shared.P_slots.index(slot).store(_in_thread_order(P))
+    shared.P_slots.index(slot).store(_scores_in_thread_order(P))
     mbarrier.arrive(shared.p_full.index(slot), count=1)
     P = gl.convert_layout(P.to(shared.dO_ring.dtype), _operand_layout(dV.shape[1]))
     mbarrier.wait(shared.do_full.index(slot), phase)
@@ -302,7 +296,7 @@ def _dk_step(shared, problem, dK, dP, step, last_step):
     mbarrier.arrive(shared.do_empty.index(slot), count=1)
     delta = shared.delta_slots.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
     mbarrier.wait(shared.p_full.index(slot), phase)
-    of_threads: gl.constexpr = _in_thread_order(dP).type.layout
+    of_threads: gl.constexpr = _scores_in_thread_order(dP).type.layout
     P = _as_scores(shared.P_slots.index(slot).load(of_threads), S_LAYOUT)
     mbarrier.arrive(shared.p_empty.index(slot), count=1)
     dS = gl.convert_layout((P * (dP - delta[None, :])).to(shared.Q_ring.dtype), _operand_layout(dK.shape[1]))
@@ -403,12 +397,12 @@ def _copy_keys(Q_desc, dO_desc, K_desc, V_desc, shared, problem, PLAN: gl.conste
         place = query_place(head, first_row, batch, sequence, PLAN)
         _copy(Q_desc, place, own_full, shared.Q_tiles.index(consumer))
         _copy(dO_desc, place, own_full, shared.dO_tiles.index(consumer))
-    for step in range(tile.steps):
+    for step in range(tile.key_tiles):
         slot, phase = ring_slot(step, SLOTS)
         k_full = shared.k_full.index(slot)
-        first_key = (tile.steps - 1 - step) * STREAMED
+        first_key = (tile.key_tiles - 1 - step) * STREAMED
         if step == 0:  # a tile that nobody sees is read from behind the end, as zeros
-            first_key = gl.where(tile.steps > tile.live, sequence.num_keys, first_key)
+            first_key = gl.where(tile.key_tiles > tile.live, sequence.num_keys, first_key)
         place = key_place(kv_head, first_key, batch, sequence, PLAN)
         mbarrier.wait(shared.k_empty.index(slot), phase ^ 1)
         mbarrier.expect(k_full, K_desc.block_type.nbytes)
@@ -462,7 +456,7 @@ def _sum_dq(consumer: gl.constexpr, dQ_desc, rows_ptr, N_ROWS, shared, problem, 
     L = gl.load(rows_of_head + rows, mask=rows < sequence.num_queries, other=float("inf"))
     delta = gl.load(rows_of_head + N_ROWS + rows, mask=rows < sequence.num_queries, other=0.0)
     dQ = gl.zeros([ROWS, D_TILE], gl.float32, mma_layout(D_TILE))
-    last_step = tile.steps - 1
+    last_step = tile.key_tiles - 1
     first_step = 0
     if PLAN.is_causal and not sees_tile(first_row, last_step * STREAMED):  # the first keys come after all of these rows
         mbarrier.wait(shared.k_full.index(0), 0)
@@ -474,7 +468,7 @@ def _sum_dq(consumer: gl.constexpr, dQ_desc, rows_ptr, N_ROWS, shared, problem, 
     S = warpgroup_mma_wait(0, [_start_scores_of_queries(shared, first_step, consumer)])
     for step in range(first_step, PLAN.masked_tiles):
         dQ, S = _dq_step(shared, problem, dQ, S, L, delta, step, last_step, last_key, consumer, True)
-    for step in range(PLAN.masked_tiles, tile.steps):
+    for step in range(PLAN.masked_tiles, tile.key_tiles):
         dQ, S = _dq_step(shared, problem, dQ, S, L, delta, step, last_step, last_key, consumer, False)
     place = query_place(head, first_row, batch, sequence, PLAN)
     _store(dQ_desc, place, dQ, problem.scale_log2 / LOG2_E, shared.Q_tiles.index(consumer))
