@@ -602,7 +602,7 @@ def test_a_row_without_keys_has_no_delta():
     output, grad_output = torch.ones(1, 2, 20, 64, dtype=torch.float16), torch.ones(1, 2, 20, 64, dtype=torch.float16)
     lse, grad_lse, rows = torch.zeros(1, 2, 20), torch.ones(1, 2, 20), torch.empty(2, 2, 64)
     lse[0, 1, 3], grad_lse[0, 1, 3] = -math.inf, math.nan
-    light.preprocess(output, grad_output, lse, grad_lse, rows, None, None)
+    light.preprocess(output, lse, grad_output, grad_lse, rows, None, None)
     expected = torch.full((2, 20), 63.0)
     expected[1, 3] = 0
     assert torch.equal(rows[:, 1, :20], expected)

@@ -109,7 +109,7 @@ def flash_attention(
             `hopper`.
     Source: FlashAttention-2 (Dao 2023).
     """
-    facts = None
+    facts = None  # with types, since 1 == True, which the checks below refuse
     if block_mask is None and attn_mask is None and config is None and _is_usual(q, k, v):
         facts = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device,

@@ -5,7 +5,7 @@
 
 Forward: save q, k, v, O and L. Backward: recompute P = exp(S - L) and from it the gradients of q, k and v; see
 `tiled.py` for the formulas. Two ways lead to the launches:
-  plain       an autograd.Function around them, which costs the host least
+  plain       an autograd.Function around them, which costs the host least, with replays
   watched     two registered operators, for torch.compile, which leaves them whole, and for vmap, dispatch modes, fake
               tensors and subclasses, which want to see one operation
 There is no double backward: under `create_graph` the backward leaves a node that raises when it is differentiated.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,24 +31,34 @@ from cs336_systems.attention.validation import (
 )
 
 
+class Passes(Protocol):
+    """The forward and the backward of an operator, as it has them itself or as replays of them."""
+
+    @property
+    def forward(self) -> Callable[..., Any]: ...
+
+    @property
+    def backward(self) -> Callable[..., Any]: ...
+
+
 class AttentionOperator:
-    """Two launchers as one operation: (q, k, v, *extras, is_causal, scale, config) -> (output, lse).
+    """A forward and a backward as one operation: (q, k, v, *extras, is_causal, scale, config) -> (output, lse).
 
     q (batch, heads, queries, head_dim), k and v (batch, kv_heads, keys, head_dim), any strides. `output` is contiguous
     in q's dtype; `lse` (batch, heads, queries) is float32, or float64 for float64 inputs, and differentiable.
     `packed`: q (total_queries, heads, head_dim), k and v (total_keys, kv_heads, head_dim), lse (heads, total_queries).
     `extras` are further arguments without a gradient in PyTorch's schema language, tensors first.
-    `launch_forward(q, k, v, *extras, is_causal, scale, config)` returns (output, lse), and `launch_backward(q, k, v,
+    `run_forward(q, k, v, *extras, is_causal, scale, config)` returns (output, lse), and `run_backward(q, k, v,
     output, lse, grad_output, grad_lse or None, *extras, is_causal, scale, config)` the gradients of q, k and v. They
-    see non-empty inputs only. `replays(forward, backward)` has both for plain calls of the same facts on a GPU.
+    see non-empty inputs only. `replays(forward, backward)` makes both `Passes` for plain calls of the same facts.
     Registered as `cs336_systems::<name>` and `cs336_systems::<name>_backward`.
     """
 
     def __init__(
-        self, name: str, launch_forward: Callable[..., Any], launch_backward: Callable[..., Any], *,
-        extras: tuple[str, ...] = (), packed: bool = False, replays: Callable[..., Any] | None = None,
+        self, name: str, run_forward: Callable[..., Any], run_backward: Callable[..., Any], *,
+        extras: tuple[str, ...] = (), packed: bool = False, replays: Callable[..., Passes] | None = None,
     ) -> None:  # fmt: skip
-        self._forward, self._backward, self._packed, self._replays = launch_forward, launch_backward, packed, replays
+        self._forward, self._backward, self._packed, self._replays = run_forward, run_backward, packed, replays
         self._num_tensors = sum(extra.startswith("Tensor") for extra in extras)
         rest = "".join(f", {extra}" for extra in (*extras, "bool is_causal", "float scale", "str config"))
         inputs = "Tensor q, Tensor k, Tensor v"
@@ -74,7 +84,7 @@ class AttentionOperator:
 
         halves = {"forward": staticmethod(run_plain), "backward": staticmethod(self._differentiate)}
         function: Any = type(name, (torch.autograd.Function,), halves)  # profilers show the name
-        # Function's own `apply` adds what torch.func needs, which is not active where this is called.
+        # That of Function's base: its own adds what torch.func needs, which is not active where this is called.
         above: Any = super(torch.autograd.Function, function)
         self.apply: Callable[..., tuple[Tensor, Tensor]] = above.apply  # (q, k, v, ..., passes), which `are_plain`
 
@@ -92,7 +102,7 @@ class AttentionOperator:
         ]
         return self.apply(q, k, v, *arguments, _passes_of(self, q.device, tuple(facts)))
 
-    def passes(self) -> Any:
+    def passes(self) -> Passes:
         """`forward` and `backward` for plain calls that have the same shapes, strides, dtypes, device and arguments.
 
         Not where hooks on saved tensors are set, which may return others.
@@ -112,7 +122,7 @@ class AttentionOperator:
 
     def gradients(
         self, saved: tuple[Tensor, ...], grad_output: Tensor, grad_lse: Tensor | None, *arguments: Any,
-        passes: Any = None,
+        passes: Passes | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Of q, k and v. With `create_graph` the registered operator leaves a node that refuses a second derivative."""
         if forward_ad._current_level >= 0:  # tangents live within a level
@@ -121,7 +131,7 @@ class AttentionOperator:
         run = self._registered_backward if watched else (passes or self).backward
         return run(*saved, grad_output, grad_lse, *arguments)
 
-    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # PyTorch's names
         end = 3 + self._num_tensors
         tensors = inputs[:3]
         if self._num_tensors:  # those of inference mode cannot be saved
@@ -151,7 +161,7 @@ def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _passes_of(operator: AttentionOperator, device: torch.device, facts: tuple[Any, ...]) -> Any:
+def _passes_of(operator: AttentionOperator, device: torch.device, facts: tuple[Any, ...]) -> Passes:
     return operator.passes()
 
 

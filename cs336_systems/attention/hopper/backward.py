@@ -656,7 +656,7 @@ def hopper_backward(
     turns = empty((batch * heads, num_rows // HALF.value, 2), torch.int32, q.device) if deterministic else None
     log_launch("backward", f"hopper_backward_{query_tile}x{key_tile}", q, num_queries, num_keys)
     with stage("preprocess"):
-        preprocess(output, grad_output, lse, grad_lse, rows, sums, turns)
+        preprocess(output, lse, grad_output, grad_lse, rows, sums, turns)
         words = None if lists is None else transposed_words(lists.token_bits, query_tile)
     with stage("dkv"):  # and dQ's sums
         one_batch = (1, batch * kv_heads, num_keys, width)  # programs count batch and heads of dK and dV as one
@@ -713,7 +713,7 @@ def hopper_packed_backward(
     log_launch("packed_backward", f"hopper_backward_{query_tile}x{key_tile}", q, max_seqlen_q, num_keys)
     with stage("preprocess"):  # of which no row needs its document: one sequence of all
         as_one, grad_as_one = (x.transpose(0, 1)[None] for x in (output, grad_output))
-        preprocess(as_one, grad_as_one, lse, grad_lse, rows, sums, None)
+        preprocess(as_one, lse, grad_as_one, grad_lse, rows, sums, None)
     with stage("dkv"):  # and dQ's sums
         inputs = ((q, query_tile), (k, key_tile), (v, key_tile), (grad_output, query_tile))
         tensors = (

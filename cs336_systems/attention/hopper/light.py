@@ -116,7 +116,7 @@ def hopper_backward_convert_kernel(
 
 
 def preprocess(
-    output: Tensor, grad_output: Tensor, lse: Tensor, grad_lse: Tensor | None, rows: Tensor,
+    output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None, rows: Tensor,
     sums: Tensor | None, turns: Tensor | None,
 ) -> None:  # fmt: skip
     """Fill `rows` (batch · heads, 2, rows) with L and delta, and `sums` and `turns`, if given, with zeros.

@@ -529,7 +529,7 @@ def hopper_wide_backward(
     tiles = tuple(tile_descriptor(x, ROWS.value) for x in (q, k, v, grad_output))
     log_launch("backward", WIDE_BACKWARD, q, num_queries, num_keys)
     with stage("preprocess"):
-        preprocess(output, grad_output, lse, grad_lse, rows, None, None)
+        preprocess(output, lse, grad_output, grad_lse, rows, None, None)
 
     streamed_bytes = group * num_rows * head_tile(width) * 2 * q.element_size()
     heads_together = min(batch * kv_heads, max(1, L2_SHARE_BYTES // streamed_bytes))

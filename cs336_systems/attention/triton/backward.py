@@ -41,8 +41,8 @@ from cs336_systems.attention.triton.steps import (
     head_of,
     heads_together,
     key_bounds,
+    load_lse_and_delta,
     load_rows,
-    load_sums,
     padded_rows,
     recompute_probabilities,
     start_next,
@@ -87,25 +87,26 @@ def flash_backward_preprocess_kernel(
 @triton.jit
 def _visit_queries(
     dK, dV, K, V, key_rows, Q_head, dO_head, L_head, delta_head, first_query, last_query, problem,
-    TILES: tl.constexpr, DIAGONAL: tl.constexpr, LATE: tl.constexpr, BOUNDED: tl.constexpr, STAGES: tl.constexpr = None,
+    TILES: tl.constexpr, DIAGONAL: tl.constexpr, LATE_LOADS: tl.constexpr, BOUNDED: tl.constexpr,
+    STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """Fold the query tiles of [first_query, last_query) into dK (without its scale) and dV.
 
     Queries past the end have L = +inf, hence P = 0: only the diagonal needs mask arithmetic. BOUNDED: L and delta do
     not have the last tile's rows in memory. STAGES of tiles are loaded ahead, where it is None as many as configured.
-    LATE saves registers: L and delta are loaded behind two matmuls, and nothing is hoisted out of the loop.
+    LATE_LOADS saves registers: L and delta are loaded behind two matmuls, and nothing is hoisted out of the loop.
     """
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
-    for start in tl.range(first_query, last_query, Q_TILE_SIZE, num_stages=STAGES, disable_licm=LATE):
+    for start in tl.range(first_query, last_query, Q_TILE_SIZE, num_stages=STAGES, disable_licm=LATE_LOADS):
         query_rows = start + tl.arange(0, Q_TILE_SIZE)
         Q = load_rows(Q_head, start, problem.N_QUERIES, Q_TILE_SIZE, TILES, True)  # (Q_TILE_SIZE, D_TILE)
         dO = load_rows(dO_head, start, problem.N_QUERIES, Q_TILE_SIZE, TILES, True)
-        if not LATE:
-            L_log2, delta = load_sums(L_head, delta_head, query_rows, problem, BOUNDED)
+        if not LATE_LOADS:
+            L_log2, delta = load_lse_and_delta(L_head, delta_head, query_rows, problem, BOUNDED)
         S_T = tl.dot(K, tl.trans(Q), input_precision=TILES.PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dP_T = tl.dot(V, tl.trans(dO), input_precision=TILES.PRECISION)
-        if LATE:
-            L_log2, delta = load_sums(L_head, delta_head, query_rows, problem, BOUNDED)
+        if LATE_LOADS:
+            L_log2, delta = load_lse_and_delta(L_head, delta_head, query_rows, problem, BOUNDED)
         P_T = recompute_probabilities(S_T, L_log2[None, :], problem.scale_log2, Q.dtype == tl.float32)
         if DIAGONAL:
             P_T = tl.where(query_rows[None, :] >= key_rows[:, None], P_T, 0.0)
@@ -121,7 +122,8 @@ def differentiate_keys(
 ):  # fmt: skip
     """dK and dV of one key tile of one sequence, over the GROUP of query heads that begins with `first_head`.
 
-    K_head and V_head come from `head_of`, and so do Q_first and dO_first for query head 0. The bases point at the
+    K_head and V_head come from `head_of`, and so do Q_first and dO_first for query head 0. Keys past the end are loaded
+    as zeros, and their dK and dV not stored. The bases point at the
     sequence's row 0, those of L and delta in head 0. Without PADDED their rows end with the sequence's. Where TMA reads
     whole tiles alone, those that the sequence's end cuts are read from Q_cut and dO_cut, and K and V as these are. Only
     K and V may be read before the preprocess has ended.
@@ -146,12 +148,12 @@ def differentiate_keys(
 
     # Query tiles before start_queries see none of these keys; [start_queries, full_queries) are cut by the diagonal.
     # All loops' registers are live at a time: where a wide head leaves none to spare, one loop masks every tile.
-    HALF: tl.constexpr = K.dtype != tl.float32
-    ONE_LOOP: tl.constexpr = D_TILE >= 128 and HALF
+    IS_16_BIT: tl.constexpr = K.dtype != tl.float32
+    ONE_LOOP: tl.constexpr = D_TILE >= 128 and IS_16_BIT
     CUT_APART: tl.constexpr = TMA and not CUT_TMA
     BOUNDED: tl.constexpr = not PADDED and not CUT_APART
     # Addresses leave no register to spare. By TMA, causal tiles of 64 columns are 7 % faster so, full ones 6 % slower.
-    LATE: tl.constexpr = HALF and (not TMA or (IS_CAUSAL and D_TILE <= 64))
+    LATE_LOADS: tl.constexpr = IS_16_BIT and (not TMA or (IS_CAUSAL and D_TILE <= 64))
     start_queries = 0
     full_queries = 0
     if IS_CAUSAL:
@@ -168,18 +170,18 @@ def differentiate_keys(
             dK, dV = _visit_queries(
                 dK, dV, K, V, key_rows, Q_head, dO_head, L_head, delta_head, start_queries,
                 end_queries if ONE_LOOP else tl.minimum(full_queries, end_queries), problem,
-                TILES, True, LATE, BOUNDED,
+                TILES, True, LATE_LOADS, BOUNDED,
             )  # fmt: skip
         if not IS_CAUSAL or not ONE_LOOP:
             dK, dV = _visit_queries(
                 dK, dV, K, V, key_rows, Q_head, dO_head, L_head, delta_head, full_queries, end_queries, problem,
-                TILES, False, LATE, BOUNDED,
+                TILES, False, LATE_LOADS, BOUNDED,
             )  # fmt: skip
         if CUT_APART:
             dK, dV = _visit_queries(
                 dK, dV, K, V, key_rows, head_from(Q_cut, head), head_from(dO_cut, head),
                 L_head, delta_head, tl.maximum(start_queries, end_queries), problem.N_QUERIES, problem,
-                TILES, IS_CAUSAL, HALF, True, 1,
+                TILES, IS_CAUSAL, IS_16_BIT, True, 1,
             )  # fmt: skip
 
     store_rows(dK_base, dK * scale, key_rows, problem.N_KEYS, stride_dks, TILES)

@@ -46,8 +46,8 @@ from cs336_systems.attention.triton.steps import (
     fold_queries,
     head_of,
     heads_together,
+    load_lse_and_delta,
     load_rows,
-    load_sums,
     online_softmax,
     padded_rows,
     recompute_probabilities,
@@ -224,7 +224,7 @@ def _visit_listed_queries(
     """
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     STEPS: tl.constexpr = TILES.Q_BLOCK // Q_TILE_SIZE
-    LATE: tl.constexpr = not isinstance(Q_head.X, tl.tensor_descriptor) and K.dtype != tl.float32
+    LATE_LOADS: tl.constexpr = not isinstance(Q_head.X, tl.tensor_descriptor) and K.dtype != tl.float32
     for step in tl.range(0, num_listed * STEPS, disable_licm=K.dtype != tl.float32):
         first_row = step % STEPS * Q_TILE_SIZE  # of the kernel's tile in the mask's
         first_query = tl.load(indices + step // STEPS) * TILES.Q_BLOCK + first_row
@@ -232,12 +232,12 @@ def _visit_listed_queries(
         query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
         Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL)
         dO = load_rows(dO_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL)
-        if not LATE:
-            L_log2, delta = load_sums(L_head, delta_head, query_rows, problem, False)
+        if not LATE_LOADS:
+            L_log2, delta = load_lse_and_delta(L_head, delta_head, query_rows, problem, False)
         S_T = tl.dot(K, tl.trans(Q), input_precision=TILES.PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dP_T = tl.dot(V, tl.trans(dO), input_precision=TILES.PRECISION)
-        if LATE:
-            L_log2, delta = load_sums(L_head, delta_head, query_rows, problem, False)
+        if LATE_LOADS:
+            L_log2, delta = load_lse_and_delta(L_head, delta_head, query_rows, problem, False)
         P_T = recompute_probabilities(S_T, L_log2[None, :], problem.scale_log2, Q.dtype == tl.float32)
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)

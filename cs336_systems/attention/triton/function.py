@@ -1,4 +1,4 @@
-"""The Triton stage as operators and as an autograd.Function: choose tiles, launch, save, restore.
+"""The Triton stage as operators and as an autograd.Function: choose a kernel and its tiles, launch.
 
 `triton_attention` and, with a block mask, `block_sparse_attention` are what `flash_attention` calls;
 `varlen_attention` is behind `flash_attention_varlen`; `FlashAttentionTriton` is the handout's interface.
@@ -110,8 +110,8 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v by `launch(*saved, *arguments, dkdv_config, dq_config)`, bit-reproducible.
 
-    `saved` are an operator's: of a forward of any back end, which is told by its O and L. Tiles are those for inputs of
-    the shapes of `like`, q's and k's where it is None, that divide those of `block_size`.
+    `saved` are an operator's; O and L may be of any back end's forward. Tiles are those for inputs of the shapes of
+    `like`, q's and k's where it is None, that divide those of `block_size`.
     """
     q, k, v, output, lse, grad_output, grad_lse = map(within_reach, saved)
     # TMA reads the gradient as it is or copied: autograd expands sums, to strides of 0.

@@ -50,7 +50,7 @@ from cs336_systems.device import interpreter_is_on
 from cs336_systems.measure.stages import stages_are_timed
 
 LOG_SWITCH = "CS336_ATTN_LOG"
-OVERLAPPING = 90  # from this architecture on, sm_90, a kernel may start while the one before it ends
+OVERLAPS_FROM = 90  # the first architecture, sm_90, on which a kernel may start while the one before it ends
 POINTER_ALIGNMENT_BYTES = 16  # Triton compiles other code for pointers that this does not divide
 
 PARAMETER_BYTES = 128  # that each parameter of a block gets: a tensor map takes them, at a multiple of 64
@@ -129,8 +129,9 @@ def launch_fitting(
         raise ValueError(f"q is on {q.device}, and Triton kernels run on CUDA devices; {INTERPRETER_HINT}")
     with on_device_of(q), _interpreting if knobs.runtime.interpret else nullcontext():
         while True:
-            for config in configs.values():
-                log_launch(config.kernel, name(config), q, seqlen_q, seqlen_k)
+            if _log_is_on():
+                for config in configs.values():
+                    log_launch(config.kernel, name(config), q, seqlen_q, seqlen_k)
             try:
                 return run(**configs)
             except OutOfResources as error:
@@ -166,9 +167,9 @@ def overlap_options(device: torch.device, *, follows: bool = False) -> dict[str,
 def _can_overlap(device: torch.device) -> bool:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        return torch.version.hip is None and 10 * major + minor >= OVERLAPPING
+        return torch.version.hip is None and 10 * major + minor >= OVERLAPS_FROM
     target = driver.active.get_current_target()  # of tensors without storage, for which kernels are compiled only
-    return target.backend == "cuda" and target.arch >= OVERLAPPING
+    return target.backend == "cuda" and target.arch >= OVERLAPS_FROM
 
 
 @contextmanager
@@ -210,7 +211,7 @@ def _print_once(line: str) -> None:
 class Replay:
     """`run` on plain tensors, replayed from the third call on; the module says how.
 
-    `run(*arguments)` takes tensors, of which the first is one, and other arguments, and returns a tuple of tensors.
+    `run(*arguments)` takes a tensor, then tensors and others, and returns a tuple of tensors.
     All calls have the same shapes, strides, dtypes, device and other arguments.
     """
 

@@ -7,7 +7,7 @@
   accumulate        matmul, with float32 sums taken care of
   online_softmax    the running maximum and sum of a query tile          (FlashAttention-2, algorithm 1, line 9)
   store_queries     O = accumulator / l and L = m + log l                (lines 12 to 15)
-  load_sums         L and delta = rowsum(dO ∘ O) of a query tile         (algorithm 2, line 9)
+  load_lse_and_delta                  of a query tile                    (algorithm 2, line 9)
   recompute_probabilities             P = exp(S - L) in the backward     (algorithm 2, line 11)
   fold_keys         one key tile into dQ                                 (algorithm 2, lines 14 and 15)
   fold_queries      one query tile into dK and dV                        (algorithm 2, lines 12, 14 and 16)
@@ -157,7 +157,7 @@ def load_rows(
 
 
 @triton.jit
-def load_sums(L_head, delta_head, query_rows, problem, BOUNDED: tl.constexpr):
+def load_lse_and_delta(L_head, delta_head, query_rows, problem, BOUNDED: tl.constexpr):
     """L, in base 2, and delta of query rows; BOUNDED: they do not have the last tile's rows in memory."""
     if BOUNDED:
         L_log2 = tl.load(L_head + query_rows, mask=query_rows < problem.N_QUERIES, other=float("inf"))
