@@ -50,16 +50,16 @@ from cs336_systems.attention.validation import check_attention_inputs, check_fla
 
 
 def kernel_config(
-    kernel: str, q: Tensor, k: Tensor, config: str = "", *, is_causal: bool = False,
+    kernel: str, q: Tensor, k: Tensor, names: str = "", *, is_causal: bool = False,
     capability: tuple[int, int] | None = None, tma: bool | None = None,
 ) -> KernelConfig:  # fmt: skip
-    """The configuration that `kernel` will use for these inputs: the one named in `config`, or the table's.
+    """The configuration that `kernel` will use for these inputs: that of `AttentionConfig.names`, or the table's.
 
     `capability` defaults to that of q's device, and to none (the interpreter) on the CPU; `tma`, whether Hopper's copy
     engine can read all inputs, to what it can do with q and k.
     """
     capability = _capability(q) if capability is None else capability
-    named = parse_configs(config)
+    named = parse_configs(names)
     if kernel in named:
         _check_tiles(named[kernel], q, target_of(capability))
         return named[kernel]
@@ -106,7 +106,7 @@ def _capability(x: Tensor) -> tuple[int, int] | None:
 
 def _gradients(
     launch: Callable[..., tuple[Tensor, Tensor, Tensor]], saved: tuple[Any, ...], *arguments: Any,
-    config: str, is_causal: bool, like: tuple[Tensor, Tensor] | None = None, block_size: tuple[int, int] | None = None,
+    names: str, is_causal: bool, like: tuple[Tensor, Tensor] | None = None, block_size: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v by `launch(*saved, *arguments, dkdv_config, dq_config)`, bit-reproducible.
 
@@ -119,7 +119,7 @@ def _gradients(
     tma = describable(q, k, v) and (copied or describable(grad_output))
     like = (q, k) if like is None else like
     options: dict[str, Any] = {"is_causal": is_causal, "capability": _capability(q), "tma": tma}
-    configs = {f"{kernel}_config": kernel_config(kernel, *like, config, **options) for kernel in ("dkdv", "dq")}
+    configs = {f"{kernel}_config": kernel_config(kernel, *like, names, **options) for kernel in ("dkdv", "dq")}
     if block_size is not None:
         configs = {name: fit_to_blocks(one, block_size) for name, one in configs.items()}
     if copied and any(one.tma for one in configs.values()):
@@ -131,10 +131,10 @@ def _gradients(
 # Dense and causal
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, names: str) -> tuple[Tensor, Tensor]:
     q, k, v = map(within_reach, (q, k, v))
     rows = rows_of_groups(q, k, is_causal)
-    chosen = kernel_config("forward", rows, k, config, is_causal=is_causal, tma=describable(rows, k, v))
+    chosen = kernel_config("forward", rows, k, names, is_causal=is_causal, tma=describable(rows, k, v))
 
     def run(config: KernelConfig) -> tuple[Tensor, Tensor]:
         size = keys_of_a_part(config, rows, k, is_causal)
@@ -149,9 +149,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, con
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *saved, is_causal, scale, config = arguments
+    *saved, is_causal, scale, names = arguments
     launch = partial(launch_backward, is_causal=is_causal, scale=scale)
-    return _gradients(launch, tuple(saved), config=config, is_causal=is_causal)
+    return _gradients(launch, tuple(saved), names=names, is_causal=is_causal)
 
 
 # With a block mask
@@ -160,19 +160,19 @@ LISTS = tuple(f"Tensor {name}" for name in TileLists._fields)  # what an operato
 
 
 def _block_sparse_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    *tensors, _, scale, config = arguments
+    *tensors, _, scale, names = arguments
     q, k, v, lists = *map(within_reach, (q, k, v)), TileLists(*tensors)
-    chosen = fit_to_blocks(kernel_config("forward", q, k, config, tma=describable(q, k, v)), lists.block_size)
+    chosen = fit_to_blocks(kernel_config("forward", q, k, names, tma=describable(q, k, v)), lists.block_size)
     run = partial(launch_block_sparse_forward, q, k, v, lists, scale=scale)
     return launch_fitting(run, {"config": chosen}, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
 
 def block_sparse_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Of a block mask's operators, as `AttentionOperator` calls it."""
-    *given, _, scale, config = arguments
+    *given, _, scale, names = arguments
     lists = TileLists(*given[7:])
     return _gradients(
-        partial(launch_block_sparse_backward, scale=scale), tuple(given[:7]), lists, config=config, is_causal=False,
+        partial(launch_block_sparse_backward, scale=scale), tuple(given[:7]), lists, names=names, is_causal=False,
         block_size=lists.block_size,
     )  # fmt: skip
 
@@ -194,11 +194,11 @@ def _padded(q: Tensor, k: Tensor, cu_seqlens: Tensor, max_seqlen_q: int, max_seq
 
 
 def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    cu_seqlens_q, cu_seqlens_k, *longest, is_causal, scale, config = arguments
+    cu_seqlens_q, cu_seqlens_k, *longest, is_causal, scale, names = arguments
     q, k, v = map(within_reach, (q, k, v))
     like = _padded(q, k, cu_seqlens_q, *longest)
     chosen = kernel_config(
-        "forward", *like, config, is_causal=is_causal, capability=_capability(q), tma=describable(k, v)
+        "forward", *like, names, is_causal=is_causal, capability=_capability(q), tma=describable(k, v)
     )
     run = partial(launch_varlen_forward, q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal=is_causal, scale=scale)
     return launch_fitting(run, {"config": chosen}, q, seqlen_q=like[0].shape[2], seqlen_k=like[1].shape[2])
@@ -206,11 +206,11 @@ def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[T
 
 def varlen_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Of packed documents' operators, as `AttentionOperator` calls it."""
-    *given, is_causal, scale, config = arguments
+    *given, is_causal, scale, names = arguments
     saved, (cu_seqlens_q, cu_seqlens_k, *longest) = tuple(given[:7]), given[7:]
     return _gradients(
         partial(launch_varlen_backward, is_causal=is_causal, scale=scale), saved, cu_seqlens_q, cu_seqlens_k,
-        config=config, is_causal=is_causal, like=_padded(saved[0], saved[1], cu_seqlens_q, *longest),
+        names=names, is_causal=is_causal, like=_padded(saved[0], saved[1], cu_seqlens_q, *longest),
     )  # fmt: skip
 
 
