@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,15 +30,8 @@ from cs336_systems.attention.validation import (
     refuse_forward_mode,
 )
 
-
-class Passes(Protocol):
-    """The forward and the backward of an operator, as it has them itself or as replays of them."""
-
-    @property
-    def forward(self) -> Callable[..., Any]: ...
-
-    @property
-    def backward(self) -> Callable[..., Any]: ...
+# What has an operator's `forward` and `backward`: itself, or replays of them.
+Passes = Any
 
 
 class AttentionOperator:
@@ -122,7 +115,7 @@ class AttentionOperator:
 
     def gradients(
         self, saved: tuple[Tensor, ...], grad_output: Tensor, grad_lse: Tensor | None, *arguments: Any,
-        passes: Passes | None = None,
+        passes: Passes = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Of q, k and v. With `create_graph` the registered operator leaves a node that refuses a second derivative."""
         if forward_ad._current_level >= 0:  # tangents live within a level

@@ -29,7 +29,6 @@ from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.validation import (
     check_attention_inputs,
     check_flags,
-    refuse_double_backward,
     resolve_scale,
     without_autocast,
 )
@@ -44,6 +43,7 @@ Mask = Bool[Tensor, "... queries keys"]
 # a dozen kernel launches, and launches, not arithmetic, are what an eager loop over small tiles would measure.
 MIN_TILE = 64
 MAX_TILES = 16
+COMPILED = "compiled"  # an operator's configuration: the tile steps under torch.compile
 
 
 def tile_size(seqlen: int) -> int:
@@ -173,7 +173,7 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     """`apply(q, k, v, is_causal=False, scale=None, compiled=False)` on (..., seq, head_dim) tensors.
 
     Saves one tensor of shape (..., queries), the log-sum-exp, beside q, k, v and the output. torch.compile traces its
-    loop over tiles, once for every length; `flash_attention(backend="tiled")` is left whole and compiles once. That is
+    forward's loop over tiles, once for every length; `flash_attention(backend="tiled")` is left whole and compiles once. That is
     also there for `torch.vmap`: PyTorch lets no transform of torch.func through this Function.
     """
 
@@ -193,10 +193,8 @@ class FlashAttentionPyTorch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, output, lse = ctx.saved_tensors
-        with torch.no_grad(), without_autocast(q):
-            grads = tiled_backward(q, k, v, output, lse, grad_output, None, ctx.is_causal, ctx.scale, ctx.compiled)
-        return *refuse_double_backward(grads, q, k, v, grad_output), None, None, None
+        arguments = (None, ctx.is_causal, ctx.scale, COMPILED if ctx.compiled else "")
+        return *tiled_attention.gradients(ctx.saved_tensors, grad_output, None, *arguments), None, None, None
 
 
 def _forward(
@@ -211,9 +209,10 @@ def tiled_attention_backward(
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """An operator's backward, also of a forward without a mask."""
-    *masks, is_causal, scale, _ = arguments
-    with without_autocast(q):
-        return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale, False, *masks)
+    *masks, is_causal, scale, config = arguments
+    compiled = config == COMPILED
+    with torch.no_grad(), without_autocast(q):
+        return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale, compiled, *masks)
 
 
 # What `flash_attention(backend="tiled")` calls.

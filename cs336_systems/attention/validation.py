@@ -228,28 +228,6 @@ def layers(x: Tensor) -> Iterator[Tensor]:
 DOUBLE_BACKWARD = "double backward is not supported here; backend='reference' has it"
 
 
-class _FirstOrderOnly(torch.autograd.Function):
-    """apply(grad_q, grad_k, grad_v, *inputs): the gradients, as functions of the inputs without a derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for x in tensors[:3])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise NotImplementedError(DOUBLE_BACKWARD)
-
-
-def refuse_double_backward(grads: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """`grads` of a backward; under `create_graph` such that differentiating them again raises NotImplementedError.
-
-    Without that they would be constants, and a penalty on a gradient would train nothing, without a word.
-    """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return grads
-    return _FirstOrderOnly.apply(*grads, *inputs)
-
-
 def autocast_kind(x: Tensor) -> str | None:
     """x's device type if autocast exists there, else None.
 

@@ -30,7 +30,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from cs336_systems.attention.api import attention_backward, flash_attention
-from cs336_systems.attention.validation import refuse_double_backward, to_autocast_dtype
+from cs336_systems.attention.validation import DOUBLE_BACKWARD, to_autocast_dtype
 from cs336_systems.distributed.collectives import Group, as_group, check_same_shapes
 from cs336_systems.model import CausalMultiHeadSelfAttention, RotaryEmbedding
 
@@ -170,6 +170,28 @@ def _ring_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tenso
     assert returning is not None
     grad_kv = returning()
     return grad_q.to(q.dtype), grad_kv[0].to(k.dtype), grad_kv[1].to(v.dtype)
+
+
+class _FirstOrderOnly(torch.autograd.Function):
+    """apply(grad_q, grad_k, grad_v, *inputs): the gradients, as functions of the inputs without a derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors[:3])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise NotImplementedError(DOUBLE_BACKWARD)
+
+
+def refuse_double_backward(grads: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """`grads` of a backward; under `create_graph` such that differentiating them again raises NotImplementedError.
+
+    Without that they would be constants, and a penalty on a gradient would train nothing, without a word.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return grads
+    return _FirstOrderOnly.apply(*grads, *inputs)
 
 
 def _visible(step: int, rank: int, num_queries: int, num_keys: int, is_causal: bool) -> tuple[slice, slice, bool]:
