@@ -172,9 +172,9 @@ def _compiled_steps() -> tuple[Callable[..., Any], Callable[..., Any]]:
 class FlashAttentionPyTorch(torch.autograd.Function):
     """`apply(q, k, v, is_causal=False, scale=None, compiled=False)` on (..., seq, head_dim) tensors.
 
-    Saves one tensor of shape (..., queries), the log-sum-exp, beside q, k, v and the output. torch.compile traces its
-    forward's loop over tiles, once for every length; `flash_attention(backend="tiled")` is left whole and compiles once. That is
-    also there for `torch.vmap`: PyTorch lets no transform of torch.func through this Function.
+    Saves one tensor of shape (..., queries), the log-sum-exp, beside q, k, v and the output. torch.compile traces the
+    forward's loop over tiles, once for every length; `flash_attention(backend="tiled")` is left whole and compiles
+    once. That is also there for `torch.vmap`: PyTorch lets no transform of torch.func through this Function.
     """
 
     @staticmethod
