@@ -104,7 +104,7 @@ def _calls_are_new() -> None:
     """No call is replayed from another test: a test may change what a call would launch."""
     loaded: Any = sys.modules.get("cs336_systems.attention.api")
     if loaded is not None:
-        loaded._usual_calls.clear()
+        loaded.usual_calls.clear()
         sys.modules["cs336_systems.attention.operator"]._passes_of.cache_clear()
 
 

@@ -92,7 +92,7 @@ def replaced(monkeypatch) -> Calls:
     monkeypatch.setattr(function, "hopper_backward", backward)
     monkeypatch.setattr(function, "refuse_hopper", lambda q: None)
     monkeypatch.setattr(api, "explain_backend", lambda q, k, **_: ("hopper", "the test says so"))
-    monkeypatch.setattr(api, "_is_usual", lambda *_: False)  # or the choice would be kept for other tests
+    monkeypatch.setattr(api, "is_usual", lambda *_: False)  # or the choice would be kept for other tests
     return calls
 
 
@@ -347,7 +347,7 @@ def each_schedule(monkeypatch) -> Callable[[int], Iterator[str]]:
 
     def forget() -> None:
         """Calls with the schedule before would be replayed."""
-        api._usual_calls.clear()
+        api.usual_calls.clear()
         _passes_of.cache_clear()
 
     def run_named(forward: Callable[..., Any], name: str, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ one is used or refused with the reason; `auto` chooses, and `explain_backend` sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import NoneType
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -36,8 +37,17 @@ from cs336_systems.attention.validation import (
 )
 from cs336_systems.device import interpreter_is_on
 
-# How usual calls of the Triton and the Hopper kernels run, by all that decides it: short sequences wait for the host.
-_usual_calls: dict[Any, tuple[Callable[..., tuple[Tensor, Tensor]], tuple[Any, ...]]] = {}
+
+class UsualCall(NamedTuple):
+    """How a call of the Triton or the Hopper kernels runs: `run(q, k, v, *lists or nothing, *arguments)`."""
+
+    run: Callable[..., tuple[Tensor, Tensor]]
+    arguments: tuple[Any, ...]
+    is_listed: bool = False  # along the lists of a block mask
+
+
+# By all that decides it: short sequences wait for the host.
+usual_calls: dict[Any, UsualCall] = {}
 MOST_USUAL_CALLS = 4096
 
 
@@ -109,20 +119,15 @@ def flash_attention(
             `hopper`.
     Source: FlashAttention-2 (Dao 2023).
     """
-    facts = None  # with types, since 1 == True, which the checks below refuse
-    if block_mask is None and attn_mask is None and config is None and _is_usual(q, k, v):
+    facts = None
+    if attn_mask is None and config is None and type(block_mask) in (NoneType, BlockMask) and is_usual(4, q, k, v):
         facts = (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device,
-            k.device, v.device, is_causal, type(is_causal), scale, type(scale), enable_gqa, type(enable_gqa),
-            return_lse, type(return_lse), deterministic, type(deterministic), backend,
-            torch.are_deterministic_algorithms_enabled(), not q.is_cuda and interpreter_is_on(),
+            *facts_of(q), *facts_of(k), *facts_of(v), None if block_mask is None else block_mask.facts,
+            *facts_of_options(is_causal, scale, enable_gqa, return_lse, deterministic, backend),
         )  # fmt: skip
-        try:
-            known = _usual_calls.get(facts)
-        except TypeError:  # of an argument that cannot be hashed, which the checks below refuse
-            known = None
-        if known is not None:
-            output, lse = known[0](q, k, v, *known[1])
+        if (known := recall(facts)) is not None:
+            lists = block_mask.lists if known.is_listed and block_mask is not None else ()
+            output, lse = known.run(q, k, v, *lists, *known.arguments)
             return (output, lse) if return_lse else output
     check_flags(
         is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse,
@@ -160,36 +165,56 @@ def flash_attention(
     refuse_forward_mode(q, k, v)
     if len(leading) != 1:
         q, k, v = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) for x in (q, k, v))
-    extras: tuple[Any, ...] = ()
-    if backend == "tiled":
-        extras = (dense_mask,)
-    elif block_mask is not None:
-        extras = (*block_mask.lists,)
-    if backend == "hopper":
-        extras += (is_deterministic(deterministic),)
+    extras: tuple[Any, ...] = {"tiled": (dense_mask,), "hopper": (is_deterministic(deterministic),)}.get(backend, ())
+    lists = block_mask.lists if block_mask is not None and backend in ("triton", "hopper") else ()
     operator = operator_of(backend, layout)
     arguments: tuple[Any, ...] = (*extras, is_causal, scale, config.names if config else "")
     if facts is None or backend not in ("triton", "hopper"):
-        output, lse = operator(q, k, v, *arguments)
+        output, lse = operator(q, k, v, *lists, *arguments)
     else:
-        if len(_usual_calls) >= MOST_USUAL_CALLS:
-            _usual_calls.clear()
-        arguments = (*arguments, operator.passes())
-        _usual_calls[facts] = operator.apply, arguments
-        output, lse = operator.apply(q, k, v, *arguments)
+        known = remember(facts, operator, arguments, bool(lists))
+        output, lse = known.run(q, k, v, *lists, *known.arguments)
     if len(leading) != 1:
         output, lse = output.reshape(*leading, *output.shape[1:]), lse.reshape(*leading, *lse.shape[1:])
     return (output, lse) if return_lse else output
 
 
-def _is_usual(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def is_usual(dimensions: int, *tensors: Tensor) -> bool:
     """Whether shapes, dtypes, devices and options say all of a call, and nothing has to be cast or reshaped."""
-    if not are_plain(q, k, v) or forward_ad._current_level >= 0:
+    if not are_plain(*tensors) or forward_ad._current_level >= 0:
         return False
-    for x in (q, k, v):
-        if not isinstance(x, Tensor) or x.ndim != 4 or x.layout is not torch.strided or x.is_nested:
+    for x in tensors:
+        if not isinstance(x, Tensor) or x.ndim != dimensions or x.layout is not torch.strided or x.is_nested:
             return False
     return not torch._C._is_any_autocast_enabled() and not has_hooks()
+
+
+def facts_of(x: Tensor) -> tuple[Any, ...]:
+    """Of a tensor that `is_usual`: all but address and values."""
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def facts_of_options(*options: Any) -> tuple[Any, ...]:
+    """They, with their types, since 1 == True, which the checks refuse, and what the process has been told."""
+    return *options, *map(type, options), torch.are_deterministic_algorithms_enabled(), interpreter_is_on()
+
+
+def recall(facts: tuple[Any, ...]) -> UsualCall | None:
+    """The usual call of these facts; None also where one cannot be hashed, which the checks refuse."""
+    try:
+        return usual_calls.get(facts)
+    except TypeError:
+        return None
+
+
+def remember(
+    facts: tuple[Any, ...], operator: AttentionOperator, arguments: tuple[Any, ...], is_listed: bool = False
+) -> UsualCall:
+    """From now on calls of these facts run so."""
+    if len(usual_calls) >= MOST_USUAL_CALLS:
+        usual_calls.clear()
+    known = usual_calls[facts] = UsualCall(operator.apply, (*arguments, operator.passes()), is_listed)
+    return known
 
 
 def operator_of(backend: str, layout: AttentionLayout = "dense") -> AttentionOperator:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -428,6 +429,11 @@ class BlockMask:
         return "causal" if count_attended(common, self.block_size) == attended else None
 
     # What a mask is
+
+    @cached_property
+    def facts(self) -> tuple[Any, ...]:
+        """What a call along the lists depends on beside their values, by which it is known again."""
+        return (*(x.shape for x in self.lists), self.device, self.block_size, self.seq_lengths, self.dense_form)
 
     @property
     def device(self) -> torch.device:
