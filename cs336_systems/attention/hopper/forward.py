@@ -205,7 +205,7 @@ def _copy_tiles(Q_desc, K_desc, V_desc, counter_ptr, shared, problem, walked, PL
                 slot, phase = ring_slot(step, SLOTS)
                 mbarrier.wait(shared.empty.index(slot), phase ^ 1)
                 if IS_LISTED:
-                    both = K_desc.block_type.nbytes + V_desc.block_type.nbytes
+                    both: gl.constexpr = K_desc.block_type.nbytes + V_desc.block_type.nbytes
                     _copy_words(words, j < tile.masked, both, shared, walked, slot)
                 else:
                     mbarrier.expect(shared.full.index(slot), K_desc.block_type.nbytes + V_desc.block_type.nbytes)
