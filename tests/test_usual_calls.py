@@ -1,0 +1,73 @@
+"""Calls that differ in values alone are remembered: masks and boundaries of equal shapes are not mistaken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cs336_systems.attention import BlockMask, api, attention_reference, flash_attention, flash_attention_varlen
+from cs336_systems.attention.backends import available_backends
+from tests.covered import ATTENTION, HOPPER
+from tests.test_s4_attention import draw, inputs
+
+COVERS = (*ATTENTION, HOPPER)
+ROUNDS = 4  # a call is recorded at its second time, and replayed from its third on
+
+
+@pytest.fixture(params=["triton", pytest.param("hopper", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> str:
+    if (state := available_backends()[request.param]) != "ok":
+        pytest.skip(state)
+    return request.param
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_masks_of_equal_shapes_keep_their_own_tiles(backend, device):
+    if backend == "hopper" and device == "cpu":
+        pytest.skip("hopper kernels have no interpreter")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v, grad_output = inputs(1, 2, 2, 256, 256, 64, dtype, device)
+    first = torch.rand(256, 256, generator=torch.Generator().manual_seed(0)) < 0.5
+    masks = [BlockMask.from_dense(tokens.to(device), 128) for tokens in (first, ~first)]
+    assert masks[0].facts == masks[1].facts
+    for _ in range(ROUNDS):
+        for mask in masks:
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            output = flash_attention(*leaves, block_mask=mask, backend=backend)
+            grads = torch.autograd.grad(output, leaves, grad_output)
+            exact = [x.detach().double().requires_grad_() for x in leaves]
+            expected = attention_reference(*exact, mask=mask.to_dense())
+            wanted = torch.autograd.grad(expected, exact, grad_output.double())
+            for ours, theirs in zip((output, *grads), (expected, *wanted)):
+                torch.testing.assert_close(ours.double(), theirs, rtol=0.02, atol=0.02)
+    assert len(api.usual_calls) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_boundaries_of_equal_shapes_are_read_anew(backend, is_causal):
+    q, k, v = (draw(1000, 2, 64, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in range(3))
+    for _ in range(ROUNDS):
+        for ends in ([0, 300, 1000], [0, 1000, 1000], [0, 17, 500]):
+            cu_seqlens = torch.tensor(ends, dtype=torch.int32, device="cuda")
+            ours = flash_attention_varlen(
+                q, k, v, cu_seqlens, cu_seqlens, 1000, 1000, is_causal=is_causal, backend=backend
+            )
+            expected = torch.zeros_like(q, dtype=torch.float64)
+            for start, end in zip(ends, ends[1:]):
+                own = (x[start:end].transpose(0, 1).double() for x in (q, k, v))
+                expected[start:end] = attention_reference(*own, is_causal=is_causal).transpose(0, 1)
+            torch.testing.assert_close(ours.double(), expected, rtol=0.02, atol=0.02)
+    assert len(api.usual_calls) == 1
+
+
+@pytest.mark.gpu
+def test_a_remembered_packed_call_still_refuses():
+    q = draw(100, 2, 64, dtype=torch.bfloat16, device="cuda", seed=0)
+    cu_seqlens = torch.tensor([0, 100], dtype=torch.int32, device="cuda")
+    flash_attention_varlen(q, q, q, cu_seqlens, cu_seqlens, 100, 100)
+    for wrong in (cu_seqlens.long(), cu_seqlens.cpu(), cu_seqlens[None]):
+        with pytest.raises((TypeError, ValueError), match="cu_seqlens"):
+            flash_attention_varlen(q, q, q, wrong, wrong, 100, 100)
+    with pytest.raises(TypeError, match="is_causal"):
+        flash_attention_varlen(q, q, q, cu_seqlens, cu_seqlens, 100, 100, is_causal=0)
