@@ -3,8 +3,8 @@
     cu_seqlens = torch.tensor([0, 1000, 1000, 1017], dtype=torch.int32, device="cuda")     # lengths 1000, 0, 17
     out = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 1000, 1000, is_causal=True)
 
-No padding is computed, and no token sees another document. That pays from a few thousand packed tokens on: an eager
-call of 1,024 in all waits for the host, and a padded batch of SDPA may take less time (`writeup/dense_masks.md`).
+No padding is computed, and no token sees another document. Below some thousand tokens an eager call waits for the host
+(`writeup/dense_masks.md`).
 """
 
 from __future__ import annotations
