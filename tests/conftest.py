@@ -108,6 +108,19 @@ def _calls_are_new() -> None:
         sys.modules["cs336_systems.attention.operator"]._passes_of.cache_clear()
 
 
+@pytest.hookimpl(trylast=True)  # so that their names end a test's id
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `is_causal` or `device` runs with both, unless it is parametrised by it itself."""
+    own = " ".join(str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize"))
+    both = {
+        "is_causal": [pytest.param(False, id="full"), pytest.param(True, id="causal")],
+        "device": ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)],
+    }
+    for name, values in both.items():
+        if name in metafunc.fixturenames and name not in own:
+            metafunc.parametrize(name, values)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpu record", "record of the GPU tests")
     group.addoption("--gpu-record", metavar="FILE", help="write the outcome of each GPU test to FILE, as JSON lines")

@@ -1,4 +1,4 @@
-"""Hilbert's curve by its defining properties; `test_mask_kinds.py` holds block densities to dense masks."""
+"""Hilbert's curve by its defining properties; `test_masks.py` holds block densities to dense masks."""
 
 import pytest
 

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.attention import api, flash_attention, flash_attention_varlen, operator
+from cs336_systems.attention import api, flash_attention, flash_attention_varlen, native, operator
 from cs336_systems.attention.triton import launch
 from tests.covered import ATTENTION, HOPPER
-from tests.test_s4_attention import DEVICES
 
 COVERS = (*ATTENTION, HOPPER)
 
@@ -189,7 +188,6 @@ def test_calls_that_share_boundaries_have_their_own_replay(monkeypatch):
     assert known[0] == known[3] != known[1] == known[2]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_saved_tensors_go_through_hooks(device):
     """They come back with other strides than the calls that are replayed have."""
     tensors = [torch.randn(1, 2, 65, 32, device=device) for _ in range(4)]
@@ -207,3 +205,52 @@ def test_saved_tensors_go_through_hooks(device):
     results = [output, *torch.autograd.grad(output, leaves, grad)]
     for ours, theirs in zip(results, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+# The optional plug-in that replays in C++: `attention/native`
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty place for the library, in which nothing has been looked for."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    native.load.cache_clear()
+    yield tmp_path
+    native.load.cache_clear()
+
+
+def plant(mode: int) -> None:
+    path = native.library_path()
+    path.parent.mkdir(mode=0o700, parents=True)
+    path.write_bytes(b"not a library")
+    path.chmod(mode)
+
+
+@pytest.mark.parametrize(("mode", "reason"), [(0o777, "others can write"), (0o700, "replayed by Python")])
+def test_a_library_that_others_could_have_planted_or_that_is_broken_is_not_loaded(folder, mode, reason):
+    plant(mode)
+    with pytest.warns(UserWarning, match=reason):
+        assert native.load() is None
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_a_compiler_that_fails_is_named(compiler, folder, monkeypatch):
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(RuntimeError, match=f"{compiler} does not compile replay.cpp"):
+        native.build()
+
+
+def test_what_another_process_has_built_is_seen(folder):
+    assert native.load() is None  # without a library Python replays
+    plant(0o700)
+    native.build()
+    with pytest.warns(UserWarning, match="replayed by Python"):  # it was looked at, and is not a library
+        native.load()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_it_compiles(folder):
+    path = native.build()
+    assert native.load() is not None and native.build() == path
+    assert [x.name for x in path.parent.iterdir()] == [path.name]

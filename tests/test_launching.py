@@ -20,7 +20,7 @@ from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
 from cs336_systems.attention.triton import launch
 from cs336_systems.attention.validation import to_autocast_dtype
 from cs336_systems.measure.stages import STAGES, TOTAL, time_stages
-from tests.test_s4_attention import DEVICES, inputs, run
+from tests.test_s4_attention import inputs, run
 from tests.test_stages import unaccounted
 from tests.test_varlen import packed, run_packed
 
@@ -204,7 +204,6 @@ def test_overlapping_kernels_in_a_graph(family):
 # Stages
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("masked", [False, True], ids=["dense", "block-sparse"])
 def test_attention_marks_its_stages(masked, device):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

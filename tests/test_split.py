@@ -3,54 +3,46 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.attention import AttentionConfig, KernelConfig, attention_reference, flash_attention
-from cs336_systems.attention.contract import compute_oracle, contract_errors
+from cs336_systems.attention import AttentionConfig, KernelConfig, flash_attention
+from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.attention.tiles import part_size, select_config
 from cs336_systems.attention.tiles.parts import MIN_KEY_TILES
 from cs336_systems.attention.triton import function, split
 from cs336_systems.attention.triton.function import forward_name, kernel_config
-from cs336_systems.attention.triton.launch import launch
 from cs336_systems.attention.triton.operands import rows_of_groups
 from cs336_systems.attention.triton.split import launch_split_forward
 from tests.covered import ATTENTION
+from tests.test_attention_paths import LAYOUTS
 from tests.test_s4_attention import (
-    DEVICES,
     DTYPES,
     assert_contract,
+    assert_within,
     draw,
     inputs,
     run,
     shipped_configs,
     skip_what_cannot_run,
+    tiles,
 )
 
 COVERS = ATTENTION
 
-H200 = {"num_multiprocessors": 132}
 
-
-def tiles(device: str, spelling: str) -> KernelConfig:
-    return KernelConfig.from_name(f"{'sm90' if device == 'cuda' else 'portable'}_forward_{spelling}")
-
-
-def errors_of(forward, tensors: tuple[Tensor, ...], is_causal: bool, **options) -> float:
+def assert_split(tensors: tuple[Tensor, ...], is_causal: bool, spelling: str, *part_sizes: int) -> None:
     q, k, v, _ = tensors
-    output, lse = forward(q, k, v, is_causal=is_causal, scale=q.shape[-1] ** -0.5, **options)
-    assert output.shape == q.shape and output.is_contiguous() and output.dtype == q.dtype
-    assert lse.shape == q.shape[:-1] and lse.dtype == torch.float32
+    config = tiles(spelling, q.device.type).forward
     oracle = compute_oracle(*tensors, is_causal=is_causal)
-    return max(contract_errors(oracle, {"output": output, "lse": lse}).values())
-
-
-@pytest.fixture
-def large_gpu(monkeypatch):
-    """Triton's operators split keys as on a GPU with 132 multiprocessors, wherever they run."""
-    monkeypatch.setattr(function, "num_multiprocessors", lambda device: 132)
+    attend = partial(launch_split_forward, q, k, v, is_causal=is_causal, scale=q.shape[-1] ** -0.5, config=config)
+    for size in part_sizes:
+        output, lse = attend(part_size=size)
+        assert output.is_contiguous() and output.dtype == q.dtype and lse.dtype == torch.float32
+        assert_within(oracle, {"output": output, "lse": lse})
 
 
 # Kernels
@@ -69,74 +61,60 @@ SHAPES = {
 
 @pytest.mark.slow_if(device="cpu", is_causal=False)
 @pytest.mark.slow_if(device="cpu", dtype="float32")  # interpreted
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_contract(shape, dtype, is_causal, device):
     """Whole parts, a ragged last one, and on a GPU all keys in one."""
     skip_what_cannot_run("triton", dtype, device)
-    tensors = inputs(*shape, DTYPES[dtype], device)
-    config = tiles(device, "32x32_w4_s1" if dtype == "float32" else "64x64_w4_s2" if shape[-1] < 256 else "64x64_w8_s1")
-    for size in (64, 192, 320) if device == "cuda" else (64,):
-        assert errors_of(launch_split_forward, tensors, is_causal, config=config, part_size=size) <= 1
+    spelling = "32x32_w4_s1" if dtype == "float32" else "64x64_w4_s2" if shape[-1] < 256 else "64x64_w8_s1"
+    part_sizes = (64, 192, 320) if device == "cuda" else (64,)
+    assert_split(inputs(*shape, DTYPES[dtype], device), is_causal, spelling, *part_sizes)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_any_strides(device):
-    contiguous = inputs(2, 2, 1, 70, 130, 64, torch.float16, device)
-    tensors = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in contiguous)
-    assert not tensors[0].is_contiguous()
-    options = {"config": tiles(device, "64x64_w4_s1"), "part_size": 64}
-    assert errors_of(launch_split_forward, tensors, True, **options) <= 1
+    tensors = tuple(map(LAYOUTS["transposed"], inputs(2, 2, 1, 70, 130, 64, torch.float16, device)))
+    assert_split(tensors, True, "64x64_w4_s1", 64)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_many_parts_and_scores_of_1e4(device):
+def test_many_parts_and_scores_of_1e4(is_causal, device):
     """A part's maximum may be anywhere, and its log-sum-exp is too coarse for weights."""
     q, k, v, grad = inputs(1, 1, 1, 16, 33 * 32, 16, torch.float32, device)
-    tensors = (50 * q, 50 * k, v, grad)
-    for is_causal in (False, True):
-        options = {"config": tiles(device, "32x32_w4_s1"), "part_size": 32}
-        assert errors_of(launch_split_forward, tensors, is_causal, **options) <= 1
+    assert_split((50 * q, 50 * k, v, grad), is_causal, "32x32_w4_s1", 32)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_rows_are_merged_alone_and_together(is_causal, device, monkeypatch):
+@pytest.mark.parametrize("single_rows", [0, 2**31], ids=["together", "alone"])
+def test_rows_are_merged_alone_and_together(single_rows, is_causal, device, monkeypatch):
     """Which of the two is taken depends on how many rows there are."""
-    tensors = inputs(1, 3, 1, 35, 300, 24, torch.float32, device)
-    launched = []
-    noting = lambda kernel, grid, *rest: launched.append((grid, rest[-1])) or launch(kernel, grid, *rest)  # noqa: E731
-    monkeypatch.setattr(split, "launch", noting)
-    for single_rows, grid in ((3 * 35, 3 * 35), (3 * 35 - 1, 3 * 18)):
-        monkeypatch.setattr(split, "SINGLE_ROWS", single_rows)
-        options = {"config": tiles(device, "32x32_w4_s1"), "part_size": 32}
-        assert errors_of(launch_split_forward, tensors, is_causal, **options) <= 1
-        assert launched[-1][0] == (grid,)
+    monkeypatch.setattr(split, "SINGLE_ROWS", single_rows)
+    assert_split(inputs(1, 3, 1, 35, 300, 24, torch.float32, device), is_causal, "32x32_w4_s1", 32)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_the_operator_with_its_gradients(is_causal, device, large_gpu):
+@pytest.mark.parametrize("spelling", [None, "32x32_w4_s1"], ids=["table", "named"])
+def test_the_operator_with_its_gradients(spelling, is_causal, device, monkeypatch):
+    """As on a GPU with 132 multiprocessors, wherever it runs; parts are whole tiles of the configuration that runs."""
+    asked = []
+
+    def launch(*tensors, part_size: int, config: KernelConfig, **options):
+        asked.append((config, part_size))
+        return launch_split_forward(*tensors, part_size=part_size, config=config, **options)
+
+    monkeypatch.setattr(function, "launch_split_forward", launch)
+    monkeypatch.setattr(function, "num_multiprocessors", lambda device: 132)
     tensors = inputs(*((1, 1, 1, 400, 400) if is_causal else (1, 4, 2, 40, 600)), 64, torch.float32, device)
-    q, k = tensors[:2]
-    chosen = kernel_config("forward", q, k, is_causal=is_causal)
-    assert forward_name(chosen, q, k, is_causal) != chosen.name
-    assert_contract(*tensors, is_causal=is_causal, backend="triton", enable_gqa=True)
+    config = AttentionConfig(forward=tiles(spelling, device).forward) if spelling else None
+    assert_contract(*tensors, is_causal=is_causal, backend="triton", enable_gqa=True, config=config)
+    ((used, size),) = asked
+    assert 0 < size < tensors[1].shape[2] and size % used.key_tile == 0 and (config is None or used == config.forward)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_shipped_tiles_on_a_gpu(head_dim, is_causal):
     """Every configuration of the table."""
     for dtype in (torch.bfloat16, torch.float32):
         tensors = inputs(1, 2, 1, 1100, 1300, head_dim, dtype, "cuda")
-        for config in {configs.forward for configs in shipped_configs(head_dim, dtype, "cuda")}:
-            for size in (128, 384, 1024):
-                options = {"config": config, "part_size": size}
-                assert errors_of(launch_split_forward, tensors, is_causal, **options) <= 1, (config, size)
+        for spelling in {configs.forward.spelling for configs in shipped_configs(head_dim, dtype, "cuda")}:
+            assert_split(tensors, is_causal, spelling, 128, 384, 1024)
 
 
 @pytest.mark.gpu
@@ -158,34 +136,25 @@ def test_200_repeats_are_bit_equal(shape):
 # Query heads in one tile
 
 
-def test_heads_of_a_group_are_rows_of_one():
+def test_heads_of_a_group_are_rows_of_one_tile():
+    """Where a view of q has such rows, they fit one tile, and no causal mask tells queries apart."""
     q, k, *_ = inputs(2, 6, 2, 5, 40, 16, torch.float32, "cpu")
-    rows = rows_of_groups(q, k, False)
-    assert rows.shape == (2, 2, 15, 16) and rows.data_ptr() == q.data_ptr()
-    assert torch.equal(rows, q.reshape(2, 2, 15, 16))
-    one = q[:, :, 3:4]  # a generated token: heads are apart
-    assert torch.equal(rows_of_groups(one, k, False), one.reshape(2, 2, 3, 16))
-    assert rows_of_groups(one, k, False).data_ptr() == one.data_ptr()
-    packed = draw(2, 1, 6, 16, dtype=torch.float32, device="cpu", seed=0).transpose(1, 2)  # (batch, seq, heads, d)
-    assert torch.equal(rows_of_groups(packed, k, False), packed.reshape(2, 2, 3, 16))
+    one_token, packed = q[:, :, 3:4], LAYOUTS["transposed"](q[:, :, :1])
+    for queries in (q, one_token, packed):
+        rows = rows_of_groups(queries, k, False)
+        assert torch.equal(rows, queries.reshape(2, 2, -1, 16)) and rows.data_ptr() == queries.data_ptr()
+    more_than_a_tile = draw(2, 6, 22, 16, dtype=torch.float32, device="cpu", seed=0)
+    for queries, keys, is_causal in (
+        (q, k, True), (q, q, False), (more_than_a_tile, k, False), (q[:, :, :4], k, False)
+    ):  # fmt: skip
+        assert rows_of_groups(queries, keys, is_causal) is queries
 
 
-def test_other_queries_stay_as_they_are():
-    q, k, *_ = inputs(2, 6, 2, 5, 40, 16, torch.float32, "cpu")
-    assert rows_of_groups(q, k, True) is q, "a causal mask is by query"
-    assert rows_of_groups(q, q, False) is q, "no groups"
-    many = draw(2, 6, 22, 16, dtype=torch.float32, device="cpu", seed=0)
-    assert rows_of_groups(many, k, False) is many, "more than a tile"
-    apart = q[:, :, :4]
-    assert rows_of_groups(apart, k, False) is apart, "no view has such rows"
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["heads first", "tokens first", "one token of many"])
 def test_grouped_heads_attend_like_heads(layout, device):
     q, k, v, grad = inputs(2, 6, 2, 8, 90, 64, torch.float32, device)
     if layout == "tokens first":
-        q = q[:, :, :1].transpose(1, 2).contiguous().transpose(1, 2)
+        q = LAYOUTS["transposed"](q[:, :, :1])
     elif layout == "one token of many":
         q = q[:, :, 5:6]
     grad = grad[:, :, : q.shape[2]].contiguous()
@@ -203,7 +172,7 @@ def parts(seqlen_q: int, seqlen_k: int, heads: int, head_dim: int, is_causal: bo
     )  # fmt: skip
     size = part_size(
         config, head_dim=head_dim, bytes_per_element=4 if dtype == "float32" else 2, batch_heads=heads,
-        seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal, **H200,
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal, num_multiprocessors=132,
     )  # fmt: skip
     if size == 0:
         return 1
@@ -216,30 +185,9 @@ def test_parts_fill_the_gpu_and_no_more():
         assert parts(2048, 2048, 1, head_dim, is_causal, dtype) >= 4
         assert parts(8192, 8192, 64, head_dim, is_causal, dtype) == 1
         assert parts(128, 128, 1, head_dim, is_causal, dtype) == 1
+        # Keys behind all causal queries would be memory that nobody writes, and leave the others in parts too large.
+        assert parts(1024, 131072, 1, head_dim, True) == parts(1024, 1024, 1, head_dim, True) > 1
+        assert parts(64, 131072, 1, head_dim, True) == 1
     assert parts(1, 131072, 1, 128, False) >= 32
     assert parts(1, 8192, 1024, 128, False) == 1
     assert parts(16384, 16384, 1, 64, True) == 2, "the last causal tile walks alone what all others share"
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_keys_behind_all_causal_queries_are_no_parts(head_dim):
-    """They would be memory that nobody writes, and leave the others in parts too large."""
-    assert parts(1024, 131072, 1, head_dim, True) == parts(1024, 1024, 1, head_dim, True) > 1
-    assert parts(64, 131072, 1, head_dim, True) == 1
-
-
-def test_a_caller_s_tiles_are_split_too(large_gpu, monkeypatch):
-    """Parts are whole tiles of the configuration that runs."""
-    asked = []
-
-    def launch(*tensors, part_size: int, config: KernelConfig, **options):
-        asked.append((config, part_size))
-        return launch_split_forward(*tensors, part_size=part_size, config=config, **options)
-
-    monkeypatch.setattr(function, "launch_split_forward", launch)
-    q, k, v, _ = inputs(1, 1, 1, 20, 1000, 64, torch.float32, "cpu")
-    config = tiles("cpu", "32x32_w4_s1")
-    output = flash_attention(q, k, v, backend="triton", config=AttentionConfig(forward=config))
-    ((used, size),) = asked
-    assert used == config and size < 1000 and size % 32 == 0
-    torch.testing.assert_close(output, attention_reference(q, k, v))
