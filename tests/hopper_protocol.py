@@ -10,7 +10,7 @@ GPU without a word; here it is an AssertionError.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,6 @@ ANYTHING = -2  # of a place that is read, whatever lies there
 @dataclass(frozen=True)
 class Arrive:
     barrier: str
-
-
-class Meet(Arrive):
-    """bar.sync of the two consumers: go on when both are here."""
 
 
 class Signal(Arrive):
@@ -69,28 +65,19 @@ def start(partitions: list[Partition], arrivals: Mapping[str, int]) -> tuple[Sta
     return {name: (0, count) for name, count in counts.items()}, counts
 
 
-def advance(
-    partitions: list[Partition], places: Sequence[int], who: int, state: State, counts: Mapping[str, int]
-) -> list[int]:
-    """Carry out the next operation of `who` in `state`; the partitions that move on by it, none where it has to wait.
+def advance(operation: Operation, state: State, counts: Mapping[str, int]) -> bool:
+    """Carry out an operation in `state`; False where it has to wait.
 
     AssertionError where it reads what was not meant, or signals twice.
     """
-    operation = partitions[who][places[who]]
     match operation:
         case Wait(barrier, parity):
-            if state[barrier][0] == parity:
-                return []
-        case Meet():
-            there = [x for x, at in enumerate(places) if partitions[x][at : at + 1] == [operation]]
-            return there if len(there) == 2 else []
+            return state[barrier][0] != parity
         case Signal(barrier):
             assert barrier not in state, f"{barrier} twice"
             state[barrier] = ()
         case Await(barrier):
-            if barrier not in state:
-                return []
-            del state[barrier]
+            return state.pop(barrier, None) is not None
         case Use(place, content):
             found = state.get(place)
             assert content in (ANYTHING, found), f"{place} must hold {content}, found {found}"
@@ -99,7 +86,7 @@ def advance(
             state[barrier] = (phase, missing - 1) if missing > 1 else (phase ^ 1, counts[barrier])
         case Write(place, content):
             state[place] = content
-    return [who]
+    return True
 
 
 def ring(step: int, slots: int = 2) -> tuple[int, int]:
@@ -127,9 +114,9 @@ def explore(partitions: list[Partition], arrivals: Mapping[str, int]) -> None:
         moves = 0
         for who in left:
             state = dict(frozen)
-            if moved := advance(partitions, places, who, state, counts):
+            if advance(partitions[who][places[who]], state, counts):
                 moves += 1
-                after = tuple(x + (i in moved) for i, x in enumerate(places)), frozenset(state.items())
+                after = tuple(x + (i == who) for i, x in enumerate(places)), frozenset(state.items())
                 if after not in seen:
                     seen.add(after)
                     stack.append(after)
@@ -145,15 +132,12 @@ def run_at_random(
     places, left = [0] * len(partitions), [who for who, partition in enumerate(partitions) if partition]
     while left:
         first = rng.randrange(len(left))
-        for who in left[first:] + left[:first]:
-            if moved := advance(partitions, places, who, state, counts):
-                break
-        else:
-            raise AssertionError(f"hangs at {places}")
-        for one in moved:
-            places[one] += 1
-            if places[one] == len(partitions[one]):
-                left.remove(one)
+        in_turn = left[first:] + left[:first]
+        who = next((x for x in in_turn if advance(partitions[x][places[x]], state, counts)), None)
+        assert who is not None, f"hangs at {places}"
+        places[who] += 1
+        if places[who] == len(partitions[who]):
+            left.remove(who)
 
 
 # The forward

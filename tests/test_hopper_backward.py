@@ -33,7 +33,6 @@ from tests.hopper_protocol import (
     ANYTHING,
     Arrive,
     Await,
-    Meet,
     Operation,
     Partition,
     Signal,
@@ -199,7 +198,8 @@ def slots(steps: int, producer_steps: int | None = None) -> list[Partition]:
 def gradients(steps: int, way: int, tiles: int | None = None) -> list[Partition]:
     """The way of dS and dQ through shared memory, as `_step`, `_consume` and `_send` have it.
 
-    What matmuls and the copy engine read they may read until they are waited for: such reads are there twice.
+    What matmuls and the copy engine read they may read until they are waited for: such reads are there twice. Consumers
+    meet where both arrive and then wait.
     """
     tiles = tiles or (3 if way == LATE else 2)
     programs: list[Partition] = []
@@ -220,7 +220,7 @@ def gradients(steps: int, way: int, tiles: int | None = None) -> list[Partition]
                 consumer += [Await(f"ready{1 - own}{(step + 1) & 1}"), write, Signal(f"ready{own}{step & 1}")]
                 consumer += [*read(step - 1), *read(step - 1), *hand_over(step - 1)]
             else:
-                consumer += [write, *copied, Meet("dS"), *read(step), *read(step)]
+                consumer += [write, *copied, Arrive("dS"), Wait("dS", step & 1), *read(step), *read(step)]
                 if way == ALONE:
                     copied = [Use(part, step)]
                     consumer += [Write(part, step), *copied]
@@ -235,7 +235,7 @@ def gradients(steps: int, way: int, tiles: int | None = None) -> list[Partition]
             sender += [Signal(f"sent{own}"), *([Await(f"written{own}"), Signal(f"sent{own}")] if way == LATE else [])]
             for step in range(steps):
                 sender += [Await(f"written{own}"), Use(part, step), Use(part, step), Signal(f"sent{own}")]
-        programs += [[*consumer, Meet("read")], sender]
+        programs += [[*consumer, Arrive("read"), Wait("read", 0)], sender]
     return programs
 
 
