@@ -38,7 +38,7 @@ from IPython.display import Markdown, display
 
 import cs336_systems
 from cs336_systems.attention.hopper import schedule
-from cs336_systems.attention.hopper.schedule import SCHEDULES, Launch, plan_forward
+from cs336_systems.attention.hopper.schedule import SCHEDULES, ForwardPlan, plan_forward
 from cs336_systems.experiments.pages import Book, Page
 from cs336_systems.notebook import check, show, show_published
 
@@ -189,7 +189,7 @@ show(figure, "Model timelines of one to three consumers at head dims 64 and 128,
 
 def call(
     head_dim: int, length: int, *, heads: int = 1, multiprocessors: int = 132, is_causal: bool = True, config: str = ""
-) -> Launch:
+) -> ForwardPlan:
     """What a call launches, or what `config` names."""
     return plan_forward(
         head_dim=head_dim, is_causal=is_causal, num_queries=length, num_keys=length, batch_heads=heads, group=1,

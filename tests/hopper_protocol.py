@@ -1,4 +1,4 @@
-"""Models of what the Hopper kernels do, on plain numbers: no GPU, no Triton.
+"""Models of what the Hopper kernels do, on plain numbers: no GPU, and of Triton the kernels' own integer functions.
 
 Of the forward, `items_of_program` and `key_tiles` say what a program computes, in the order in which it does where that
 is not dynamic. A program's protocol is a list of partitions, each the list of what it waits for, signals, writes and
@@ -10,15 +10,29 @@ GPU without a word; here it is an AssertionError.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cs336_systems.attention.hopper import walk as kernel
 from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, ForwardPlan
 
 # (index into batch and heads, tile of queries) -> first keys of its key tiles; none for a slot without a tile
 Walk = Callable[[int, int], list[int]]
 ANYTHING = -2  # of a place that is read, whatever lies there
+
+
+@dataclass(frozen=True)
+class Arrive:
+    barrier: str
+
+
+class Signal(Arrive):
+    """bar.arrive: be counted. A second one before the `Await` would end the barrier without it."""
+
+
+class Await(Arrive):
+    """bar.sync with the other side's `Signal`."""
 
 
 @dataclass(frozen=True)
@@ -30,88 +44,63 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Arrive:
-    barrier: str
-
-
-@dataclass(frozen=True)
-class Meet:
-    """bar.sync of the two consumers: go on when both are here."""
-
-    barrier: str
-
-
-@dataclass(frozen=True)
-class Signal:
-    """bar.arrive: be counted. A second one before the `Await` would end the barrier without it."""
-
-    barrier: str
-
-
-@dataclass(frozen=True)
-class Await:
-    """bar.sync with the other side's `Signal`."""
-
-    barrier: str
-
-
-@dataclass(frozen=True)
 class Write:
     place: str
     content: Any
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(Write):
     """Read a place, which must hold this; what matmuls and the copy engine read is there twice, at start and end."""
 
-    place: str
-    content: Any
 
-
-Operation = Wait | Arrive | Meet | Signal | Await | Write | Use
+Operation = Wait | Arrive | Write
 Partition = list[Operation]
 State = dict[str, Any]  # (phase, arrivals that are missing) of an mbarrier, what lies in a place, a signal that waits
 
 
 def start(partitions: list[Partition], arrivals: Mapping[str, int]) -> tuple[State, dict[str, int]]:
     """The state at the start, and how many arrivals end a phase of each mbarrier: 2 or as its prefix says."""
-    names = {op.barrier for partition in partitions for op in partition if isinstance(op, Wait | Arrive)}
+    names = {op.barrier for partition in partitions for op in partition if type(op) in (Wait, Arrive)}
     counts = {name: next((count for prefix, count in arrivals.items() if name.startswith(prefix)), 2) for name in names}
     return {name: (0, count) for name, count in counts.items()}, counts
 
 
-def advance(
-    partitions: list[Partition], places: Sequence[int], who: int, state: State, counts: Mapping[str, int]
-) -> list[int]:
-    """Carry out the next operation of `who` in `state`; the partitions that move on by it, none where it has to wait.
+def advance(operation: Operation, state: State, counts: Mapping[str, int]) -> bool:
+    """Carry out an operation in `state`; False where it has to wait.
 
     AssertionError where it reads what was not meant, or signals twice.
     """
-    operation = partitions[who][places[who]]
     match operation:
         case Wait(barrier, parity):
-            if state[barrier][0] == parity:
-                return []
-        case Arrive(barrier):
-            phase, missing = state[barrier]
-            state[barrier] = (phase, missing - 1) if missing > 1 else (phase ^ 1, counts[barrier])
-        case Meet():
-            there = [x for x, at in enumerate(places) if partitions[x][at : at + 1] == [operation]]
-            return there if len(there) == 2 else []
+            return state[barrier][0] != parity
         case Signal(barrier):
             assert barrier not in state, f"{barrier} twice"
             state[barrier] = ()
         case Await(barrier):
-            if barrier not in state:
-                return []
-            del state[barrier]
-        case Write(place, content):
-            state[place] = content
+            return state.pop(barrier, None) is not None
         case Use(place, content):
             found = state.get(place)
             assert content in (ANYTHING, found), f"{place} must hold {content}, found {found}"
-    return [who]
+        case Arrive(barrier):
+            phase, missing = state[barrier]
+            state[barrier] = (phase, missing - 1) if missing > 1 else (phase ^ 1, counts[barrier])
+        case Write(place, content):
+            state[place] = content
+    return True
+
+
+def ring(step: int, slots: int = 2) -> tuple[int, int]:
+    """(slot, parity of its round) of a step."""
+    return kernel.ring_slot.fn(step, slots)
+
+
+def copies(name: str, steps: int, slots: int = 2) -> Partition:
+    """The copy engine, which may deliver a tile any time after it was asked."""
+    operations: Partition = []
+    for step in range(steps):
+        slot, _ = ring(step, slots)
+        operations += [Wait(f"asked_{name}{step}", 0), Write(f"{name}{slot}", step), Arrive(f"{name}_full{slot}")]
+    return operations
 
 
 def explore(partitions: list[Partition], arrivals: Mapping[str, int]) -> None:
@@ -125,9 +114,9 @@ def explore(partitions: list[Partition], arrivals: Mapping[str, int]) -> None:
         moves = 0
         for who in left:
             state = dict(frozen)
-            if moved := advance(partitions, places, who, state, counts):
+            if advance(partitions[who][places[who]], state, counts):
                 moves += 1
-                after = tuple(x + (i in moved) for i, x in enumerate(places)), frozenset(state.items())
+                after = tuple(x + (i == who) for i, x in enumerate(places)), frozenset(state.items())
                 if after not in seen:
                     seen.add(after)
                     stack.append(after)
@@ -143,15 +132,12 @@ def run_at_random(
     places, left = [0] * len(partitions), [who for who, partition in enumerate(partitions) if partition]
     while left:
         first = rng.randrange(len(left))
-        for who in left[first:] + left[:first]:
-            if moved := advance(partitions, places, who, state, counts):
-                break
-        else:
-            raise AssertionError(f"hangs at {places}")
-        for one in moved:
-            places[one] += 1
-            if places[one] == len(partitions[one]):
-                left.remove(one)
+        in_turn = left[first:] + left[:first]
+        who = next((x for x in in_turn if advance(partitions[x][places[x]], state, counts)), None)
+        assert who is not None, f"hangs at {places}"
+        places[who] += 1
+        if places[who] == len(partitions[who]):
+            left.remove(who)
 
 
 # The forward
@@ -164,14 +150,15 @@ def items_of_program(launch: ForwardPlan, program: int) -> Iterator[tuple[int, i
 
 
 def tiles_of_item(launch: ForwardPlan, item: int) -> list[tuple[int, int]]:
-    num_tiles = launch.num_tiles
-    if launch.paired:
-        head, position = divmod(item, -(-num_tiles // 2))
-        return [(head, tile) for tile in dict.fromkeys((num_tiles - 1 - position, position))]
-    group = item // (launch.heads_together * num_tiles) * launch.heads_together
-    width = min(launch.heads_together, launch.batch_heads - group)
-    tile, head = divmod(item - group * num_tiles, width)
-    return [(group + head, num_tiles - 1 - tile if launch.is_causal else tile)]
+    in_turn = (launch.num_tiles, launch.batch_heads, launch.heads_together, launch.paired, launch.is_causal)
+    sides = range(kernel.tiles_of_item.fn(item, launch.num_tiles, launch.paired))
+    return [kernel.tile_of_item.fn(item, side, *in_turn)[::-1] for side in sides]
+
+
+def first_query(launch: ForwardPlan, tile: int) -> int:
+    """The first row of a tile of queries, below 0 where it has rows to spare."""
+    sizes = launch.schedule.query_tile, launch.alignment
+    return kernel.first_query_of.fn(tile, launch.num_tiles, launch.num_queries, *sizes)
 
 
 def key_tiles(launch: ForwardPlan, tile: int) -> list[int]:
@@ -180,10 +167,9 @@ def key_tiles(launch: ForwardPlan, tile: int) -> list[int]:
     The masked steps are unrolled, so there are at least so many tiles; one that nobody sees is read from behind the
     end, as zeros, and its scores are hidden.
     """
-    schedule, end = launch.schedule, launch.num_keys
-    if launch.is_causal:
-        end = min(end, launch.first_query(tile) + schedule.query_tile, launch.num_queries)
-    live = -(-end // schedule.key_tile)
+    schedule, lengths = launch.schedule, (launch.num_queries, launch.num_keys)
+    sizes = schedule.query_tile, schedule.key_tile
+    live = kernel.live_key_tiles.fn(first_query(launch, tile), *lengths, *sizes, launch.is_causal)
     dead = max(0, schedule.masked_tiles(launch.is_causal) - live)
     return [launch.num_keys] * dead + [i * schedule.key_tile for i in reversed(range(live))]
 
@@ -192,10 +178,10 @@ def skips_first_key_tile(launch: ForwardPlan, tile: int, consumer: int) -> bool:
     """Whether a consumer's rows of a tile come before all keys of the key tile that is walked first."""
     if launch.schedule.masked_tiles(launch.is_causal) == 1:
         return False  # the rows of all consumers are cut by the diagonal, or there is none
-    first_row = launch.first_query(tile) + consumer * CONSUMER_ROWS
+    first_row = first_query(launch, tile) + consumer * CONSUMER_ROWS
     if first_row < 0:  # rows to spare, which are read from behind the end
         first_row = launch.num_queries
-    return (len(key_tiles(launch, tile)) - 1) * launch.schedule.key_tile >= first_row + CONSUMER_ROWS
+    return not kernel.sees_tile.fn(first_row, (len(key_tiles(launch, tile)) - 1) * launch.schedule.key_tile)
 
 
 def forward_partitions(launch: ForwardPlan, items: list[int], walk: Walk) -> list[Partition]:
@@ -217,7 +203,7 @@ def forward_partitions(launch: ForwardPlan, items: list[int], walk: Walk) -> lis
             if not keys:
                 continue
             for j in range(len(keys) + 1):
-                slot, phase = step % schedule.slots, step // schedule.slots & 1
+                slot, phase = ring(step, schedule.slots)
                 full = f"full{slot}"  # by its announcement and the copies of K and V; the first has no V, the last no K
                 copier += [Wait(f"empty{slot}", phase ^ 1), Arrive(full)] + [Arrive(full)] * (j in (0, len(keys)))
                 if j < len(keys):
@@ -244,7 +230,7 @@ def forward_partitions(launch: ForwardPlan, items: list[int], walk: Walk) -> lis
                 own += [Write(f"Q{consumer}", "O"), Use(f"Q{consumer}", "O"), Arrive(f"q_empty{consumer}")]
             tiles_done += 1
         if launch.order == "dynamic":
-            slot, phase = number % 2, number // 2 & 1
+            slot, phase = ring(number)
             place, full, empty = f"item{slot}", f"item_full{slot}", f"item_empty{slot}"
             copier += [Wait(empty, phase ^ 1), Write(place, following), Arrive(full)]
             for own in consumers:

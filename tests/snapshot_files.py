@@ -48,7 +48,8 @@ def small_snapshot() -> dict[str, Any]:
 
 
 def write(path: Path, value: Any, protocol: int = 4) -> Path:
-    path.write_bytes(dumps(value, protocol))
+    """A file of these bytes, or of anything else as a pickle."""
+    path.write_bytes(value if isinstance(value, bytes) else dumps(value, protocol))
     return path
 
 

@@ -8,24 +8,44 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+pytest.importorskip("hypothesis")  # a GPU machine may lack it
+pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cs336_systems.attention.hopper import backward, light
+from cs336_systems.attention.hopper import backward_walk as walk
+from cs336_systems.attention.hopper import wide_backward as wide
+from cs336_systems.attention.hopper.schedule import SCHEDULES
 from cs336_systems.attention.masks.tiles import pack_tokens
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.measure.stages import STAGES, TOTAL, time_stages
-from tests.hopper_protocol import ANYTHING, Arrive, Await, Meet, Operation, Partition, Signal, Use, Wait, Write, explore
+from tests.hopper_protocol import (
+    ANYTHING,
+    Arrive,
+    Await,
+    Operation,
+    Partition,
+    Signal,
+    Use,
+    Wait,
+    Write,
+    copies,
+    explore,
+    ring,
+)
 
-backward = pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper")
-light = pytest.importorskip("cs336_systems.attention.hopper.light")
-walk = pytest.importorskip("cs336_systems.attention.hopper.backward_walk")
-
-QUERY_TILES = tuple(backward.QUERY_TILES.values())
 KEY_TILE, SLOTS = backward.KEY_TILE.value, backward.SLOTS.value
-LENGTHS = (*range(1, 301, 13), 63, 64, 65, 127, 128, 129, 192, 193, 255, 256, 257, 300, 640)
+EACH_MASK = pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 
 
 def plain(result: Any) -> Any:
@@ -35,221 +55,117 @@ def plain(result: Any) -> Any:
     return getattr(result, "value", result)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    batch: int = 1
-    kv_heads: int = 1
-    group: int = 1
+@dataclass(frozen=True)
+class Walks:
+    """Which queries the key tiles of a head walk."""
+
     queries: int
     keys: int
     is_causal: bool
     query_tile: int
-    heads_together: int = 3
 
     @property
     def key_tiles(self) -> int:
         return plain(walk.key_tiles.fn(self.queries, self.keys, self.is_causal))
 
     @property
-    def whole(self) -> bool:
-        """No query sees keys that do not exist: only the steps that the diagonal cuts are masked. As in the launcher,
-        which `test_the_launcher_knows_where_keys_are_missing` compares."""
-        return self.key_tiles * KEY_TILE <= self.keys or (self.is_causal and self.queries <= self.keys)
-
-    @property
-    def programs(self) -> int:
-        return self.key_tiles * self.batch * self.kv_heads
-
-    @property
-    def tiles(self) -> int:
+    def query_tiles(self) -> int:
         return plain(walk.query_tiles.fn(self.queries, self.query_tile))
 
-    @property
-    def masked_steps(self) -> int:
-        """The steps of the masked loop, which a causal program runs without asking whether it has as many."""
-        return KEY_TILE // self.query_tile if self.is_causal else 0
-
-    def place(self, program: int) -> tuple[int, int]:
-        """(key tile, batch and key head) of a program."""
-        return plain(
-            walk.tile_of_program.fn(program, self.programs, self.key_tiles, min(self.heads_together, self.programs))
-        )
-
-    def walk(self, key_tile: int) -> list[int]:
-        """The first query of each of a program's steps in one head."""
-        first_tile, steps = plain(walk.walk_of_tile.fn(key_tile, self.tiles, self.query_tile, self.is_causal))
-        return [
-            plain(walk.query_of_step.fn(j, first_tile, self.tiles, self.query_tile, self.is_causal))
-            for j in range(steps)
-        ]
+    def starts(self, key_tile: int) -> list[int]:
+        """The first query of each step."""
+        call = (self.query_tiles, self.query_tile, self.is_causal)
+        first_tile, steps = plain(walk.walk_of_tile.fn(key_tile, *call))
+        return [plain(walk.query_of_step.fn(step, first_tile, *call)) for step in range(steps)]
 
 
-def problems(**change) -> list[Problem]:
-    return [
-        Problem(queries=queries, keys=keys, is_causal=is_causal, query_tile=query_tile, **change)
-        for query_tile in QUERY_TILES
-        for is_causal in (True, False)
-        for queries in LENGTHS
-        for keys in LENGTHS
-    ]
+LENGTHS = st.integers(1, 300) | st.sampled_from((63, 64, 65, 127, 128, 129, 192, 193, 255, 256, 257, 640))
+each_problem = given(
+    queries=LENGTHS, keys=LENGTHS, is_causal=st.booleans(), group=st.sampled_from((1, 3)), together=st.integers(1, 5),
+    head_dim=st.sampled_from((64, 128)),
+)  # fmt: skip
 
 
-def test_programs_cover_every_key_tile_of_every_head_once():
-    for heads_together in (1, 2, 3, 8, 100):
-        for kv_heads in (1, 2, 5, 8):
-            problem = Problem(
-                batch=2, kv_heads=kv_heads, queries=64, keys=700, is_causal=True, query_tile=64,
-                heads_together=heads_together,
-            )  # fmt: skip
-            places = [problem.place(program) for program in range(problem.programs)]
-            assert sorted(places) == [
-                (tile, head) for tile in range(problem.key_tiles) for head in range(2 * kv_heads)
-            ], heads_together
+# (key head, its first key, [(query head, its first query, (keys, queries): which of the tile are seen)]) of a program
+Program = tuple[int, int, list[tuple[int, int, Tensor]]]
 
 
-def test_long_causal_programs_start_first():
-    """Within the heads that run together work never grows from one program to the next."""
-    problem = Problem(kv_heads=6, queries=1024, keys=1024, is_causal=True, query_tile=64)
-    work = [len(problem.walk(problem.place(program)[0])) for program in range(problem.programs)]
-    together = 3 * problem.key_tiles
-    for start in range(0, problem.programs, together):
-        assert work[start : start + together] == sorted(work[start : start + together], reverse=True)
+def assert_gradients(
+    programs: Iterable[Program], queries: int, keys: int, group: int, is_causal: bool, key_tile: int, *, sums_dq: bool
+) -> None:
+    """Of four key heads, the tiles of all programs add up to the gradients, in float64, and none is written twice.
 
-
-def test_key_tiles_are_those_that_a_query_sees():
-    for problem in problems():
-        last_seen = min(problem.keys, problem.queries) if problem.is_causal else problem.keys
-        assert (problem.key_tiles - 1) * KEY_TILE < last_seen <= problem.key_tiles * KEY_TILE, problem
-        exist = problem.key_tiles * KEY_TILE <= problem.keys
-        assert problem.whole == (exist or (problem.is_causal and last_seen == problem.queries)), problem
-
-
-def test_every_walk_visits_what_its_keys_are_seen_by():
-    """Each query tile at most once, within the padded rows, and each that sees a key of the tile."""
-    for problem in problems():
-        rows = problem.tiles * problem.query_tile
-        assert rows % KEY_TILE == 0 and 0 <= rows - problem.queries < KEY_TILE
-        for key_tile in range(problem.key_tiles):
-            starts = problem.walk(key_tile)
-            assert len(set(starts)) == len(starts), problem
-            assert all(start % problem.query_tile == 0 and 0 <= start < rows for start in starts), problem
-            first_seen = key_tile * KEY_TILE if problem.is_causal else 0
-            needed = {
-                start
-                for start in range(0, rows, problem.query_tile)
-                if start < problem.queries and start + problem.query_tile > first_seen
-            }
-            assert needed <= set(starts), problem
-
-
-def test_the_masked_steps_are_those_that_the_diagonal_cuts():
-    """A causal program has the steps that it runs without a bound, and the diagonal cuts none of the later ones.
-
-    Nor does one of those have a key that does not exist with a query that does, unless every step is masked.
+    Reads past the end are zeros, and L past the end is +inf. Scores are near -1e3, where a key that does not exist and
+    scores 0 has a P of exp(1e3) = inf. Key tiles that no query sees are NaN, and 0 · NaN in dQ if they are visited.
     """
-    for problem in problems():
-        for key_tile in range(problem.key_tiles):
-            starts = problem.walk(key_tile)
-            assert len(starts) >= max(1, problem.masked_steps), problem
-            last_key = key_tile * KEY_TILE + KEY_TILE - 1
-            if problem.is_causal:
-                assert all(start >= last_key for start in starts[problem.masked_steps :]), problem
-            if problem.whole and last_key >= problem.keys:
-                assert problem.is_causal and problem.queries <= problem.keys, problem
-                assert all(start >= problem.queries for start in starts[problem.masked_steps :]), problem
-
-
-LENGTH_PAIRS = pytest.mark.parametrize(
-    "lengths",
-    [(1, 1), (1, 300), (300, 1), (63, 65), (64, 128), (127, 129), (128, 128), (129, 127), (130, 640), (256, 300)],
-    ids=lambda lengths: "x".join(map(str, lengths)),
-)
-
-
-def exact_gradients(lengths: tuple[int, int], group: int, is_causal: bool):
-    """(q, k, v, dO, O, L) of four key heads, and dQ, dK and dV, in float64.
-
-    Scores are near -1e3, where a key that does not exist and scores 0 would have a P of exp(1e3) = inf.
-    """
-    queries, keys = lengths
     generator = torch.Generator().manual_seed(queries * 1000 + keys)
-    q, do, k, v = (
-        torch.randn(heads, rows, 8, generator=generator, dtype=torch.float64)
-        for heads, rows in [(4 * group, queries)] * 2 + [(4, keys)] * 2
-    )
+    sizes = [(4 * group, queries)] * 2 + [(4, keys)] * 2
+    q, do, k, v = (torch.randn(*size, 8, generator=generator, dtype=torch.float64) for size in sizes)
     q[..., 0], k[..., 0] = 100.0, -10.0
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     repeated = [leaves[0], *(x.repeat_interleave(group, dim=0) for x in leaves[1:])]
     output, lse = attention_reference(*repeated, is_causal=is_causal, scale=1.0, return_lse=True)
-    return (q, k, v, do, output.detach(), lse.detach()), torch.autograd.grad(output, leaves, do)
+    expected = torch.autograd.grad(output, leaves, do)
 
+    def padded(x: Tensor, value: float = 0.0) -> Tensor:
+        return torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, 128), value=value)
 
-def padded(x: torch.Tensor, rows: int, value: float = 0.0) -> torch.Tensor:
-    return torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, rows - x.shape[1]), value=value)
-
-
-def emulate(problem: Problem, q, k, v, do, output, lse, scale):
-    """dQ, dK and dV as the kernel forms them, tile by tile, in float64; rows of dQ keep their padding.
-
-    Reads past the end are zeros, writes past it are dropped, and L past the end is +inf.
-    """
-    rows = problem.tiles * problem.query_tile
-    key_rows = max(problem.key_tiles * KEY_TILE, problem.keys)
-    q, do = padded(q, rows), padded(do, rows)
-    delta = padded((do[:, : problem.queries] * output).sum(-1), rows)
-    lse = padded(lse, rows, math.inf)
-    k, v = padded(k, key_rows), padded(v, key_rows)
+    delta, lse = padded((do * output.detach()).sum(-1)), padded(lse.detach(), math.inf)
+    q, do, k, v = map(padded, (q, do, k, v))
+    seen = -(-min(queries, keys) // key_tile) * key_tile if is_causal else keys
+    k[:, seen:keys], v[:, seen:keys] = math.nan, math.nan
     dq, dk, dv = torch.zeros_like(q), torch.full_like(k, math.nan), torch.full_like(v, math.nan)
-    dk[:, problem.key_tiles * KEY_TILE :] = dv[:, problem.key_tiles * KEY_TILE :] = 0
-    whole = problem.whole
-    for program in range(problem.programs):
-        key_tile, kv_head = problem.place(program)
-        keys = slice(key_tile * KEY_TILE, (key_tile + 1) * KEY_TILE)
-        key_index = torch.arange(keys.start, keys.stop)
-        starts = problem.walk(key_tile)
-        sum_k, sum_v = torch.zeros(2, KEY_TILE, q.shape[-1], dtype=torch.float64).unbind()
-        for member in range(problem.group):
-            head = kv_head * problem.group + member
-            for step, start in enumerate(starts):
-                queries = slice(start, start + problem.query_tile)
-                p = (k[kv_head, keys] @ q[head, queries].T * scale - lse[head, queries]).exp()
-                if step < problem.masked_steps:
-                    p = torch.where(torch.arange(queries.start, queries.stop) >= key_index[:, None], p, 0.0)
-                if not whole:
-                    p = torch.where((key_index < problem.keys)[:, None], p, 0.0)
-                ds = p * (v[kv_head, keys] @ do[head, queries].T - delta[head, queries])
-                sum_v += p @ do[head, queries]
-                sum_k += ds @ q[head, queries]
-                dq[head, queries] += ds.T @ k[kv_head, keys]
-        dk[kv_head, keys], dv[kv_head, keys] = sum_k * scale, sum_v
-    return dq * scale, dk[:, : problem.keys], dv[:, : problem.keys]
+    for kv_head, first_key, steps in programs:
+        sum_k = sum_v = 0
+        for head, first_query, mask in steps:
+            own, streamed = slice(first_key, first_key + len(mask)), slice(first_query, first_query + mask.shape[1])
+            p = torch.where(mask, (k[kv_head, own] @ q[head, streamed].T - lse[head, streamed]).exp(), 0.0)
+            ds = p * (v[kv_head, own] @ do[head, streamed].T - delta[head, streamed])
+            sum_k, sum_v = sum_k + ds @ q[head, streamed], sum_v + p @ do[head, streamed]
+            dq[head, streamed] += ds.T @ k[kv_head, own]
+        assert dk[kv_head, own].isnan().all(), "a program writes its tile alone"
+        dk[kv_head, own], dv[kv_head, own] = sum_k, sum_v
+    for sums, exact in zip((dk, dv), expected[1:]):
+        torch.testing.assert_close(sums[:, :keys][:, :seen], exact[:, :seen])
+        assert not exact[:, seen:].any()
+    if sums_dq:
+        torch.testing.assert_close(dq[:, :queries], expected[0])
+        assert not dq[:, queries:].any()
 
 
-@pytest.mark.parametrize("query_tile", QUERY_TILES)
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("group", [1, 3])
-@LENGTH_PAIRS
-def test_the_tiles_add_up_to_the_gradients(query_tile, is_causal, group, lengths):
-    queries, keys = lengths
-    problem = Problem(
-        batch=2, kv_heads=2, group=group, queries=queries, keys=keys, is_causal=is_causal, query_tile=query_tile
-    )
-    inputs, expected = exact_gradients(lengths, group, is_causal)
-    dq, dk, dv = emulate(problem, *inputs, 1.0)
-    torch.testing.assert_close(dq[:, :queries], expected[0])
-    assert not dq[:, queries:].any()
-    torch.testing.assert_close(dk, expected[1])
-    torch.testing.assert_close(dv, expected[2])
+@each_problem
+def test_the_tiles_add_up_to_the_gradients(queries, keys, is_causal, group, together, head_dim):
+    """Those of the grid that is launched, by the plan that the kernel is compiled for."""
+    with pytest.MonkeyPatch.context() as patch:
+        launched = record_launches(patch, backward, light)
+        q, k = (torch.empty(2, heads, rows, head_dim).bfloat16() for heads, rows in ((2 * group, queries), (2, keys)))
+        backward.hopper_backward(q, k, k, q, torch.empty(q.shape[:3]), q, None, False, is_causal, 1.0)
+    (num_programs,), _, _, options = launched["backward"]
+    plan = options["PLAN"]
+    walks = Walks(queries, keys, is_causal, plan.query_tile)
+    masked_steps = walk.least_steps(plan) if is_causal else 0  # which a causal program runs without a bound
+
+    def steps_of(program: int) -> Program:
+        call = (program, num_programs, walks.key_tiles, min(together, num_programs))
+        key_tile, kv_head = plain(walk.tile_of_program.fn(*call))
+        starts = walks.starts(key_tile)
+        assert len(starts) >= max(1, masked_steps)
+        steps = []
+        for member, (step, start) in itertools.product(range(group), enumerate(starts)):
+            key, query = key_tile * KEY_TILE + torch.arange(KEY_TILE)[:, None], start + torch.arange(plan.query_tile)
+            mask = (query >= key if step < masked_steps else query >= 0) & (plan.whole_key_tiles | (key < keys))
+            steps.append((kv_head * group + member, start, mask))
+        return kv_head, key_tile * KEY_TILE, steps
+
+    assert_gradients(map(steps_of, range(num_programs)), queries, keys, group, is_causal, KEY_TILE, sums_dq=True)
 
 
-def test_keys_that_no_query_sees_are_not_read():
-    """A NaN among them would be 0 · NaN in dQ: their programs once visited the last queries, and masked them."""
-    problem = Problem(queries=130, keys=640, is_causal=True, query_tile=64)
-    q, do, output = torch.randn(3, 1, 130, 8, dtype=torch.float64).unbind()
-    k, v = torch.randn(2, 1, 640, 8, dtype=torch.float64).unbind()
-    k[:, 256:] = v[:, 256:] = math.nan
-    dq, dk, dv = emulate(problem, q, k, v, do, output, torch.zeros(1, 130, dtype=torch.float64), 1.0)
-    assert dq.isfinite().all() and not dk[:, 256:].any() and not dv[:, 256:].any()
+def test_long_causal_programs_start_first():
+    """Within the heads that run together work never grows from one program to the next."""
+    walks = Walks(1024, 1024, True, 64)
+    places = [plain(walk.tile_of_program.fn(program, 48, walks.key_tiles, 3)) for program in range(48)]
+    steps = [len(walks.starts(key_tile)) for key_tile, _ in places]
+    assert all(some == sorted(some, reverse=True) for some in (steps[:24], steps[24:]))
 
 
 # Barriers: what each partition waits for and signals, in order. Every interleaving is tried.
@@ -262,30 +178,28 @@ ASKED = {"asked": 1}  # one partition asks for a copy
 def slots(steps: int, producer_steps: int | None = None) -> list[Partition]:
     """The ring of Q and dO in a program of so many steps in all, as `_produce` and `_consume` have it.
 
-    A step waits for the next one's slot and reads it before it releases its own. The copy engine is a partition here:
-    it may deliver a tile any time after it was asked.
+    A step waits for the next one's slot and reads it before it releases its own.
     """
     producer: Partition = []
-    engine: Partition = []
-    consumer: Partition = []
-    for step in range(steps if producer_steps is None else producer_steps):
-        slot, round_ = step % SLOTS, step // SLOTS
-        producer += [Wait(f"empty{slot}", (round_ & 1) ^ 1), Arrive(f"asked{step}"), Arrive(f"full{slot}")]
-        engine += [Wait(f"asked{step}", 0), Write(f"slot{slot}", step), Arrive(f"full{slot}")]
+    consumer: Partition = [Wait("q_full0", 0), Use("q0", 0)] if steps else []
+    num_produced = steps if producer_steps is None else producer_steps
+    for step in range(num_produced):
+        slot, phase = ring(step, SLOTS)
+        producer += [Wait(f"empty{slot}", phase ^ 1), Arrive(f"asked_q{step}"), Arrive(f"q_full{slot}")]
     for step in range(steps):
-        slot, following = step % SLOTS, min(step + 1, steps - 1)
-        scores = Use(f"slot{following % SLOTS}", following)
-        if step == 0:
-            consumer += [Wait("full0", 0), Use("slot0", 0)]
-        consumer += [Use(f"slot{slot}", step), Wait(f"full{following % SLOTS}", (following // SLOTS) & 1), scores]
-        consumer += [Use(f"slot{slot}", step), Arrive(f"empty{slot}"), scores]
-    return [producer, engine, consumer, [*consumer]]
+        slot, _ = ring(step, SLOTS)
+        following = min(step + 1, steps - 1)
+        next_slot, next_phase = ring(following, SLOTS)
+        scores, own = Use(f"q{next_slot}", following), Use(f"q{slot}", step)
+        consumer += [own, Wait(f"q_full{next_slot}", next_phase), scores, own, Arrive(f"empty{slot}"), scores]
+    return [producer, copies("q", num_produced, SLOTS), consumer, [*consumer]]
 
 
 def gradients(steps: int, way: int, tiles: int | None = None) -> list[Partition]:
     """The way of dS and dQ through shared memory, as `_step`, `_consume` and `_send` have it.
 
-    What matmuls and the copy engine read they may read until they are waited for: such reads are there twice.
+    What matmuls and the copy engine read they may read until they are waited for: such reads are there twice. Consumers
+    meet where both arrive and then wait.
     """
     tiles = tiles or (3 if way == LATE else 2)
     programs: list[Partition] = []
@@ -306,7 +220,7 @@ def gradients(steps: int, way: int, tiles: int | None = None) -> list[Partition]
                 consumer += [Await(f"ready{1 - own}{(step + 1) & 1}"), write, Signal(f"ready{own}{step & 1}")]
                 consumer += [*read(step - 1), *read(step - 1), *hand_over(step - 1)]
             else:
-                consumer += [write, *copied, Meet("dS"), *read(step), *read(step)]
+                consumer += [write, *copied, Arrive("dS"), Wait("dS", step & 1), *read(step), *read(step)]
                 if way == ALONE:
                     copied = [Use(part, step)]
                     consumer += [Write(part, step), *copied]
@@ -315,16 +229,13 @@ def gradients(steps: int, way: int, tiles: int | None = None) -> list[Partition]
         if way == LATE:
             consumer += [Await(f"ready{1 - own}{(steps - 1) & 1}"), *read(steps - 1), *read(steps - 1)]
             consumer += hand_over(steps - 1)
-        if way != ALONE:
-            consumer.append(Await(f"sent{own}"))
         sender: Partition = []
         if way != ALONE:
-            sender.append(Signal(f"sent{own}"))
-            if way == LATE:
-                sender += [Await(f"written{own}"), Signal(f"sent{own}")]
+            consumer.append(Await(f"sent{own}"))
+            sender += [Signal(f"sent{own}"), *([Await(f"written{own}"), Signal(f"sent{own}")] if way == LATE else [])]
             for step in range(steps):
                 sender += [Await(f"written{own}"), Use(part, step), Use(part, step), Signal(f"sent{own}")]
-        programs += [[*consumer, Meet("read")], sender]
+        programs += [[*consumer, Arrive("read"), Wait("read", 0)], sender]
     return programs
 
 
@@ -356,7 +267,7 @@ def overwritten(way: int) -> list[Partition]:
     "partitions, complaint",
     [
         pytest.param(slots(4, producer_steps=3), "hangs", id="a producer that stops early"),
-        pytest.param([*slots(5)[:3], early(slots(5)[3], Arrive("empty0"), Use("slot0", 0))], "found|hangs",
+        pytest.param([*slots(5)[:3], early(slots(5)[3], Arrive("empty0"), Use("q0", 0))], "found|hangs",
                      id="a slot that is released too early"),
         pytest.param(overwritten(BY_SENDERS), "found|twice", id="a part that is overwritten before it is sent"),
         pytest.param(overwritten(LATE), "found|twice", id="a late part that is overwritten before it is sent"),
@@ -368,25 +279,21 @@ def test_the_search_finds_mistakes(partitions, complaint):
         explore(partitions, ASKED)
 
 
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@EACH_MASK
 @pytest.mark.parametrize("together", [1, 3, 8])
 def test_turns_count_the_programs_that_add_to_a_block(is_causal, together):
     """Each block of queries has every key tile that sees it once, and none waits for one that may not have started."""
     for queries, keys in itertools.product((1, 128, 129, 500, 900, 1500), repeat=2):
-        problem = Problem(queries=queries, keys=keys, is_causal=is_causal, query_tile=64)
-        blocks = problem.tiles // 2
+        walks = Walks(queries, keys, is_causal, query_tile=64)
+        blocks = walks.query_tiles // 2
         width = min(together, blocks)
         for block in range(blocks):
-            tiles = [
-                tile
-                for tile in range(problem.key_tiles)
-                if block * KEY_TILE in problem.walk(tile)
-            ]  # fmt: skip
+            tiles = [tile for tile in range(walks.key_tiles) if block * KEY_TILE in walks.starts(tile)]
             turns = {
-                plain(walk.turn_of_tile.fn(block, blocks, tile, problem.key_tiles, width, is_causal)): tile
+                plain(walk.turn_of_tile.fn(block, blocks, tile, walks.key_tiles, width, is_causal)): tile
                 for tile in tiles
             }
-            assert sorted(turns) == list(range(len(tiles))), (problem, block)
+            assert sorted(turns) == list(range(len(tiles))), (walks, block)
             for turn, tile in turns.items():
                 ahead = [turns[x] for x in range(turn)]
                 if is_causal:  # programs of a head start from its last key tile on
@@ -395,31 +302,36 @@ def test_turns_count_the_programs_that_add_to_a_block(is_causal, together):
                     assert all(other < tile - tile % width + width for other in ahead)
 
 
-def test_programs_that_start_together_come_to_their_turns_in_step():
+@EACH_MASK
+def test_programs_that_start_together_come_to_their_turns_in_step(is_causal):
     """At the same pace no program waits: its turn at a block is after those that came there in earlier steps."""
-    for is_causal in (True, False):
-        problem = Problem(queries=1024, keys=1024, is_causal=is_causal, query_tile=128)
-        arrivals: dict[int, list[tuple[int, int]]] = {}
-        for tile in range(problem.key_tiles):
-            for step, start in enumerate(problem.walk(tile)):
-                block = start // KEY_TILE
-                turn = plain(walk.turn_of_tile.fn(block, problem.tiles, tile, problem.key_tiles, 8, is_causal))
-                arrivals.setdefault(block, []).append((turn, step))
-        for block, found in arrivals.items():
-            assert [step for _, step in sorted(found)] == sorted(step for _, step in found), (is_causal, block)
+    walks = Walks(1024, 1024, is_causal, query_tile=128)
+    for block in range(8):
+        arrivals = sorted(
+            (plain(walk.turn_of_tile.fn(block, 8, tile, 8, 8, is_causal)), walks.starts(tile).index(block * KEY_TILE))
+            for tile in range(8)
+            if block * KEY_TILE in walks.starts(tile)
+        )
+        steps = [step for _, step in arrivals]
+        assert steps == sorted(steps), block
 
 
-# The launcher: what it hands to the three kernels
+# The launcher: what it hands to the main kernel. The light ones are interpreted.
 
 
 def record_launches(monkeypatch, *modules) -> dict[str, tuple]:
-    """The launches of these modules from now on: name -> (grid, tensors, numbers, options)."""
+    """The launches of these modules from now on: name -> (grid, tensors, numbers, options).
+
+    What adds to dQ's accumulator adds 2.
+    """
     calls: dict[str, tuple] = {}
 
     def launch(kernel, *call):
         name = kernel.fn.__name__.removeprefix("hopper_").removesuffix("_kernel")
         assert name not in calls
         calls[name] = call
+        if name in ("backward", "packed_backward"):
+            call[1][4].base.add_(2)
 
     for module in modules:
         monkeypatch.setattr(module, "launch", launch)
@@ -428,110 +340,71 @@ def record_launches(monkeypatch, *modules) -> dict[str, tuple]:
 
 @pytest.fixture
 def launched(monkeypatch):
-    return record_launches(monkeypatch, backward, light)
+    return record_launches(monkeypatch, backward, wide)
 
 
 def low(*shape: int) -> torch.Tensor:
     return torch.randn(shape).bfloat16()
 
 
+def assert_rows(rows: Tensor, lse: Tensor, output: Tensor, do: Tensor, dl: Tensor) -> None:
+    """`rows` (heads, 2, rows) are of L (heads, queries) in base 2, +inf past its end, and of delta less dL."""
+    queries = lse.shape[-1]
+    torch.testing.assert_close(rows[:, 0, :queries], lse * 1.4426950408889634)
+    torch.testing.assert_close(rows[:, 1, :queries], (output.float() * do.float()).sum(-1) - dl)
+    assert (rows[:, 0, queries:] == math.inf).all() and not rows[:, 1, queries:].any()
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["", "ordered"])
 @pytest.mark.parametrize("head_dim", [59, 64, 96, 128])
 @pytest.mark.parametrize(("queries", "keys", "is_whole"), [(300, 200, False), (300, 300, True), (128, 384, True)])
-def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_whole):
-    q, k = low(2, 6, queries, head_dim), low(2, 3, keys, head_dim)
-    output, lse, do = low(*q.shape), torch.randn(2, 6, queries), low(*q.shape)
-    dq, dk, dv = backward.hopper_backward(q, k, k, output, lse, do, None, False, True, 0.5)
-    for grad, x in ((dq, q), (dk, k), (dv, k)):
+def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_whole, ordered):
+    """Of any strides: what TMA cannot read is copied."""
+    q, k, lse = low(2, 6, queries, head_dim), low(2, 3, keys, head_dim), torch.randn(2, 6, queries)
+    output, grads = low(2, queries, 6, head_dim).transpose(1, 2), []
+    do, dl = low(2, 1, queries, head_dim).expand(q.shape), torch.randn(2, 1, queries).expand(lse.shape)
+    samples = time_stages(
+        lambda: grads.extend(backward.hopper_backward(q, k, k, output, lse, do, dl, ordered, True, 0.5)),
+        device="cpu", num_samples=1, warmup=0,
+    )  # fmt: skip
+    assert list(samples) == ["preprocess", "dkv", "dq", TOTAL] and set(samples) - {TOTAL} < set(STAGES)
+    for grad, x in zip(grads, (q, k, k), strict=True):
         assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
 
-    width = 64 if head_dim <= 64 else 128
+    width, padded = 64 if head_dim <= 64 else 128, -(-head_dim // 8) * 8
     query_tile, num_rows = backward.QUERY_TILES[width], -(-queries // 128) * 128
     key_tiles = -(-min(keys, queries) // 128)
+    assert not any(grad[:, :, key_tiles * 128 :].any() for grad in grads[1:])
     grid, tensors, numbers, options = launched["backward"]
-    q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, dk_tiles, dv_tiles, rows, turns = tensors
     assert grid == (key_tiles * 6,)
-    inputs = (q_tiles, k_tiles, v_tiles, do_tiles)
+    *inputs, dq_tiles, dk_tiles, dv_tiles, rows, turns = tensors
     assert [x.block_shape for x in inputs] == [[1, 1, n, width] for n in (query_tile, 128, 128, query_tile)]
-    assert [x.shape[:3] for x in inputs] == [list(x.shape[:3]) for x in (q, k, k, q)]
+    for tiles, x in zip(inputs, (q, k, k, do), strict=True):
+        assert torch.equal(tiles.base[..., :head_dim], x) and tiles.shape == [*x.shape[:3], padded]
     assert dq_tiles.block_shape == [1, 1, 128, 32] and dq_tiles.shape == [1, 1, 12 * num_rows * width // 32, 32]
-    padded = -(-head_dim // 8) * 8
-    for tiles, grad in ((dk_tiles, dk), (dv_tiles, dv)):
+    assert (grads[0] == 1).all(), "a zero, what was added, and the scale"
+    for tiles, grad in zip((dk_tiles, dv_tiles), grads[1:]):
         assert tiles.block_shape == [1, 1, 64, width] and tiles.shape == [1, 6, keys, padded]
         assert (tiles.base.data_ptr() == grad.data_ptr()) == (padded == head_dim)
     assert rows.shape == (12, 2, num_rows)
+    assert_rows(rows, *(x.flatten(0, 1) for x in (lse, output, do, dl)))
     kv_heads, together, _, num_queries, num_keys, scale_log2 = numbers
     assert (kv_heads, num_queries, num_keys) == (3, queries, keys) and 1 <= together <= 6
     assert scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
-    way = LATE if width == 64 else ALONE
-    plan = walk.BackwardPlan(
-        width, 96 if head_dim == 96 else width, query_tile, group=2, is_causal=True, whole_key_tiles=is_whole,
-        dq_way=way, ordered=False,
-    )
-    assert options == {"PLAN": plan, "num_warps": 4, "launch_pdl": False}
-    assert turns is rows
-    assert not dk[:, :, key_tiles * 128 :].any() and not dv[:, :, key_tiles * 128 :].any()
-
-    grid, tensors, numbers, options = launched["backward_preprocess"]
-    columns = {"D": padded, "D_TILE": width, "ROWS": 64, "OVERLAP": False}
-    assert grid == (num_rows // 64 * 12,) and options == {"HAS_DL": False, "HAS_SUMS": True, "ORDERED": False} | columns
-    assert tensors[4] is rows
-    row = padded // 8
-    assert numbers == ((6 * queries * row, queries * row, row) * 2 + (6, queries, num_rows))  # strides of O and dO
-    grid, (sums, result, _), numbers, options = launched["backward_convert"]
-    assert grid == (-(-queries // 64) * 12,) and options == {"PACKED": False} | columns
-    assert (result is dq) == (padded == head_dim) and result.shape[-1] == padded
-    assert numbers == (queries, num_rows, 0, 0.5)
-    assert sums.data_ptr() == dq_tiles.base.data_ptr() == tensors[5].data_ptr()
+    plan = options.pop("PLAN")
+    assert plan[:6] == (width, 96 if head_dim == 96 else width, query_tile, 2, True, is_whole)
+    assert plan.dq_way == (LATE if width == 64 or ordered else ALONE)
+    assert plan.ordered == ordered and not plan.packed and options == {"num_warps": 4, "launch_pdl": False}
+    if ordered:  # a counter for each consumer's part of each tile of dQ
+        assert turns.dtype == torch.int32 and not turns.any()
+        assert turns.numel() == 12 * num_rows * width // (64 * 64) * (128 // width)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-def test_the_launcher_makes_room_for_turns(launched, head_dim, is_causal):
-    """A counter for each consumer's part of each tile of dQ, by senders; without a mask one head after the other."""
-    q, lse = low(2, 6, 300, head_dim), torch.randn(2, 6, 300)
-    backward.hopper_backward(q, q, q, q, lse, q, None, True, is_causal, 0.5)
-    _, (*_, turns), (_, heads_together, tiles_together, *_), options = launched["backward"]
-    assert turns.dtype == torch.int32 and turns.numel() == 12 * 384 * head_dim // (64 * 64) * (128 // head_dim)
-    assert options["PLAN"].ordered and options["PLAN"].dq_way != ALONE
-    assert (heads_together, tiles_together) == (1, 1) or is_causal
-    assert launched["backward_preprocess"][1][-1] is turns and launched["backward_preprocess"][-1]["ORDERED"]
-
-
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-def test_the_launcher_knows_where_keys_are_missing(launched, is_causal):
-    lengths = (1, 100, 127, 128, 129, 256, 300)
-    for queries, keys in itertools.product(lengths, lengths):
-        problem = Problem(queries=queries, keys=keys, is_causal=is_causal, query_tile=backward.QUERY_TILES[64])
-        q, k = (torch.empty(1, 1, rows, 64, dtype=torch.bfloat16) for rows in (queries, keys))
-        launched.clear()
-        backward.hopper_backward(q, k, k, q, torch.empty(1, 1, queries), q, None, False, is_causal, 0.5)
-        grid, _, _, options = launched["backward"]
-        assert (grid, options["PLAN"].whole_key_tiles) == ((problem.programs,), problem.whole), problem
-
-
-def test_the_launcher_copies_what_tma_cannot_read(launched):
-    q = low(1, 2, 100, 64)
-    do = torch.ones((), dtype=torch.bfloat16).expand(q.shape)
-    dl = torch.ones(()).expand(1, 2, 100)
-    backward.hopper_backward(q, q, q, q, torch.randn(1, 2, 100), do, dl, False, False, 0.5)
-    _, (q_tiles, _, _, do_tiles, *_), *_ = launched["backward"]
-    assert q_tiles.base.data_ptr() == q.data_ptr()
-    assert do_tiles.strides[1:] == [100 * 64, 64, 1]
-    _, (_, copied, _, grad_lse, *_), _, options = launched["backward_preprocess"]
-    assert torch.equal(copied, do) and copied.is_contiguous()
-    assert torch.equal(grad_lse, dl) and grad_lse.is_contiguous() and options["HAS_DL"] is True
-
-
-def test_the_launches_are_stages(launched):
-    q, lse = low(1, 2, 100, 64), torch.randn(1, 2, 100)
-
-    def differentiate():
-        launched.clear()
-        backward.hopper_backward(q, q, q, q, lse, q, None, False, True, 0.5)
-
-    samples = time_stages(differentiate, device="cpu", num_samples=2, warmup=0)
-    assert list(samples) == ["preprocess", "dkv", "dq", TOTAL] and set(samples) - {TOTAL} < set(STAGES)
-    assert list(launched) == ["backward_preprocess", "backward", "backward_convert"]
+def test_an_ordered_backward_without_a_mask_takes_one_head_after_the_other(launched):
+    q = low(2, 6, 300, 64)
+    backward.hopper_backward(q, q, q, q, torch.randn(2, 6, 300), q, None, True, False, 0.5)
+    _, _, (_, heads_together, tiles_together, *_), _ = launched["backward"]
+    assert (heads_together, tiles_together) == (1, 1)
 
 
 def test_strides_of_any_size_fit_32_bits():
@@ -554,7 +427,7 @@ def test_every_list_of_a_mask_has_its_key_tile():
             assert plain(number) == numbers[batch][kv_head * group + member][tile * KEY_TILE // columns]
 
 
-@pytest.mark.parametrize("query_tile", QUERY_TILES)
+@pytest.mark.parametrize("query_tile", backward.QUERY_TILES.values())
 @pytest.mark.parametrize("block_size", [(128, 128), (256, 64), (128, 512)])
 def test_bits_are_turned_to_keys(block_size, query_tile):
     """(tiles of queries, keys, words of their queries) from (queries, words of their keys), in the interpreter."""
@@ -567,7 +440,7 @@ def test_bits_are_turned_to_keys(block_size, query_tile):
 
 def test_gradients_of_documents_come_from_their_slots_rows():
     """`convert` of packed documents is `convert` of each, whose rows of the accumulator start where its slot does."""
-    ends, behind, heads, width = [0, 70, 70, 198, 391], 9, 2, 40
+    ends, heads, width = [0, 70, 70, 198, 391], 2, 40
     slots = 400 // 128 + len(ends)
     sums = torch.randn(heads, slots * 128, 64, generator=torch.Generator().manual_seed(0))
     result = torch.full((400, heads, width), math.nan, dtype=torch.float16)
@@ -580,21 +453,20 @@ def test_gradients_of_documents_come_from_their_slots_rows():
         own = sums[:, first : first + -(-(end - start) // 128) * 128].contiguous()
         alone = torch.empty(1, heads, end - start, width, dtype=torch.float16)
         light.convert(own, alone, own.shape[1], 0.5)
-        assert torch.equal(result[start:end], alone[0].transpose(0, 1)), (document, behind)
+        assert torch.equal(result[start:end], alone[0].transpose(0, 1)), document
 
 
 def test_the_launcher_of_documents_hands_over_their_slots(launched):
     q, k, cu_seqlens = low(300, 4, 64), low(300, 2, 64), torch.tensor([0, 100, 300], dtype=torch.int32)
     lse = torch.randn(4, 300)
     grads = backward.hopper_packed_backward(q, k, k, q, lse, q, None, cu_seqlens, cu_seqlens, 200, True, 0.5)
-    assert [x.shape for x in grads] == [x.shape for x in (q, k, k)]
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, k)] and (grads[0] == 1).all()
     grid, tensors, numbers, options = launched["packed_backward"]
     assert grid == ((300 // 128 + 3) * 2,) and tensors[-2] is tensors[-1] is cu_seqlens
     assert numbers[:1] + numbers[2:5] + numbers[6:] == (2, 1, 300, 300, 2)
     assert options["PLAN"].packed and options["PLAN"].whole_key_tiles
-    grid, tensors, numbers, options = launched["backward_preprocess"]
-    assert grid == (5 * 2 * 4,) and numbers == ((0, 8, 32) * 2 + (4, 300, 5 * 128))
-    assert launched["backward_convert"][2] == (300, 5 * 128, 2, 0.5) and launched["backward_convert"][3]["PACKED"]
+    assert tensors[-3].shape == (4, 2, 5 * 128)
+    assert_rows(tensors[-3][..., :300], lse, *[q.transpose(0, 1)] * 2, torch.zeros(4, 300))
 
 
 def test_a_row_without_keys_has_no_delta():
@@ -606,3 +478,139 @@ def test_a_row_without_keys_has_no_delta():
     expected = torch.full((2, 20), 63.0)
     expected[1, 3] = 0
     assert torch.equal(rows[:, 1, :20], expected)
+
+
+# Heads above 128 columns: one kernel for dK and dV, in which tiles of keys meet the queries that see them, one for dQ
+
+WIDE_TILE = wide.ROWS.value  # rows of a tile of keys, and of one of queries
+SINGLE = {"asked": 1, "p_": 1}  # barriers on which one partition arrives
+
+
+@each_problem
+def test_wide_tiles_add_up_to_the_gradients(queries, keys, is_causal, group, together, head_dim):
+    """A key that does not exist has a P of inf in its own row, which is not written."""
+    problem = wide.KeyProblem(2, together, queries, keys, 1.0)
+    num_programs = 4 * -(-(min(queries, keys) if is_causal else keys) // WIDE_TILE)
+
+    def steps_of(program: int) -> Program:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(walk, "tile_of_program", walk.tile_of_program.fn)
+            tile = plain(wide.key_tile_of.fn(program, num_programs, problem, is_causal))
+        number, head, query_tiles, first_tile, num_steps = tile
+        steps = []
+        for member, step in itertools.product(range(group), range(num_steps)):
+            start = plain(walk.query_of_step.fn(step, first_tile, query_tiles, WIDE_TILE, is_causal))
+            mask = torch.ones(WIDE_TILE, WIDE_TILE, dtype=torch.bool)
+            steps.append((head * group + member, start, mask.triu() if is_causal and step == 0 else mask))
+        return head, number * WIDE_TILE, steps
+
+    assert_gradients(map(steps_of, range(num_programs)), queries, keys, group, is_causal, WIDE_TILE, sums_dq=False)
+
+
+# Copies of K and V, or of Q and dO, may end in any order.
+
+
+def of_keys(steps: int) -> list[Partition]:
+    """`_copy_queries`, the copies, `_sum_dv` and `_sum_dk`; what matmuls read is there when they start and end."""
+    producer: Partition = []
+    for step in range(steps):
+        slot, phase = ring(step)
+        producer += [Wait(f"q_empty{slot}", phase ^ 1), Arrive(f"asked_q{step}"), Write(f"rows{slot}", step)]
+        producer += [Arrive(f"q_full{slot}"), Wait(f"do_empty{slot}", phase ^ 1), Arrive(f"asked_do{step}")]
+        producer += [Arrive(f"do_full{slot}")]
+    of_dv: Partition = [Wait("q_full0", 0), Use("q0", 0)]
+    of_dk: Partition = [Wait("do_full0", 0), Use("do0", 0)]
+    for step in range(steps):
+        slot, phase = ring(step)
+        following = min(step + 1, steps - 1)
+        next_slot, next_phase = ring(following)
+        scores, dP = Use(f"q{next_slot}", following), Use(f"do{next_slot}", following)
+        do, q = Use(f"do{slot}", step), Use(f"q{slot}", step)
+        of_dv += [Use(f"rows{slot}", step), Arrive(f"q_empty{slot}"), Wait(f"p_empty{slot}", phase ^ 1)]
+        of_dv += [Write(f"P{slot}", step), Arrive(f"p_full{slot}"), Wait(f"do_full{slot}", phase), do]
+        of_dv += [Wait(f"q_full{next_slot}", next_phase), scores, do, Arrive(f"do_empty{slot}"), scores]
+        of_dk += [Arrive(f"do_empty{slot}"), Use(f"rows{slot}", step), Wait(f"p_full{slot}", phase)]
+        of_dk += [Use(f"P{slot}", step), Arrive(f"p_empty{slot}"), q]
+        of_dk += [Wait(f"do_full{next_slot}", next_phase), dP, q, Arrive(f"q_empty{slot}"), dP]
+    return [producer, copies("q", steps), copies("do", steps), of_dv, of_dk]
+
+
+def of_queries(steps: int, skips: int) -> list[Partition]:
+    """`_copy_keys`, the copies and two `_sum_dq`, of which the first `skips` do not see the first keys."""
+    producer: Partition = []
+    for step in range(steps):
+        slot, phase = ring(step)
+        producer += [Wait(f"k_empty{slot}", phase ^ 1), Arrive(f"asked_k{step}"), Arrive(f"k_full{slot}")]
+        producer += [Wait("v_empty0", step & 1 ^ 1), Arrive(f"asked_v{step}"), Arrive("v_full0")]
+    consumers: list[Partition] = [[], []]
+    for number, consumer in enumerate(consumers):
+        first = int(number < skips)
+        if first:
+            consumer += [Wait("k_full0", 0), Arrive("k_empty0"), Wait("v_full0", 0), Arrive("v_empty0")]
+        consumer += [Wait(f"k_full{first}", 0), Use(f"k{first}", first)]
+        for step in range(first, steps):
+            slot, _ = ring(step)
+            following = min(step + 1, steps - 1)
+            next_slot, next_phase = ring(following)
+            scores, k, v = Use(f"k{next_slot}", following), Use(f"k{slot}", step), Use("v0", step)
+            consumer += [Wait("v_full0", step & 1), v, v, Arrive("v_empty0"), k]
+            consumer += [Wait(f"k_full{next_slot}", next_phase), scores, k, Arrive(f"k_empty{slot}"), scores]
+    return [producer, copies("k", steps), copies("v", steps, 1), *consumers]
+
+
+@pytest.mark.parametrize("steps", range(1, 6))
+def test_no_interleaving_of_dk_and_dv_hangs_or_reads_the_wrong_tile(steps):
+    explore(of_keys(steps), SINGLE)
+
+
+@pytest.mark.parametrize("skips", range(3))
+@pytest.mark.parametrize("steps", range(2, 6))
+def test_no_interleaving_of_dq_hangs_or_reads_the_wrong_tile(steps, skips):
+    explore(of_queries(steps, skips), SINGLE)
+
+
+def test_the_search_finds_queries_that_are_released_before_the_probabilities_are_read():
+    *others, of_dk = of_keys(4)
+    with pytest.raises(AssertionError, match="found"):
+        explore([*others, early(of_dk, Arrive("q_empty0"), Use("P0", 0))], SINGLE)
+
+
+def test_the_search_finds_a_consumer_that_skips_keys_without_waiting_for_them():
+    """Its next wait for the slot would end with the first copy."""
+    programs = of_queries(4, 1)
+    programs[3].remove(Wait("v_full0", 0))
+    programs[3].remove(Wait("k_full0", 0))
+    with pytest.raises(AssertionError, match="found|hangs"):
+        explore(programs, SINGLE)
+
+
+@pytest.mark.parametrize("head_dim", [129, 192, 256])
+@pytest.mark.parametrize(("queries", "keys"), [(300, 200), (128, 384), (70, 500)])
+@EACH_MASK
+def test_the_wide_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_causal):
+    q, k = low(2, 6, queries, head_dim), low(2, 3, keys, head_dim)
+    lse = torch.randn(2, 6, queries)
+    grads = backward.hopper_backward(q, k, k, q, lse, q, None, False, is_causal, 0.5)
+    for grad, x in zip(grads, (q, k, k), strict=True):
+        assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
+    assert list(launched) == ["wide_dkdv", "wide_dq"]
+    num_rows, key_tiles = -(-queries // 64) * 64, -(-(min(keys, queries) if is_causal else keys) // 64)
+    grid, tensors, numbers, options = launched["wide_dkdv"]
+    rows = tensors[-1]
+    assert grid == (key_tiles * 6,) and rows.shape == (12, 2, num_rows)
+    assert_rows(rows, *(x.flatten(0, 1) for x in (lse, q, q)), torch.zeros(12, queries))
+    assert [x.block_shape for x in tensors[:-1]] == [[1, 1, 64, 256]] * 6
+    padded = -(-head_dim // 8) * 8
+    assert [x.shape for x in tensors[4:6]] == [[1, 6, keys, padded]] * 2
+    assert numbers[0] == 3 and 1 <= numbers[1] <= 6 and numbers[2:4] == (queries, keys)
+    assert options == {"D_TILE": 256, "GROUP": 2, "IS_CAUSAL": is_causal, "num_warps": 4}
+    for grad in grads[1:]:
+        assert not grad[:, :, key_tiles * 64 :].any()
+
+    grid, tensors, numbers, options = launched["wide_dq"]
+    assert grid == (-(-queries // 128) * 12,) and tensors[4].shape == [2, 6, queries, padded]
+    assert numbers[:5] == (queries, keys, 6, 2, 12) and numbers[6] == num_rows
+    assert numbers[7] == pytest.approx(0.5 * 1.4426950408889634)
+    large = SCHEDULES[256][0]
+    assert options["PLAN"][:6] == (256, 256, 2, 64, large.slots, large.registers)
+    assert options["PLAN"].masked_tiles == (2 if is_causal else 1)

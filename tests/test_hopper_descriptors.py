@@ -1,78 +1,65 @@
 """What the Hopper kernels' launcher tells the copy engine, without a GPU: `attention/hopper/descriptors.py`."""
 
+import math
 import re
 
 import pytest
 import torch
 
+pytest.importorskip("hypothesis")  # a GPU machine may lack it
+pytest.importorskip("cs336_systems.attention.hopper.forward", reason="this triton has no Gluon for Hopper")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from cs336_systems.attention.compilation import compile_all, compiled_launches
+from cs336_systems.attention.hopper import descriptors, forward
 from cs336_systems.measure.stages import TOTAL, time_stages
-
-descriptors = pytest.importorskip("cs336_systems.attention.hopper.descriptors")
-forward = pytest.importorskip("cs336_systems.attention.hopper.forward")
-
-SHAPE = (2, 3, 40, 64)
 
 
 def rows(*shape):
     return torch.randn(shape).bfloat16()
 
 
-READABLE = {
-    "contiguous": lambda: rows(*SHAPE),
-    "heads inside": lambda: rows(2, 40, 3, 64).transpose(1, 2),
-    "fused": lambda: rows(2, 40, 3, 192)[..., 64:128].transpose(1, 2),
-    "every other row": lambda: rows(4, 6, 80, 64)[::2, ::2, ::2],
-}
-COPIED = {
-    "expanded": lambda: rows(2, 1, 40, 64).expand(SHAPE),
-    "constant": lambda: torch.ones((), dtype=torch.bfloat16).expand(SHAPE),
-    "transposed": lambda: rows(2, 3, 64, 40).mT,
-    "off alignment": lambda: rows(2 * 3 * 40 * 64 + 1)[1:].view(SHAPE),
-    "rows off alignment": lambda: rows(2, 3, 40, 67)[..., :64],
-}
+def each_dimension(*values):
+    return st.tuples(*[st.sampled_from(values)] * 4)
 
 
-@pytest.mark.parametrize("make", READABLE.values(), ids=READABLE)
-def test_what_tma_can_read_is_not_copied(make):
-    x = make()
-    assert descriptors.readable(x) is x
-    descriptor = descriptors.tile_descriptor(x, 64)
-    assert (descriptor.shape, descriptor.strides) == (list(x.shape), list(x.stride()))
-    assert descriptor.block_shape == [1, 1, 64, 64]
-    assert descriptor.base.data_ptr() == x.data_ptr()
+@given(
+    shape=st.tuples(*[st.integers(1, 3)] * 2, st.integers(1, 9), st.sampled_from((1, 40, 59, 64, 70, 111, 128))),
+    spare=each_dimension(0, 0, 2, 8),
+    steps=each_dimension(1, 1, 2),
+    order=st.permutations(range(4)) | st.just([0, 1, 2, 3]),
+    offset=st.sampled_from((0, 0, 1, 8)),
+    expanded=st.sets(st.integers(0, 3), max_size=1),
+)
+def test_tma_reads_a_tensor_of_any_strides_and_what_it_cannot_read_is_copied(
+    shape, spare, steps, order, offset, expanded
+):
+    """Rows are padded to whole 16 bytes, slices of aligned rows too: read as it lies, a head dim of 70 had contiguous
+    results of 70 columns, which TMA cannot write."""
+    sizes = [(size + more) * step for size, more, step in zip(shape, spare, steps)]
+    stored = rows(math.prod(sizes) + offset)[offset:].view([sizes[dimension] for dimension in order])
+    x = stored.permute([order.index(dimension) for dimension in range(4)])
+    x = x[tuple(slice(0, size * step, step) for size, step in zip(shape, steps))]
+    for dimension in expanded:
+        x = x.narrow(dimension, 0, 1).expand(shape)
+    odd = [stride if size > 1 else 5 for size, stride in zip(shape[:3], x.stride())]  # of one element any will do
+    x = x.as_strided(shape, [*odd, x.stride(3)])
+    strides = [stride for size, stride in zip(shape[:3], x.stride()) if size > 1]
+    is_aligned = x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 8 == 0 for stride in strides)
 
-
-@pytest.mark.parametrize("make", COPIED.values(), ids=COPIED)
-def test_what_tma_cannot_read_is_copied(make):
-    x = make()
-    copy = descriptors.readable(x)
-    assert copy.is_contiguous() and copy.data_ptr() != x.data_ptr()
-    assert torch.equal(copy, x)
-    assert descriptors.readable(copy) is copy
-
-
-def test_a_slice_of_aligned_rows_is_padded_too():
-    """Read as it lies, a head dim of 70 had contiguous results of 70 columns, which TMA cannot write."""
-    x = rows(2, 3, 40, 72)[..., :70]
-    assert torch.equal(descriptors.readable(x), torch.nn.functional.pad(x, (0, 2)))
-
-
-@pytest.mark.parametrize("head_dim, width", [(1, 8), (40, 40), (59, 64), (111, 112), (128, 128)])
-def test_rows_are_padded_to_whole_16_bytes(head_dim, width):
-    x = rows(2, 3, 5, head_dim)
-    padded = descriptors.readable(x)
-    assert padded.shape == (2, 3, 5, width) and descriptors.padded_width(x) == width
-    assert torch.equal(padded[..., :head_dim], x)
-    assert not padded[..., head_dim:].any()
-    assert (padded is x) == (width == head_dim)
-
-
-def test_a_dimension_of_one_element_has_an_aligned_stride():
-    x = rows(3, 7, 64)[:, None].transpose(0, 1)[:, :1]  # (1, 1, 7, 64)
-    odd = x.as_strided((1, 1, 7, 64), (3, 5, 64, 1))
-    assert descriptors.readable(odd) is odd
-    assert descriptors.tile_descriptor(odd, 64).strides == [8, 8, 64, 1]
+    found = descriptors.readable(x)
+    assert (found is x) == (is_aligned and x.stride(3) == 1 and shape[3] % 8 == 0)
+    width = -(-shape[3] // 8) * 8
+    assert found.shape == (*shape[:3], width) and descriptors.padded_width(x) == width
+    assert torch.equal(found[..., : shape[3]], x) and not found[..., shape[3] :].any()
+    descriptor = descriptors.tile_descriptor(found, 64)
+    assert descriptor.base.data_ptr() == found.data_ptr() and descriptor.base.data_ptr() % 16 == 0
+    assert descriptor.shape == list(found.shape) and descriptor.block_shape == [1, 1, 64, 128 if width > 64 else 64]
+    assert descriptor.strides[3] == 1 and all(stride > 0 and stride % 8 == 0 for stride in descriptor.strides[:3])
+    for size, stride, told in zip(shape[:3], found.stride(), descriptor.strides):
+        assert told == stride or size == 1
 
 
 @pytest.fixture
@@ -83,60 +70,43 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("head_dim", [59, 64, 128])
-def test_the_launcher_hands_over_the_call(launched, head_dim, is_causal):
-    q, k, v = rows(2, 6, 300, head_dim), rows(2, 3, 200, head_dim), rows(2, 3, 200, head_dim)
-    output, lse = forward.hopper_forward(q, k, v, is_causal, 0.5)
+@pytest.mark.parametrize(
+    ("head_dim", "config"), [(59, ""), (64, ""), (128, ""), (64, "hopper_forward_192x128_tiles"),
+                             (64, "hopper_forward_64x128_tiles"), (64, "hopper_forward_64x128_dynamic")],
+)  # fmt: skip
+def test_the_launcher_hands_over_the_call(launched, head_dim, config, is_causal):
+    """What TMA cannot read is copied; programs that share a multiprocessor start with a share of its registers, and a
+    dynamic order counts from a zero."""
+    q, k, results = rows(2, 6, 300, head_dim), rows(2, 1, 200, head_dim).expand(2, 3, 200, head_dim), []
+    samples = time_stages(
+        lambda: results.extend(forward.hopper_forward(q, k, k, is_causal, 0.5, config)),
+        device="cpu", num_samples=1, warmup=0,
+    )  # fmt: skip
+    assert list(samples) == ["forward", TOTAL]
+    output, lse = results
     assert output.shape == q.shape and output.is_contiguous() and output.dtype == q.dtype
     assert lse.shape == (2, 6, 300) and lse.dtype == torch.float32
-    *_, (kernel, grid, (q_tiles, k_tiles, v_tiles, o_tiles, lse_out, _), numbers, options) = launched
+    *counted, (kernel, grid, (*tiles, lse_out, counter), numbers, options) = launched
     num_queries, num_keys, heads, group, batch_heads, together, scale_log2 = numbers
     assert (num_queries, num_keys, heads, group, batch_heads) == (300, 200, 6, 2, 12)
-    assert 1 <= together <= 12
-    assert scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
+    assert 1 <= together <= 12 and scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
     assert lse_out is lse
     tile = 64 if head_dim == 59 else head_dim
-    assert [x.block_shape for x in (q_tiles, k_tiles, v_tiles, o_tiles)] == [
-        [1, 1, n, tile] for n in (64, 128, 128, 64)
-    ]
-    assert [x.shape[:3] for x in (q_tiles, k_tiles, v_tiles, o_tiles)] == [
-        [2, 6, 300], [2, 3, 200], [2, 3, 200], [2, 6, 300]
-    ]  # fmt: skip
+    assert [x.block_shape for x in tiles] == [[1, 1, rows, tile] for rows in (64, 128, 128, 64)]
+    for told, x in zip(tiles, (q, k, k)):
+        assert torch.equal(told.base[..., :head_dim], x) and told.shape == list(told.base.shape)
+        assert (told.base is x) == (x is q and head_dim != 59) and 0 not in told.strides
+    assert tiles[3].shape[:3] == [2, 6, 300]
     plan = options["PLAN"]
-    assert (plan.head_tile, plan.is_causal) == (tile, is_causal)
+    assert (plan.head_tile, plan.is_causal) == (tile, is_causal) and (
+        plan.dynamic == ("dynamic" in config) or not config
+    )
     assert kernel is forward.hopper_forward_kernel and grid[0] >= 1 and options["num_warps"] == 4
-
-
-def test_a_dynamic_order_counts_from_a_zero(launched):
-    q = rows(1, 2, 300, 64)
-    forward.hopper_forward(q, q, q, True, 0.5, "hopper_forward_64x128_dynamic")
-    (first, _, (zeroed,), *_), (_, _, (*_, counter), _, options) = launched
-    assert first is forward.hopper_counter_kernel and counter is zeroed and options["PLAN"].dynamic
-
-
-def test_the_launch_is_a_stage(launched):
-    q = rows(1, 2, 100, 64)
-    samples = time_stages(lambda: forward.hopper_forward(q, q, q, True, 0.5), device="cpu", num_samples=1, warmup=0)
-    assert list(samples) == ["forward", TOTAL] and len(launched) == 1
-
-
-def test_the_launcher_copies_what_tma_cannot_read(launched):
-    q = rows(1, 2, 100, 64)
-    k = rows(1, 1, 100, 64).expand(1, 2, 100, 64)
-    forward.hopper_forward(q, k, k, True, 0.5)
-    ((_, _, (q_tiles, k_tiles, *_), *_),) = launched
-    assert q_tiles.base.data_ptr() == q.data_ptr()
-    assert k_tiles.base.data_ptr() != k.data_ptr() and k_tiles.strides[1:] == [100 * 64, 64, 1]
-
-
-@pytest.mark.parametrize(
-    ("name", "limits"), [("hopper_forward_64x128_tiles", [128]), ("hopper_forward_192x128_tiles", []), ("", [128])]
-)
-def test_programs_that_share_a_multiprocessor_start_with_a_share_of_its_registers(launched, name, limits):
-    q = rows(1, 2, 100, 64)
-    forward.hopper_forward(q, q, q, True, 0.5, name)
-    ((*_, options),) = launched
-    assert [value for option, value in options.items() if option == "maxnreg"] == limits
+    assert options.get("maxnreg") == (None if "192" in config or head_dim == 128 else 128)
+    if counted:
+        ((first, _, (zeroed,), *_),) = counted
+        assert first is forward.hopper_counter_kernel and counter is zeroed
+    assert bool(counted) == plan.dynamic
 
 
 def compile_rescaling(_):

@@ -5,9 +5,13 @@ from collections import Counter
 from dataclasses import replace
 from itertools import accumulate, product
 
+import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("cs336_systems.attention.hopper.walk", reason="this triton has no Gluon for Hopper")
+
+from cs336_systems.attention.hopper import walk as kernel
 from cs336_systems.attention.hopper.schedule import (
     CONSUMER_ROWS,
     ORDERS,
@@ -21,6 +25,7 @@ from cs336_systems.attention.hopper.schedule import (
 )
 from cs336_systems.attention.masks import BlockMask
 from tests.hopper_protocol import (
+    first_query,
     forward_arrivals,
     forward_partitions,
     items_of_program,
@@ -45,13 +50,18 @@ def each_launch(test):
     return pytest.mark.parametrize("order", ORDERS)(EACH_MASK(EACH_SCHEDULE(test)))
 
 
+def plan(head_dim, is_causal, num_queries, num_keys, batch_heads=1, num_multiprocessors=132, **options) -> ForwardPlan:
+    return plan_forward(
+        head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, batch_heads=batch_heads,
+        group=1, num_multiprocessors=num_multiprocessors, **options,
+    )  # fmt: skip
+
+
 def make_launch(
     schedule, is_causal, num_queries, num_keys, *, order="tiles", batch_heads=3, together=2, num_multiprocessors=4
 ) -> ForwardPlan:
-    launch = plan_forward(
-        head_dim=schedule.head_tile, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys,
-        batch_heads=batch_heads, group=1, num_multiprocessors=num_multiprocessors, config=schedule.name(order),
-    )  # fmt: skip
+    shape = (schedule.head_tile, is_causal, num_queries, num_keys, batch_heads, num_multiprocessors)
+    launch = plan(*shape, config=schedule.name(order))
     assert launch.schedule == schedule
     return replace(launch, heads_together=together)
 
@@ -62,91 +72,53 @@ def all_shapes():
     return dict.fromkeys([(n, n) for n in range(1, 301)] + list(product(edges, edges)))
 
 
-@each_launch
-def test_each_row_meets_each_key_that_it_sees_once(schedule, is_causal, order):
-    """Unhidden keys of a row of queries, tile after tile, are 0 to its last, once each; the steps past the masked ones
-    hide nothing."""
-    for num_queries, num_keys in all_shapes():
-        launch = make_launch(schedule, is_causal, num_queries, num_keys, order=order)
-        for tile in range(launch.num_tiles):
-            first = launch.first_query(tile)
-            firsts = key_tiles(launch, tile)
-            masked = launch.schedule.masked_tiles(is_causal)
-            assert len(firsts) >= masked
-            # The kernel hides by the position that a tile would have, not by where it was read from.
-            places = [(len(firsts) - 1 - j) * launch.schedule.key_tile for j in range(len(firsts))]
-            assert [place for place, read in zip(places, firsts) if read != num_keys] == [
-                read for read in firsts if read != num_keys
-            ]
-            rows = range(max(first, 0), min(first + launch.schedule.query_tile, num_queries))
-            for row in {rows[0], rows[-1], rows[len(rows) // 2]}:
-                last_key = min(row, num_keys - 1) if is_causal else num_keys - 1
-                seen = Counter()
-                for j, (place, read) in enumerate(zip(places, firsts)):
-                    keys = range(place, place + launch.schedule.key_tile)
-                    visible = [key for key in keys if key <= last_key] if j < masked else list(keys)
-                    assert not visible or read == place, "a tile read from behind the end is hidden whole"
-                    seen.update(visible)
-                assert seen == Counter(range(last_key + 1)), (num_queries, num_keys, row)
-
-
-def test_a_consumer_skips_the_first_key_tile_if_none_of_its_rows_sees_a_key_of_it():
-    skipped = Counter()
-    for schedule, is_causal, (num_queries, num_keys) in product(ALL_SCHEDULES, (True, False), all_shapes()):
-        launch = make_launch(schedule, is_causal, num_queries, num_keys)
-        for tile, consumer in product(range(launch.num_tiles), range(launch.schedule.consumers)):
-            first_row = launch.first_query(tile) + consumer * CONSUMER_ROWS
-            if first_row >= 0:
-                first_key = (len(key_tiles(launch, tile)) - 1) * launch.schedule.key_tile
-                is_hidden = is_causal and first_key > first_row + CONSUMER_ROWS - 1
-                skips = skips_first_key_tile(launch, tile, consumer)
-                assert skips == is_hidden, (num_queries, num_keys, tile, consumer)
-                skipped[schedule, consumer] += skips
-    three = LARGE[64]
-    for schedule in (three, LARGE[256]):  # those with more rows than a key tile has keys
-        consumers = range(schedule.consumers)
-        assert all(skipped.pop((schedule, x)) for x in consumers), "the last one where a tile behind the end is walked"
-    assert not any(skipped.values())
-    long = make_launch(three, True, 4096, 4096)
-    skips = [[skips_first_key_tile(long, tile, x) for x in range(3)] for tile in range(1, long.num_tiles)]
-    assert skips == [[True, tile % 2 == 0, False] for tile in range(1, long.num_tiles)]
-
-
+@EACH_MASK
 @EACH_SCHEDULE
-def test_tiles_of_queries_cover_each_row_once(schedule):
-    for num_queries in range(1, 1300):
-        launch = make_launch(schedule, True, num_queries, num_queries)
-        starts = [launch.first_query(tile) for tile in range(launch.num_tiles)]
-        covered = [row for first in starts for row in range(first, first + launch.schedule.query_tile)]
-        assert [row for row in covered if 0 <= row < num_queries] == list(range(num_queries))
-        # A consumer's rows are all before the first query or none of them is, and the diagonal cuts few key tiles.
-        assert all(first % CONSUMER_ROWS == 0 for first in starts)
-        assert starts[0] > -launch.schedule.query_tile
-        assert covered[-1] - num_queries < launch.schedule.alignment
+def test_each_query_meets_each_key_that_it_sees_once(schedule, is_causal):
+    """And no other: steps past the masked ones hide nothing. A consumer skips a key tile that none of its rows sees.
+
+    Tiles start where a consumer's rows do, are never empty, and the diagonal cuts few key tiles.
+    """
+    masked = schedule.masked_tiles(is_causal)
+    for num_queries, num_keys in all_shapes():
+        launch = make_launch(schedule, is_causal, num_queries, num_keys)
+        sees = np.tri(num_queries, num_keys, dtype=int) if is_causal else np.ones((num_queries, num_keys), dtype=int)
+        met = np.zeros_like(sees)
+        starts = [first_query(launch, tile) for tile in range(launch.num_tiles)]
+        assert starts == [launch.first_query(tile) for tile in range(launch.num_tiles)], "as the host has them"
+        assert all(first % CONSUMER_ROWS == 0 for first in starts) and starts[0] > -schedule.query_tile
+        assert starts[-1] + schedule.query_tile - num_queries < schedule.alignment
+        for tile, first in enumerate(starts):
+            rows = slice(max(first, 0), first + schedule.query_tile)
+            walk = key_tiles(launch, tile)
+            for step, read in enumerate(walk):
+                # The kernel hides by the position that a tile would have, not by where it was read from.
+                place = (len(walk) - 1 - step) * schedule.key_tile
+                keys = slice(place, place + schedule.key_tile)
+                if read == place:
+                    met[rows, keys] += sees[rows, keys] if step < masked else 1
+                else:
+                    assert read == num_keys and step < masked and not sees[rows, keys].any(), "read from behind the end"
+            for consumer in range(schedule.consumers):
+                own = first + consumer * CONSUMER_ROWS
+                is_hidden = is_causal and (len(walk) - 1) * schedule.key_tile >= own + CONSUMER_ROWS
+                assert own < 0 or skips_first_key_tile(launch, tile, consumer) == is_hidden
+        assert (met == sees).all(), (num_queries, num_keys)
+        # All tiles at once, and not one after the other: of 64 heads of 131,072 tokens that took the host 36 ms.
+        assert _steps_of_tiles(launch).tolist() == [len(key_tiles(launch, tile)) for tile in range(launch.num_tiles)]
 
 
-@each_launch
-@pytest.mark.parametrize("batch_heads, together", [(1, 1), (5, 2), (8, 8), (6, 4)])
-def test_programs_share_out_every_tile_once(schedule, is_causal, order, batch_heads, together):
-    for num_queries in (1, 64, 128, 129, 192, 193, 300, 1000, 1025):
-        launch = make_launch(
-            schedule, is_causal, num_queries, num_queries, order=order, batch_heads=batch_heads, together=together
-        )
-        tiles = Counter(item for program in range(launch.num_programs) for item in items_of_program(launch, program))
-        assert tiles == Counter(product(range(batch_heads), range(launch.num_tiles)))
-
-
-def test_the_longest_causal_tiles_start_first():
-    launch = make_launch(LARGE[128], True, 1024, 1024, batch_heads=4, together=4)
+def lengths_of_programs(launch: ForwardPlan) -> list[list[int]]:
+    """How many key tiles each tile of a program walks."""
     programs = range(launch.num_programs)
-    lengths = [len(key_tiles(launch, tile)) for program in programs for _, tile in items_of_program(launch, program)]
-    assert lengths == sorted(lengths, reverse=True)
+    return [[len(key_tiles(launch, tile)) for _, tile in items_of_program(launch, program)] for program in programs]
 
 
-def test_causal_pairs_are_equally_long():
-    launch = make_launch(LARGE[128], True, 2048, 2048, order="pairs", batch_heads=8, num_multiprocessors=64)
-    work = [sum(len(key_tiles(launch, t)) for _, t in items_of_program(launch, p)) for p in range(launch.num_programs)]
-    assert set(work) == {17}
+def test_long_causal_tiles_start_first_and_pairs_are_equally_long():
+    tiles = lengths_of_programs(make_launch(LARGE[128], True, 1024, 1024, batch_heads=4, together=4))
+    assert tiles == sorted(tiles, reverse=True)
+    paired = make_launch(LARGE[128], True, 2048, 2048, order="pairs", batch_heads=8, num_multiprocessors=64)
+    assert set(map(sum, lengths_of_programs(paired))) == {17}
 
 
 @each_launch
@@ -176,43 +148,20 @@ def test_the_protocol_holds_over_many_interleavings():
 
 def test_the_estimates_tell_the_measured_orders_apart():
     """Time of pairs, as measured on an H200, and of a dynamic order, on an H100, over that of tiles."""
-    for (batch, heads, seqlen, head_dim, is_causal, order), measured in {
-        (1, 16, 16384, 64, True, "pairs"): 1.127,
-        (1, 32, 16384, 64, False, "pairs"): 1.043,
-        (8, 16, 2048, 128, True, "pairs"): 0.892,
-        (2, 16, 8192, 128, True, "pairs"): 0.990,
-        (1, 32, 32768, 128, True, "pairs"): 1.022,
-        (8, 16, 2048, 128, False, "pairs"): 0.921,
-        (8, 16, 1024, 128, True, "pairs"): 0.867,
-        (4, 32, 4096, 64, True, "pairs"): 0.972,
-        (1, 16, 16384, 64, True, "dynamic"): 0.989,
-        (8, 16, 2048, 64, True, "dynamic"): 0.941,
-        (4, 32, 4096, 64, False, "dynamic"): 0.958,
-        (8, 16, 2048, 128, True, "dynamic"): 0.920,
-        (1, 16, 16384, 128, True, "dynamic"): 0.965,
-        (4, 16, 4096, 128, False, "dynamic"): 0.960,
-    }.items():
+    for batch_heads, seqlen, head_dim, is_causal, order, measured in (
+        (16, 16384, 64, True, "pairs", 1.127), (32, 16384, 64, False, "pairs", 1.043),
+        (128, 2048, 128, True, "pairs", 0.892), (32, 8192, 128, True, "pairs", 0.990),
+        (32, 32768, 128, True, "pairs", 1.022), (128, 2048, 128, False, "pairs", 0.921),
+        (128, 1024, 128, True, "pairs", 0.867), (128, 4096, 64, True, "pairs", 0.972),
+        (16, 16384, 64, True, "dynamic", 0.989), (128, 2048, 64, True, "dynamic", 0.941),
+        (128, 4096, 64, False, "dynamic", 0.958), (128, 2048, 128, True, "dynamic", 0.920),
+        (16, 16384, 128, True, "dynamic", 0.965), (64, 4096, 128, False, "dynamic", 0.960),
+    ):  # fmt: skip
         other, tiles = (
-            estimated_steps(
-                plan_forward(
-                    head_dim=head_dim, is_causal=is_causal, num_queries=seqlen, num_keys=seqlen,
-                    batch_heads=batch * heads, group=1, num_multiprocessors=132,
-                    config=LARGE[head_dim].name(name),
-                ),
-                132,
-            )
-            for name in (order, "tiles")
+            estimated_steps(plan(head_dim, is_causal, seqlen, seqlen, batch_heads, config=LARGE[head_dim].name(x)), 132)
+            for x in (order, "tiles")
         )
         assert other / tiles == pytest.approx(measured, rel=0.04), order
-
-
-@EACH_SCHEDULE
-def test_the_steps_of_tiles_are_those_that_programs_take(schedule):
-    """All tiles at once, and not one after the other: of 64 heads of 131,072 tokens that took the host 36 ms."""
-    for is_causal, (num_queries, num_keys) in product((True, False), all_shapes()):
-        launch = make_launch(schedule, is_causal, num_queries, num_keys)
-        steps = [len(key_tiles(launch, tile)) for tile in range(launch.num_tiles)]
-        assert _steps_of_tiles(launch).tolist() == steps
 
 
 def test_a_copier_that_brings_fewer_tiles_than_consumers_wait_for_is_a_hang():
@@ -236,44 +185,28 @@ def test_a_wrong_phase_is_seen(barrier):
 
 
 @pytest.mark.parametrize("head_dim, is_causal, seqlen, batch_heads, rows, order", [
-    (128, True, 2048, 128, 128, "pairs"),
-    (128, True, 16384, 16, 128, "dynamic"),
-    (128, False, 2048, 128, 128, "pairs"),
-    (128, False, 8192, 64, 128, "pairs"),
-    (64, True, 4096, 128, 192, "dynamic"),  # pairs would go round 10.7 times
-    (64, True, 16384, 16, 192, "dynamic"),  # pairs would go round 5.2 times
-    (64, False, 2048, 128, 192, "dynamic"),  # pairs would go round 5.8 times
-    (40, True, 16384, 16, 192, "dynamic"),
+    (128, True, 2048, 128, 128, "pairs"), (128, True, 16384, 16, 128, "dynamic"),
+    (128, False, 2048, 128, 128, "pairs"), (128, False, 8192, 64, 128, "pairs"),
+    # pairs would go round 10.7, 5.2 and 5.8 times
+    (64, True, 4096, 128, 192, "dynamic"), (64, True, 16384, 16, 192, "dynamic"),
+    (64, False, 2048, 128, 192, "dynamic"), (40, True, 16384, 16, 192, "dynamic"),
     # fewer large tiles than multiprocessors, and fewer small ones than programs that run at a time
-    (64, True, 512, 16, 64, "tiles"),
-    (64, False, 1024, 16, 64, "tiles"),
-    (128, True, 512, 16, 64, "tiles"),
+    (64, True, 512, 16, 64, "tiles"), (64, False, 1024, 16, 64, "tiles"), (128, True, 512, 16, 64, "tiles"),
     (128, False, 1024, 16, 128, "tiles"),  # a multiprocessor for each large tile
     # small tiles share the work out more evenly
-    (64, True, 1024, 64, 64, "pairs"),
-    (64, False, 2048, 16, 64, "pairs"),
+    (64, True, 1024, 64, 64, "pairs"), (64, False, 2048, 16, 64, "pairs"), (128, True, 1024, 16, 64, "pairs"),
+    (128, True, 1024, 32, 128, "pairs"), (128, True, 512, 32, 64, "pairs"),
     (64, True, 256, 512, 64, "pairs"),  # large ones would be half empty
-    (128, True, 1024, 16, 64, "pairs"),
-    (128, True, 1024, 32, 128, "pairs"),
-    (128, True, 512, 32, 64, "pairs"),
     # on an H100
-    (256, True, 2048, 64, 128, "pairs"),
-    (256, True, 4096, 32, 128, "pairs"),
-    (256, True, 8192, 16, 128, "tiles"),
-    (256, False, 8192, 16, 128, "pairs"),
-    (160, False, 512, 16, 64, "tiles"),
+    (256, True, 2048, 64, 128, "pairs"), (256, True, 4096, 32, 128, "pairs"), (256, True, 8192, 16, 128, "tiles"),
+    (256, False, 8192, 16, 128, "pairs"), (160, False, 512, 16, 64, "tiles"),
     # where a step of a small tile that costs a twentieth more or less would decide otherwise
-    (64, False, 4096, 16, 64, "pairs"),
-    (64, True, 2048, 256, 192, "dynamic"),
-    (64, False, 4096, 64, 192, "dynamic"),
+    (64, False, 4096, 16, 64, "pairs"), (64, True, 2048, 256, 192, "dynamic"), (64, False, 4096, 64, 192, "dynamic"),
 ])  # fmt: skip
 def test_schedule_and_order_are_chosen_by_shape(head_dim, is_causal, seqlen, batch_heads, rows, order):
     """Small tiles where they were measured as the best of all on an H200, and large ones where they were, or where the
     GPU is full of them."""
-    launch = plan_forward(
-        head_dim=head_dim, is_causal=is_causal, num_queries=seqlen, num_keys=seqlen, batch_heads=batch_heads,
-        group=1, num_multiprocessors=132,
-    )  # fmt: skip
+    launch = plan(head_dim, is_causal, seqlen, seqlen, batch_heads)
     assert (launch.schedule.query_tile, launch.order) == (rows, order)
     places = 132 * launch.schedule.resident
     assert launch.num_programs == (min(places, launch.num_items) if order != "tiles" else launch.num_items)
@@ -281,49 +214,19 @@ def test_schedule_and_order_are_chosen_by_shape(head_dim, is_causal, seqlen, bat
 
 def test_a_configuration_of_another_head_dim_is_refused():
     with pytest.raises(ValueError, match=r"must be hopper_forward_192x128_tiles or .* for head_dim 64, got 'hop"):
-        plan_forward(
-            head_dim=64, is_causal=True, num_queries=1, num_keys=1, batch_heads=1, group=1,
-            num_multiprocessors=132, config="hopper_forward_128x128_tiles",
-        )  # fmt: skip
+        plan(64, True, 1, 1, config="hopper_forward_128x128_tiles")
 
 
 @each_launch
-def test_the_kernel_computes_what_the_model_says(schedule, is_causal, order):
-    """The kernel's own arithmetic, run as Python, against the model's."""
-    kernel = pytest.importorskip("cs336_systems.attention.hopper.walk")
-    for num_queries, num_keys, (batch_heads, together) in product(
-        (1, 128, 129, 192, 300, 1000, 1025), (1, 128, 257, 1000), ((1, 1), (5, 2), (6, 4))
-    ):
+def test_programs_share_out_every_tile_once(schedule, is_causal, order):
+    shapes = product((1, 64, 128, 129, 192, 193, 300, 1000, 1025), ((1, 1), (5, 2), (6, 4), (8, 8)))
+    for num_queries, (batch_heads, together) in shapes:
         launch = make_launch(
-            schedule, is_causal, num_queries, num_keys, order=order, batch_heads=batch_heads, together=together
+            schedule, is_causal, num_queries, num_queries, order=order, batch_heads=batch_heads, together=together
         )
-        paired, num_tiles = launch.paired, launch.num_tiles
-        assert kernel.num_work_items.fn(num_tiles, batch_heads, paired) == launch.num_items
-        for program in range(launch.num_programs):
-            items = [
-                kernel.tile_of_item.fn(
-                    item, side, num_tiles, batch_heads, launch.heads_together, paired, is_causal
-                )
-                for item in range(program, launch.num_items, launch.num_programs)
-                for side in range(kernel.tiles_of_item.fn(item, num_tiles, paired))
-            ]  # fmt: skip
-            assert [(head, tile) for tile, head in items] == list(items_of_program(launch, program))
-        for tile in range(num_tiles):
-            first = kernel.first_query_of.fn(
-                tile, num_tiles, num_queries, schedule.query_tile, schedule.alignment
-            )  # fmt: skip
-            assert first == launch.first_query(tile)
-            live = kernel.live_key_tiles.fn(
-                first, num_queries, num_keys, schedule.query_tile, schedule.key_tile, is_causal
-            )
-            assert live == len([key for key in key_tiles(launch, tile) if key != num_keys])
-            first_key = (len(key_tiles(launch, tile)) - 1) * schedule.key_tile
-            for consumer in range(schedule.consumers):
-                first_row = first + consumer * CONSUMER_ROWS
-                sees = kernel.sees_tile.fn(first_row if first_row >= 0 else num_queries, first_key)
-                skips = schedule.masked_tiles(is_causal) > 1 and not sees
-                assert skips_first_key_tile(launch, tile, consumer) == skips
-    assert [kernel.ring_slot.fn(step, 2) for step in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (1, 0)]
+        assert kernel.num_work_items.fn(launch.num_tiles, batch_heads, launch.paired) == launch.num_items
+        tiles = Counter(item for program in range(launch.num_programs) for item in items_of_program(launch, program))
+        assert tiles == Counter(product(range(batch_heads), range(launch.num_tiles)))
 
 
 # Along the lists of a block mask
@@ -338,11 +241,11 @@ def draw_mask(block_size, num_queries, num_keys, heads, density):
     return mask & BlockMask.random_tokens(num_queries, num_keys, density=0.999, block_size=block_size)
 
 
-def listed_walk(kernel, launch, mask, head, tile):
+def listed_walk(launch, mask, head, tile):
     """(first key, whether its bits are read) of each step, by the kernel's own arithmetic, run as Python."""
     (rows, columns), key_tile = mask.block_size, launch.schedule.key_tile
     number = kernel.list_of_tile.fn(
-        head, launch.first_query(tile), launch.num_queries, launch.batch_heads, *mask.shape[:2], rows
+        head, first_query(launch, tile), launch.num_queries, launch.batch_heads, *mask.shape[:2], rows
     )
     num_partial, num_full = (int(counts.flatten()[number]) for counts in (mask.kv_num_blocks, mask.full_kv_num_blocks))
     masked, steps = kernel.steps_of_lists.fn(num_partial, num_full, columns // key_tile)
@@ -361,23 +264,23 @@ def listed_walk(kernel, launch, mask, head, tile):
 def test_lists_are_walked_whole_and_the_protocol_ends(head_dim, block_size, order):
     """Each tile of queries meets its key tiles once, partial ones first and those with their bits; one without a key
     has a step that reads nothing; and copier and consumers agree, in any order of events."""
-    kernel = pytest.importorskip("cs336_systems.attention.hopper.walk")
     rng = random.Random(0)
     for (num_queries, num_keys), mask_heads in product([(1, 1), (129, 1000), (640, 640), (1100, 130)], (1, 3)):
         mask = draw_mask(block_size, num_queries, num_keys, mask_heads, 0.4)
-        launch = plan_forward(
-            head_dim=head_dim, is_causal=False, num_queries=num_queries, num_keys=num_keys, batch_heads=3, group=1,
-            num_multiprocessors=2, block_size=block_size,
-        )  # fmt: skip
+        launch = plan(head_dim, False, num_queries, num_keys, 3, 2, block_size=block_size)
+        query_tile = launch.schedule.query_tile
+        assert query_tile == (64 if head_dim == 64 else min(block_size[0], 128)) and launch.order in UNPAIRED
+        starts = [first_query(launch, tile) for tile in range(launch.num_tiles)]
+        assert starts == list(range(0, num_queries, query_tile)) and block_size[0] % query_tile == 0
         stays = order == "dynamic"
         launch = replace(launch, order=order, num_programs=min(launch.num_items, 2) if stays else launch.num_items)
         walks = {
-            (head, tile): listed_walk(kernel, launch, mask, head, tile)
+            (head, tile): listed_walk(launch, mask, head, tile)
             for head, tile in product(range(3), range(launch.num_tiles))
         }
         tiles, key_tile = mask._tile_map().tiles, launch.schedule.key_tile
         for (head, tile), walk in walks.items():
-            row = tiles[0, head % mask_heads, launch.first_query(tile) // block_size[0]].tolist()
+            row = tiles[0, head % mask_heads, first_query(launch, tile) // block_size[0]].tolist()
             parts = [
                 (column * block_size[1] + part, kind >= 0)
                 for column, kind in enumerate(row)
@@ -392,18 +295,6 @@ def test_lists_are_walked_whole_and_the_protocol_ends(head_dim, block_size, orde
         assert done == Counter(product(range(3), range(launch.num_tiles)))
 
 
-def test_a_tile_of_queries_lies_in_a_row_of_the_masks_tiles():
-    for head_dim, rows in product((64, 128), (64, 128, 256)):
-        launch = plan_forward(
-            head_dim=head_dim, is_causal=False, num_queries=1000, num_keys=700, batch_heads=3, group=1,
-            num_multiprocessors=132, block_size=(rows, 128),
-        )  # fmt: skip
-        assert launch.schedule.query_tile == (64 if head_dim == 64 else min(rows, 128)) and launch.order == "tiles"
-        starts = [launch.first_query(tile) for tile in range(launch.num_tiles)]
-        assert starts == list(range(0, 1000, launch.schedule.query_tile))
-        assert rows % launch.schedule.query_tile == 0
-
-
 # Within packed documents
 
 LENGTHS = [(300, 300), (0, 0), (1, 129), (127, 0), (0, 40), (128, 128), (193, 1000), (64, 1), (0, 0)]
@@ -415,7 +306,6 @@ LENGTHS = [(300, 300), (0, 0), (1, 129), (127, 0), (0, 40), (128, 128), (193, 10
 def test_documents_are_walked_whole_and_the_protocol_ends(schedule, is_causal, order, monkeypatch):
     """Every tile of queries of each document, and of the rows behind the last, has one slot, and walks its document's
     key tiles; slots that are left over have none, for copier and consumers alike."""
-    kernel = pytest.importorskip("cs336_systems.attention.hopper.walk")
     monkeypatch.setattr(kernel, "_boundary", lambda ends, document, total: min(max(ends[document], 0), total))
     rng = random.Random(0)
     for trial in range(12):
@@ -440,12 +330,7 @@ def test_documents_are_walked_whole_and_the_protocol_ends(schedule, is_causal, o
             if tile < 0 or tile * schedule.query_tile >= num_queries:
                 continue
             alone = replace(launch, documents=None, num_queries=num_queries, num_keys=num_keys)
-            live = kernel.live_key_tiles.fn(
-                alone.first_query(tile), num_queries, num_keys, schedule.query_tile, schedule.key_tile, is_causal
-            )
-            keys = key_tiles(alone, tile)
-            assert [key for key in keys if key != num_keys] == [j * schedule.key_tile for j in reversed(range(live))]
-            walks[slot] = [ends_k[document] + key for key in keys]
+            walks[slot] = [ends_k[document] + key for key in key_tiles(alone, tile)]
             tiles[document, tile] += 1
         assert tiles == Counter(
             (document, tile)

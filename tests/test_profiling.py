@@ -1,6 +1,7 @@
 """Timing and memory of closures, on what can be known exactly."""
 
 import time
+from functools import partial
 from statistics import median
 
 import pytest
@@ -14,16 +15,14 @@ COVERS = ("cs336_systems/measure",)
 
 def test_counts_and_what_is_outside_the_timed_part():
     events: list[str] = []
-    samples = time_calls(
-        lambda: events.append("call"), device="cpu", warmup=2, num_samples=3, before=lambda: events.append("before")
-    )
+    call, before = partial(events.append, "call"), partial(events.append, "before")
+    samples = time_calls(call, device="cpu", warmup=2, num_samples=3, before=before)
     assert len(samples) == 3 and events == ["before", "call"] * 5
 
 
 def test_a_sleep_is_measured_and_its_preparation_is_not():
-    samples = time_calls(
-        lambda: time.sleep(0.02), device="cpu", warmup=0, num_samples=5, before=lambda: time.sleep(0.05)
-    )
+    call, before = partial(time.sleep, 0.02), partial(time.sleep, 0.05)
+    samples = time_calls(call, device="cpu", warmup=0, num_samples=5, before=before)
     assert 20.0 <= median(samples) < 30.0
 
 

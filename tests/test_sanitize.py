@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -40,12 +39,8 @@ sys.exit(99 if errors else code)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_row_of_a_table_is_called(target, dtype):
     """Dense, causal, under masks, on packed documents."""
-    shipped = {
-        config.name: config
-        for (_, width, _), row in TABLES[target].items()
-        for config in row.configs
-        if width == DTYPES[dtype]
-    }
+    rows = [row for (_, width, _), row in TABLES[target].items() if width == DTYPES[dtype]]
+    shipped = {config.name: config for row in rows for config in row.configs}
     called = {
         family: {name for case in cases(target, [family], [dtype]) for name in case.configs} for family in FAMILIES
     }
@@ -67,15 +62,15 @@ def test_every_row_of_a_table_is_called(target, dtype):
 def sanitizer(tmp_path):
     program = tmp_path / "sanitizer"
     program.write_text(SANITIZER.format(python=sys.executable))
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    program.chmod(0o755)
     return program
 
 
-def run_tool(sanitizer, *options, families=("dense",), **environment):
+def run_tool(sanitizer, *options, **environment):
     record = sanitizer.parent / "record.jsonl"
     command = [
         sys.executable, "tools/sanitize.py", "--commit", "abc", "--clean", "--sanitizer", str(sanitizer),
-        "--record", str(record), "--processes", "1", "--families", *families, *options,
+        "--record", str(record), "--processes", "1", "--families", "dense", *options,
         "--", "--device", "cpu", "--dtypes", "float32", "--shard", "0/40",
     ]  # fmt: skip
     done = subprocess.run(
@@ -90,16 +85,17 @@ def test_a_clean_run_is_recorded(sanitizer):
     done, rows = run_tool(sanitizer)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["tool"] for row in rows] == ["oracle", "memcheck", "racecheck"]
-    for row in rows:
-        assert row["calls"] == 1 and row["finished"] and row["errors"] == row["wrong"] == 0 and row["commit"] == "abc"
-        assert row["sanitizer"] == "2026.1.0.0" and row["dirty"] is False and row["device"] == "cpu"
+    expected = {
+        "calls": 1, "finished": True, "errors": 0, "wrong": 0, "commit": "abc", "sanitizer": "2026.1.0.0",
+        "dirty": False, "device": "cpu",
+    }  # fmt: skip
+    assert all(row | expected == row for row in rows)
 
 
 @pytest.mark.slow
 def test_what_a_tool_finds_decides_the_exit_code_and_is_shown(sanitizer):
-    done, (oracle, memcheck) = run_tool(
-        sanitizer, "--tools", "memcheck", FINDS_MEMCHECK="========= Invalid __global__ read\n" * 3
-    )
+    found = "========= Invalid __global__ read\n" * 3
+    done, (oracle, memcheck) = run_tool(sanitizer, "--tools", "memcheck", FINDS_MEMCHECK=found)
     assert done.returncode == 1 and oracle["errors"] == 0 and memcheck["errors"] == 3
     assert "memcheck: NOT CLEAN: 1 calls, 3 errors" in done.stdout and "Invalid __global__ read" in done.stdout
 

@@ -6,17 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cs336_systems.measure import stages
-from cs336_systems.measure.stages import (
-    TOTAL,
-    stage,
-    time_stages,
-)
+from cs336_systems.measure.stages import TOTAL, stage, time_stages
 
 COVERS = ("cs336_systems/measure",)
 
@@ -26,24 +22,12 @@ def unaccounted(samples: dict[str, list[float]]) -> float:
     return 1 - sum(median(values) for name, values in samples.items() if name != TOTAL) / median(samples[TOTAL])
 
 
-class Clock:
-    """Stands in for the stages' clock: time passes in `pause` alone, whatever else the machine does."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def perf_counter(self) -> float:
-        return self.seconds
-
-    def pause(self, milliseconds: float) -> None:
-        self.seconds += milliseconds / 1e3
-
-
 @pytest.fixture
 def pause(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    clock = Clock()
-    monkeypatch.setattr(stages, "time", clock)
-    return clock.pause
+    """Milliseconds pass in it alone, on the stages' clock, whatever else the machine does."""
+    now_s = [0.0]
+    monkeypatch.setattr(stages, "time", SimpleNamespace(perf_counter=lambda: sum(now_s)))
+    return lambda milliseconds: now_s.append(milliseconds / 1e3)
 
 
 def test_stages_add_up_to_the_whole(pause: Callable[[float], None]) -> None:
@@ -83,11 +67,8 @@ def test_marks_on_another_thread_are_seen(pause: Callable[[float], None]) -> Non
 
 
 def test_one_measurement_at_a_time() -> None:
-    def nested() -> Any:
-        return time_stages(lambda: None, device="cpu")
-
     with pytest.raises(RuntimeError, match="stages are being timed already: one measurement at a time"):
-        time_stages(nested, device="cpu", warmup=0)
+        time_stages(lambda: time_stages(lambda: None, device="cpu"), device="cpu", warmup=0)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,9 @@
 # ruff: noqa: E501 - kernel names are as long as they are
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,42 +107,35 @@ def test_kernels_are_told_apart_by_name() -> None:
     assert set(KERNELS) == set(CATEGORIES)
 
 
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [
-        (MULTIPLY, "vectorized_elementwise MulFunctor"),
-        (ADD, "vectorized_elementwise add"),
-        (COPY, "elementwise direct_copy"),
-        (MEAN, "reduce MeanOps"),
-        (SOFTMAX, "softmax_warp_forward"),
-        (SIMT, "cutlass_80_simt_sgemm_256x128_8x4_nn_align1"),
-        (FOREACH, "multi_tensor_apply BinaryOpScalarFunctor"),
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT"),
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-         "ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
-        ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD"),
-        ("aten::_softmax", "aten::_softmax"),
-        ("autograd::engine::evaluate_function: MmBackward0", "autograd::engine::evaluate_function: MmBackward0"),
-        ("x" * 200, "x" * 71 + "…"),
-    ],
-)  # fmt: skip
-def test_short_names_fit_a_table_and_still_tell_kernels_apart(name: str, short: str) -> None:
-    assert short_name(name) == short
+SHORT_NAMES = {
+    MULTIPLY: "vectorized_elementwise MulFunctor", ADD: "vectorized_elementwise add", COPY: "elementwise direct_copy",
+    MEAN: "reduce MeanOps", SOFTMAX: "softmax_warp_forward", SIMT: "cutlass_80_simt_sgemm_256x128_8x4_nn_align1",
+    FOREACH: "multi_tensor_apply BinaryOpScalarFunctor", "Memcpy DtoD (Device -> Device)": "Memcpy DtoD",
+    "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)":
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+    "x" * 72: "x" * 72, "x" * 73: "x" * 71 + "…",
+} | {name: name for name in (
+    "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "aten::_softmax", "autograd::engine::evaluate_function: MmBackward0",
+)}  # fmt: skip
+
+
+def test_short_names_fit_a_table_and_still_tell_kernels_apart() -> None:
+    assert {name: short_name(name) for name in SHORT_NAMES} == SHORT_NAMES
 
 
 # Ranges
 
 
 class TheirAttention(nn.Module):
-    """Attention as somebody else writes it: einsum, a softmax by hand, weights used as 2-D views."""
+    """Attention as somebody else writes it: einsum, a softmax by hand, weights used as 2-D views or in 3-D."""
 
     def __init__(self, fails: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.eye(8))
+        self.weight, self.stacked = nn.Parameter(torch.eye(8)), nn.Parameter(torch.eye(8)[None])
         self.fails = fails
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x @ self.weight.T for _ in range(3))
+        q, k, v = x @ self.weight.T, x @ self.weight.T, x @ self.stacked
         scores = torch.einsum("bqd,bkd->bqk", q, k)
         if self.fails:
             raise torch.OutOfMemoryError("planted")
@@ -149,8 +144,12 @@ class TheirAttention(nn.Module):
 
 
 class FusedAttention(nn.Module):
+    def __init__(self, attend: Callable[..., Any]) -> None:
+        super().__init__()
+        self.attend = attend
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        return self.attend(x, x, x)
 
 
 class TheirModel(nn.Module):
@@ -163,6 +162,12 @@ class TheirModel(nn.Module):
         for block in self.blocks:
             x = block["mlp"](block["self_attn"](x))  # type: ignore[index]
         return self.lm_head(x)
+
+
+RANGES = [
+    "attention:blocks.0.self_attn", "attention.scores", "attention.softmax", "attention.values",
+    "feed_forward:blocks.0.mlp", "head:lm_head",
+]  # fmt: skip
 
 
 def range_names(model: nn.Module, x: torch.Tensor) -> list[str]:
@@ -180,36 +185,29 @@ def test_any_model_is_annotated_by_its_modules_names() -> None:
     }  # fmt: skip
     x = torch.randn(2, 5, 8)
     with annotate(model):
-        names = range_names(model, x)
-    assert names == [
-        "attention:blocks.0.self_attn", "attention.scores", "attention.softmax", "attention.values",
-        "feed_forward:blocks.0.mlp", "head:lm_head",
-    ]  # fmt: skip
+        assert range_names(model, x) == RANGES
     assert range_names(model, x) == [], "the context takes everything off"
 
 
-class OwnAttention(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return flash_attention(x, x, x, backend="tiled")  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("attention", [OwnAttention, FusedAttention])
-def test_a_fused_attention_is_one_part(attention: type[nn.Module]) -> None:
-    with annotate(model := TheirModel(attention())):
+@pytest.mark.parametrize(
+    "attend",
+    [partial(flash_attention, backend="tiled"), nn.functional.scaled_dot_product_attention],
+    ids=["own", "sdpa"],
+)
+def test_a_fused_attention_is_one_part(attend: Callable[..., Any]) -> None:
+    with annotate(model := TheirModel(FusedAttention(attend))):
         assert range_names(model, torch.randn(1, 2, 5, 8)).count("attention.fused") == 1
 
 
 def test_ranges_are_closed_and_taken_off_when_a_forward_raises() -> None:
     attention = TheirAttention(fails=True)
-    model = TheirModel(attention)
-    x = torch.randn(2, 5, 8)
-    with annotate(model):
+    model, x = TheirModel(attention), torch.randn(2, 5, 8)
+    with pytest.raises(torch.OutOfMemoryError, match="planted"), annotate(model):
         with pytest.raises(torch.OutOfMemoryError, match="planted"):
             model(x)
         attention.fails = False
-        assert range_names(model, x).count("attention.softmax") == 1, "the next forward starts anew"
+        assert range_names(model, x) == RANGES, "the next forward starts anew"
         attention.fails = True
-    with pytest.raises(torch.OutOfMemoryError, match="planted"), annotate(model):
         model(x)
     attention.fails = False
     assert range_names(model, x) == []
@@ -273,13 +271,10 @@ def test_kernels_belong_to_the_ranges_that_launched_them() -> None:
 
 
 def test_a_kernel_without_a_launch_belongs_to_the_operator_it_names() -> None:
-    events = [
-        *gpu_events(),
-        event("aten::add", "cpu_op", 130, 10, seq=10, origin=77),
-        event(ADD, "kernel", 2000, 10, 7, correlation=999, stream=7, origin=77),
-    ]
-    (kernel,) = [kernel for kernel in trace_of(events).kernels if kernel.name == ADD]
-    assert kernel.ranges == ("profiled_step", "attention:layers.0.attn") and kernel.step == 0
+    operator = event("aten::add", "cpu_op", 130, 10, seq=10, origin=77)
+    kernel = event(ADD, "kernel", 2000, 10, 7, correlation=999, stream=7, origin=77)
+    found = trace_of([*gpu_events(), operator, kernel]).kernels[-1]
+    assert found.name == ADD and found.ranges == ("profiled_step", "attention:layers.0.attn") and found.step == 0
 
 
 def test_sums_selections_and_tops() -> None:
@@ -315,8 +310,8 @@ def check_training_step(trace: Trace, num_steps: int) -> None:
             assert all(ms > 0 for ms in inside), "scores, softmax and values, forward and backward"
             assert sum(inside) < trace.kernel_ms(step=step, phase=phase, within="attention:")
         assert trace.kernel_ms(step=step, category="optimizer") == trace.kernel_ms(step=step, phase="optimizer") > 0
-    products = [k for k in trace.select(step=0, category="gemm", phase="forward", within="attention.scores")]
-    assert len({k.ranges for k in products}) == 2, "one for each layer"
+    products = trace.select(step=0, category="gemm", phase="forward", within="attention.scores")
+    assert len({product.ranges for product in products}) == 2, "one for each layer"
 
 
 def outermost_operators_ms(path: Path) -> float:
@@ -368,18 +363,14 @@ def test_a_training_step_on_this_gpu_is_taken_apart() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient"])
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"])
 def test_library_attention_is_known_by_its_kernels(backend: str) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    kernels = {
-        "sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
-        "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
-    }  # fmt: skip
     q = torch.randn(2, 8, 1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def call() -> None:
-        with sdpa_kernel(kernels[backend]):
+        with sdpa_kernel(getattr(SDPBackend, backend)):
             torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
 
     trace = capture(call, device="cuda", warmup=2)

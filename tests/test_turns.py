@@ -1,7 +1,9 @@
 """Measuring by turns: who comes after whom, and whose rows are lost when one of them cannot be measured."""
 
 import time
+from itertools import product
 from statistics import median
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,12 +51,7 @@ def test_a_round_goes_through_the_modes_and_the_first_is_not_kept():
     assert len(log) == (6 + 1) * 2 * 3
     assert log[6:12] == [f"{name} {mode}" for mode in ("forward", "backward") for name in "abc"]
     assert log[12:15] == ["c forward", "b forward", "a forward"]
-    assert set(samples) == {
-        (name, mode, quantity)
-        for name in "abc"
-        for mode in ("forward", "backward")
-        for quantity in ("time", "host_time")
-    }
+    assert set(samples) == set(product("abc", ("forward", "backward"), ("time", "host_time")))
     assert samples["a", "forward", "time"][:2] == [7.0, 15.0] and samples["c", "forward", "time"][:2] == [9.0, 13.0]
     assert {len(taken) for taken in samples.values()} == {6}
 
@@ -70,13 +67,10 @@ def tiny_cell():
 def broken_build(monkeypatch, breaks) -> None:
     """`build`, but for triton, whose function raises or is wrong; `breaks` is what to raise, or the function."""
 
-    def raising(q, k, v):
-        raise breaks
+    wrong = Mock(side_effect=breaks) if isinstance(breaks, BaseException) else breaks
 
     def replaced(name, case, run):
-        if name != "triton":
-            return build(name, case, run.device)
-        return Built(attend=raising if isinstance(breaks, BaseException) else breaks)
+        return Built(attend=wrong) if name == "triton" else build(name, case, run.device)
 
     monkeypatch.setattr(attention, "build_case", replaced)
 
@@ -118,16 +112,11 @@ def test_who_is_told_to_stop_stops(error, monkeypatch):
 def test_what_leaves_no_device_is_no_others_failure(monkeypatch):
     """After a fault every call of a CUDA context raises: no implementation is said to have failed by itself for it."""
     fault = RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    def unusable(device):
-        raise fault
-
     broken_build(monkeypatch, fault)
-    monkeypatch.setattr(turns, "release", unusable)
+    monkeypatch.setattr(turns, "release", Mock(side_effect=fault))
     measurements = []
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        for measurement in PROBLEM.measure(tiny_cell(), TINY):
-            measurements.append(measurement)
+        measurements.extend(PROBLEM.measure(tiny_cell(), TINY))
     assert {measurement.row.implementation for measurement in measurements} == {"triton"}
 
 

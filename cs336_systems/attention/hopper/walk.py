@@ -7,7 +7,7 @@ them; a program takes one or several. Three walks share the rest:
   lists    of a `BlockMask`'s row of tiles: the partial ones, then the full ones
   packed   the dense walk within the document that a program finds by its slot
 
-`tests/hopper_protocol.py` mirrors it as a model; the tests run the functions without an underscore as Python.
+`tests/hopper_protocol.py` has a model of a program, which runs the functions without an underscore as Python.
 """
 
 from __future__ import annotations
