@@ -12,19 +12,15 @@ from tests.test_s4_attention import draw, inputs
 
 COVERS = (*ATTENTION, HOPPER)
 ROUNDS = 4  # a call is recorded at its second time, and replayed from its third on
+HOPPER_HERE = pytest.mark.skipif(available_backends()["hopper"] != "ok", reason="hopper kernels need an sm_90 GPU")
+ON_GPUS = [
+    pytest.param("triton", "cuda", marks=pytest.mark.gpu),
+    pytest.param("hopper", "cuda", marks=[pytest.mark.gpu, HOPPER_HERE]),
+]
 
 
-@pytest.fixture(params=["triton", pytest.param("hopper", marks=pytest.mark.gpu)])
-def backend(request: pytest.FixtureRequest) -> str:
-    if (state := available_backends()[request.param]) != "ok":
-        pytest.skip(state)
-    return request.param
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("backend", "device"), [("triton", "cpu"), *ON_GPUS])
 def test_masks_of_equal_shapes_keep_their_own_tiles(backend, device):
-    if backend == "hopper" and device == "cpu":
-        pytest.skip("hopper kernels have no interpreter")
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v, grad_output = inputs(1, 2, 2, 256, 256, 64, dtype, device)
     first = torch.rand(256, 256, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -43,13 +39,13 @@ def test_masks_of_equal_shapes_keep_their_own_tiles(backend, device):
     assert len(api.usual_calls) == 1
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize(("backend", "device"), ON_GPUS)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_boundaries_of_equal_shapes_are_read_anew(backend, is_causal):
-    q, k, v = (draw(1000, 2, 64, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in range(3))
+def test_boundaries_of_equal_shapes_are_read_anew(is_causal, backend, device):
+    q, k, v = (draw(1000, 2, 64, dtype=torch.bfloat16, device=device, seed=seed) for seed in range(3))
     for _ in range(ROUNDS):
         for ends in ([0, 300, 1000], [0, 1000, 1000], [0, 17, 500]):
-            cu_seqlens = torch.tensor(ends, dtype=torch.int32, device="cuda")
+            cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
             ours = flash_attention_varlen(
                 q, k, v, cu_seqlens, cu_seqlens, 1000, 1000, is_causal=is_causal, backend=backend
             )
