@@ -34,7 +34,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-RECORD = "results/nvidia-h200/sanitizer.jsonl"
+RECORD = "results/nvidia-h100/sanitizer.jsonl"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 ORACLE = "oracle"  # the run without a sanitizer
 FOUND = 99  # exit code of a sanitizer that has found something
