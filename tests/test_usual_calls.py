@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from io import BytesIO
+
 import pytest
 import torch
 
 from cs336_systems.attention import BlockMask, api, attention_reference, flash_attention, flash_attention_varlen
 from cs336_systems.attention.backends import available_backends
+from cs336_systems.attention.masks.tiles import TileLists
 from tests.covered import ATTENTION, HOPPER
 from tests.test_s4_attention import draw, inputs
 
@@ -37,6 +41,47 @@ def test_masks_of_equal_shapes_keep_their_own_tiles(backend, device):
             for ours, theirs in zip((output, *grads), (expected, *wanted)):
                 torch.testing.assert_close(ours.double(), theirs, rtol=0.02, atol=0.02)
     assert len(api.usual_calls) == 1
+
+
+def test_a_mask_that_its_facts_do_not_tell_has_none():
+    """A recorded launch finds lists by their addresses: two lists in one place would stay in one place."""
+    mask = BlockMask.from_blocks(torch.eye(3, dtype=torch.bool), 64)
+    assert mask.facts is not None
+    lists = mask.lists
+    shared = TileLists(*lists[:5], *lists[:5], lists.token_bits)  # of a symmetric mask
+    assert BlockMask(lists=shared, block_size=(64, 64), seq_lengths=(192, 192)).facts is None
+
+    class Own(torch.Tensor):
+        pass
+
+    own = TileLists(*(x.as_subclass(Own) for x in lists))
+    assert BlockMask(lists=own, block_size=(64, 64), seq_lengths=(192, 192)).facts is None
+
+
+def test_a_remembered_mask_may_move_and_change():
+    q = draw(1, 1, 128, 16, dtype=torch.float32, device="cpu", seed=0)
+    mask = BlockMask.sliding_window(128, window=40, block_size=64)
+    attend = partial(flash_attention, q, q, q, backend="triton")
+    attend(block_mask=mask)
+    file = BytesIO()
+    torch.save(mask, file)
+    file.seek(0)
+    with pytest.raises(ValueError, match="block_mask must be on q's device cpu, got meta"):
+        attend(block_mask=torch.load(file, map_location="meta", weights_only=False))
+    for x, y in zip(mask.lists, BlockMask.causal(128, block_size=64).lists):
+        x.data = y.clone()
+    torch.testing.assert_close(attend(block_mask=mask), attention_reference(q, q, q, is_causal=True))
+
+
+def test_a_number_that_cannot_be_hashed_is_a_scale():
+    class Half(float):
+        __hash__ = None  # type: ignore[assignment]
+
+    q = draw(1, 1, 64, 16, dtype=torch.float32, device="cpu", seed=0)
+    mask = BlockMask.causal(64, block_size=64)
+    for options in ({"is_causal": True}, {"block_mask": mask}):
+        output = flash_attention(q, q, q, scale=Half(0.5), backend="triton", **options)
+        torch.testing.assert_close(output, attention_reference(q, q, q, scale=0.5, is_causal=True))
 
 
 @pytest.mark.parametrize(("backend", "device"), ON_GPUS)

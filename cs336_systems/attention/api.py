@@ -11,6 +11,7 @@ one is used or refused with the reason; `auto` chooses, and `explain_backend` sa
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -120,9 +121,11 @@ def flash_attention(
     Source: FlashAttention-2 (Dao 2023).
     """
     facts = None
-    if attn_mask is None and config is None and type(block_mask) in (NoneType, BlockMask) and is_usual(4, q, k, v):
+    of_mask = block_mask.facts if type(block_mask) is BlockMask else ()
+    is_known = of_mask is not None and type(block_mask) in (NoneType, BlockMask) and attn_mask is None
+    if is_known and config is None and is_usual(4, q, k, v):
         facts = (
-            *facts_of(q), *facts_of(k), *facts_of(v), None if block_mask is None else block_mask.facts,
+            *facts_of(q), *facts_of(k), *facts_of(v), of_mask,
             *facts_of_options(is_causal, scale, enable_gqa, return_lse, deterministic, backend),
         )  # fmt: skip
         if (known := recall(facts)) is not None:
@@ -200,7 +203,7 @@ def facts_of_options(*options: Any) -> tuple[Any, ...]:
 
 
 def recall(facts: tuple[Any, ...]) -> UsualCall | None:
-    """The usual call of these facts; None also where one cannot be hashed, which the checks refuse."""
+    """The usual call of these facts; None also where one cannot be hashed."""
     try:
         return usual_calls.get(facts)
     except TypeError:
@@ -213,7 +216,9 @@ def remember(
     """From now on calls of these facts run so."""
     if len(usual_calls) >= MOST_USUAL_CALLS:
         usual_calls.clear()
-    known = usual_calls[facts] = UsualCall(operator.apply, (*arguments, operator.passes()), is_listed)
+    known = UsualCall(operator.apply, (*arguments, operator.passes()), is_listed)
+    with suppress(TypeError):  # of a scale that is a number of its own class, say, which cannot be hashed
+        usual_calls[facts] = known
     return known
 
 

@@ -174,7 +174,8 @@ class FlashAttentionPyTorch(torch.autograd.Function):
 
     Saves one tensor of shape (..., queries), the log-sum-exp, beside q, k, v and the output. torch.compile traces the
     forward's loop over tiles, once for every length; `flash_attention(backend="tiled")` is left whole and compiles
-    once. That is also there for `torch.vmap`: PyTorch lets no transform of torch.func through this Function.
+    once. That is also there for `torch.vmap`: PyTorch lets no transform of torch.func through this Function. Under a
+    dispatch mode, FlopCounterMode say, its backward is one operator.
     """
 
     @staticmethod

@@ -27,7 +27,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -51,6 +50,7 @@ from cs336_systems.attention.masks.tiles import (
 )
 from cs336_systems.attention.validation import (
     FLOATING_DTYPES,
+    are_plain,
     check_count,
     check_flag,
     check_tensor,
@@ -430,9 +430,14 @@ class BlockMask:
 
     # What a mask is
 
-    @cached_property
-    def facts(self) -> tuple[Any, ...]:
-        """What a call along the lists depends on beside their values, by which it is known again."""
+    @property
+    def facts(self) -> tuple[Any, ...] | None:
+        """What a call along the lists depends on beside their values, by which it is known again.
+
+        None where that does not tell: of lists that are one tensor, or of another kind than torch's own.
+        """
+        if len(set(map(id, self.lists))) < len(self.lists) or not are_plain(*self.lists):
+            return None
         return (*(x.shape for x in self.lists), self.device, self.block_size, self.seq_lengths, self.dense_form)
 
     @property
