@@ -104,11 +104,13 @@ def laid_out(
     tensors = [draw(batch, heads, seqlen, head_dim, dtype=dtype, device=device, seed=seed) for seed in range(4)]
     if layout == "expanded":  # as of `output.sum().backward()`, with strides of 0
         tensors[3] = torch.ones((), dtype=dtype, device=device).expand(tensors[3].shape)
+    if layout == "mixed":  # so that no operand's strides serve another
+        return [LAYOUTS[name](x) for name, x in zip(("transposed", "fused", "offset", "head-dim-strided"), tensors)]
     return [LAYOUTS[layout](x) for x in tensors]
 
 
 @pytest.mark.parametrize(("path", "backend"), [*CALLS, ("dense", "triton_first")])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "mixed"])
 def test_any_strides_equal_contiguous(layout, path, backend, device):
     """In bits where kernels are interpreted: compiled ones' sums may follow the strides, if not the first kernel's of
     a fused projection; PyTorch's matmuls do as well."""

@@ -103,15 +103,19 @@ NEEDS_9_0 = "hopper kernels need a GPU of compute capability 9.0 (H100, H200), "
         ({"triton": False}, gpu(), {
             "compiled": "torch.compile needs triton on a GPU, and it is not installed",
             "triton": "triton is not installed", "hopper": "triton is not installed"}),
+        ({"triton": False, "interpreter": True}, CPU_INFO, {
+            "triton": "triton is not installed", "hopper": NEEDS_9_0 + "AMD EPYC is no NVIDIA GPU"}),
         ({"gluon": "no Gluon"}, gpu(), {"hopper": "no Gluon"}),
-        ({"system": "darwin", "interpreter": True}, CPU_INFO, {
+        *(({"system": "darwin", "interpreter": interpreter}, CPU_INFO, {
             "compiled": "no C++ compiler",  # clang++ there, and only g++ is found
             "triton": "triton kernels run on Linux, and this is darwin",
-            "hopper": NEEDS_9_0 + "AMD EPYC is no NVIDIA GPU"}),
+            "hopper": NEEDS_9_0 + "AMD EPYC is no NVIDIA GPU"}) for interpreter in (False, True)),
         ({}, gpu("Tesla P100", (6, 0)), {
             "compiled": "torch.compile needs compute capability 7.0 or higher, Tesla P100 has 6.0",
             "triton": NEEDS_8_0 + "Tesla P100 has 6.0; " + INTERPRETER_HINT,
             "hopper": NEEDS_9_0 + "Tesla P100 has 6.0"}),
+        ({}, gpu("Tesla T4", (7, 5)), {
+            "triton": NEEDS_8_0 + "Tesla T4 has 7.5; " + INTERPRETER_HINT, "hopper": NEEDS_9_0 + "Tesla T4 has 7.5"}),
         ({}, gpu("AMD Instinct MI300X", None), {
             "triton": NEEDS_8_0 + "AMD Instinct MI300X is no NVIDIA GPU; " + INTERPRETER_HINT,
             "hopper": NEEDS_9_0 + "AMD Instinct MI300X is no NVIDIA GPU"}),

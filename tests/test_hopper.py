@@ -163,6 +163,15 @@ def test_compile_takes_it_whole(replaced):
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+def test_what_only_the_reference_has_is_refused(replaced):
+    q, k, v, _ = cpu_inputs()
+    with pytest.raises(NotImplementedError, match="forward-mode AD is not supported here"):
+        torch.func.jvp(lambda q: flash_attention(q, k, v), (q,), (q,))
+    (grad_q,) = torch.autograd.grad(flash_attention(q.requires_grad_(), k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward is not supported here; backend='reference' has it"):
+        grad_q.sum().backward()
+
+
 def test_calls_that_hopper_does_not_serve_are_refused():
     """Also on a machine that has a Hopper GPU."""
     q, k, v, _ = inputs(1, 2, 2, 64, 64, 16, torch.float32, "cpu")
@@ -433,6 +442,8 @@ def test_masks(make, head_dim, dtype, deterministic):
     k[:, :, dead], v[:, :, dead] = math.nan, math.nan
     assert_same(call(), clean, deterministic)
     assert not clean["grad_k"][:, :, dead].any() and not clean["grad_v"][:, :, dead].any()
+    empty = ~mask.to_dense().any(-1).expand(2, 4, -1)
+    assert not clean["output"][empty].any() and not clean["grad_q"][empty].any()
 
 
 PACKED = {

@@ -143,6 +143,7 @@ def test_the_tiles_add_up_to_the_gradients(queries, keys, is_causal, group, toge
     (num_programs,), _, _, options = launched["backward"]
     plan = options["PLAN"]
     walks = Walks(queries, keys, is_causal, plan.query_tile)
+    assert plan.whole_key_tiles == (walks.key_tiles * KEY_TILE <= keys or (is_causal and queries <= keys))
     masked_steps = walk.least_steps(plan) if is_causal else 0  # which a causal program runs without a bound
 
     def steps_of(program: int) -> Program:

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("hypothesis")  # a GPU machine may lack it
 pytest.importorskip("cs336_systems.attention.hopper.forward", reason="this triton has no Gluon for Hopper")
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cs336_systems.attention.compilation import compile_all, compiled_launches
@@ -33,6 +33,10 @@ def each_dimension(*values):
     offset=st.sampled_from((0, 0, 1, 8)),
     expanded=st.sets(st.integers(0, 3), max_size=1),
 )
+@example((2, 3, 9, 70), (0, 0, 0, 2), (1, 1, 1, 1), [0, 1, 2, 3], 0, set())  # aligned rows of 70, 72 apart
+@example((2, 3, 9, 64), (0, 0, 0, 2), (1, 1, 1, 1), [0, 1, 2, 3], 0, set())  # aligned at first, rows 66 apart
+@example((2, 3, 9, 64), (0, 0, 0, 8), (2, 2, 2, 1), [0, 2, 1, 3], 8, set())  # read as it lies
+@example((1, 1, 7, 64), (0, 0, 0, 0), (1, 1, 1, 1), [0, 1, 2, 3], 0, set())  # odd strides of dimensions of one
 def test_tma_reads_a_tensor_of_any_strides_and_what_it_cannot_read_is_copied(
     shape, spare, steps, order, offset, expanded
 ):

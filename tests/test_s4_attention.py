@@ -573,7 +573,6 @@ def test_the_first_kernel_saves_one_tensor_of_a_number_a_query(device):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of tensors on a CPU, interpreted")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of tensors on a CPU, interpreted")
 @pytest.mark.parametrize(("q", "k", "dtype", "message"), [
     ((1, 64, 16), (1, 100, 16), torch.float32, r"whole tiles of 64, .*100, 16\)"),
     ((1, 64, 40), (1, 64, 40), torch.float32, r"head dims of \(16, 32, 64, 128\) .* q .*64, 40\)"),

@@ -86,6 +86,7 @@ def test_many_parts_and_scores_of_1e4(is_causal, device):
 def test_rows_are_merged_alone_and_together(single_rows, is_causal, device, monkeypatch):
     """Which of the two is taken depends on how many rows there are."""
     monkeypatch.setattr(split, "SINGLE_ROWS", single_rows)
+    assert split.merge_options(3 * 35, 10, 24)["ROWS"] == (1 if single_rows else split.MERGED_ROWS)
     assert_split(inputs(1, 3, 1, 35, 300, 24, torch.float32, device), is_causal, "32x32_w4_s1", 32)
 
 

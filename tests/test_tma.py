@@ -113,6 +113,8 @@ def test_describable():
     assert not describable(x[..., 4:]), "8 bytes into a row"
     assert not describable(x, x[..., :59].contiguous()), "rows of 118 bytes"
     assert describable(x[..., :59]), "rows of 59 numbers, 128 bytes apart"
+    assert not describable(torch.zeros(2, 3, 70, 66, dtype=x.dtype)[..., :64]), "rows of 132 bytes"
+    assert not describable(x[:, :, :1].expand(-1, -1, 70, -1)), "stride 0 of rows alone"
     assert not describable(x[..., ::2])
     flat = torch.zeros(1 + 2 * 3 * 70 * 64, dtype=torch.float16)
     assert not describable(flat[1:].view(x.shape)), "the address is odd"
