@@ -106,7 +106,7 @@ course-tests: $(STAMP) ## run the course's own tests: DIR=path/to/assignment2-sy
 
 fuzz: $(STAMP) ## the tests that draw their cases, ten times as many: attention against the oracle, masks
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m hypothesis --hypothesis-profile=fuzz \
-	    $$(grep -l 'hypothesis import given' tests/test_*.py) $(PYTEST_ARGS)
+	    $$(grep -l '^from hypothesis import' tests/test_*.py) $(PYTEST_ARGS)
 
 check-wheel: $(STAMP) ## build the wheel, install it elsewhere, use it with and without Triton
 	$(RUN) tools/check_wheel.py
