@@ -121,17 +121,17 @@ def flash_attention(
     Source: FlashAttention-2 (Dao 2023).
     """
     facts = None
-    of_mask = block_mask.facts if type(block_mask) is BlockMask else ()
-    is_known = of_mask is not None and type(block_mask) in (NoneType, BlockMask) and attn_mask is None
-    if is_known and config is None and is_usual(4, q, k, v):
-        facts = (
-            *facts_of(q), *facts_of(k), *facts_of(v), of_mask,
-            *facts_of_options(is_causal, scale, enable_gqa, return_lse, deterministic, backend),
-        )  # fmt: skip
-        if (known := recall(facts)) is not None:
-            lists = block_mask.lists if known.is_listed and block_mask is not None else ()
-            output, lse = known.run(q, k, v, *lists, *known.arguments)
-            return (output, lse) if return_lse else output
+    if attn_mask is None and config is None and type(block_mask) in (NoneType, BlockMask) and is_usual(4, q, k, v):
+        of_mask = () if block_mask is None else block_mask.facts
+        if of_mask is not None:
+            facts = (
+                *facts_of(q), *facts_of(k), *facts_of(v), of_mask,
+                *facts_of_options(is_causal, scale, enable_gqa, return_lse, deterministic, backend),
+            )  # fmt: skip
+            if (known := recall(facts)) is not None:
+                lists = block_mask.lists if known.is_listed and block_mask is not None else ()
+                output, lse = known.run(q, k, v, *lists, *known.arguments)
+                return (output, lse) if return_lse else output
     check_flags(
         is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse,
         deterministic=deterministic is None or deterministic,

@@ -436,7 +436,7 @@ class BlockMask:
 
         None where that does not tell: of lists that are one tensor, or of another kind than torch's own.
         """
-        if len(set(map(id, self.lists))) < len(self.lists) or not are_plain(*self.lists):
+        if not are_plain(*self.lists) or len(set(map(id, self.lists))) < len(self.lists):
             return None
         return (*(x.shape for x in self.lists), self.device, self.block_size, self.seq_lengths, self.dense_form)
 
