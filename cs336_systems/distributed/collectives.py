@@ -152,12 +152,9 @@ def all_gather_flat(
         output.copy_(input)
     if group.size() == 1 or not input.numel():
         return Work()
-    through_host = _through_host(input, group)
-    parts = torch.empty(output.shape, dtype=output.dtype) if through_host else output
     # torch 2.13 renamed this function and reduce_scatter_tensor, and warns of the names that torch 2.11 needs.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work = gather(parts, input.cpu() if through_host else input, group=group, async_op=True)
-    return Work(work, partial(output.copy_, parts) if through_host else None, async_op and not through_host)
+    return Work(gather(output, input, group=group, async_op=True), None, async_op)
 
 
 def reduce_scatter_mean_flat(
@@ -170,12 +167,10 @@ def reduce_scatter_mean_flat(
         output.copy_(input)
     if size == 1 or not output.numel():
         return Work()
-    sent = input.cpu() if _through_host(input, group) else input
-    same = output.dtype == sent.dtype and output.device == sent.device
-    part = output if same else torch.empty(output.shape, dtype=sent.dtype, device=sent.device)
-    divides = on_nccl(sent, group)
+    part = output if output.dtype == input.dtype else torch.empty_like(output, dtype=input.dtype)
+    divides = on_nccl(input, group)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work = scatter(part, sent, op=_mean_op(divides), group=group, async_op=True)
+    work = scatter(part, input, op=_mean_op(divides), group=group, async_op=True)
     return Work(work, partial(_finish_mean, output, part, 1 if divides else size), async_op)
 
 
@@ -193,11 +188,6 @@ def on_nccl(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 
 def _mean_op(divides: bool) -> Any:
     return dist.ReduceOp.AVG if divides else dist.ReduceOp.SUM
-
-
-def _through_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """gloo takes CUDA tensors for all-reduce and broadcast only; the others are staged in host memory."""
-    return tensor.is_cuda and group._get_backend_name() == "gloo"
 
 
 # Construction: every rank starts from rank 0's model
