@@ -22,11 +22,12 @@ pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this trit
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cs336_systems.attention import BlockMask
 from cs336_systems.attention.hopper import backward, light
 from cs336_systems.attention.hopper import backward_walk as walk
 from cs336_systems.attention.hopper import wide_backward as wide
 from cs336_systems.attention.hopper.schedule import SCHEDULES
-from cs336_systems.attention.masks.tiles import pack_tokens
+from cs336_systems.attention.masks.tiles import TileLists, pack_tokens
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.measure.stages import STAGES, TOTAL, time_stages
 from tests.hopper_protocol import (
@@ -401,11 +402,22 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
         assert turns.numel() == 12 * num_rows * width // (64 * 64) * (128 // width)
 
 
-def test_an_ordered_backward_without_a_mask_takes_one_head_after_the_other(launched):
-    q = low(2, 6, 300, 64)
-    backward.hopper_backward(q, q, q, q, torch.randn(2, 6, 300), q, None, True, False, 0.5)
-    _, _, (_, heads_together, tiles_together, *_), _ = launched["backward"]
-    assert (heads_together, tiles_together) == (1, 1)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_heads_take_turns_where_tiles_differ_in_length(launched, head_dim):
+    """Twelve heads; ordered without a mask, the tiles of as many programs as the GPU has places wait for each other."""
+    q, mask = low(2, 6, 300, head_dim), BlockMask.sliding_window(300, window=9, block_size=128)
+
+    def turns(is_causal: bool, ordered: bool = False, lists: TileLists | None = None) -> tuple[int, int]:
+        launched.clear()
+        backward.hopper_backward(q, q, q, q, torch.randn(2, 6, 300), q, None, ordered, is_causal, 0.5, lists)
+        (numbers,) = (call[2] for name, call in launched.items() if not name.endswith("_dq"))
+        return tuple(numbers[1 : 3 if head_dim == 64 else 2])
+
+    if head_dim == 256:
+        assert (turns(True), turns(False)) == ((12,), (1,))
+    else:
+        assert turns(False) == turns(False, ordered=True) == (1, 1)
+        assert turns(True) == turns(True, ordered=True) == turns(False, lists=mask.lists) == (12, 1)
 
 
 def test_strides_of_any_size_fit_32_bits():

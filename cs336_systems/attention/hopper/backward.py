@@ -126,7 +126,7 @@ from cs336_systems.attention.hopper.walk import Documents, key_place, query_plac
 from cs336_systems.attention.hopper.wide_backward import gradients_of_keys, hopper_wide_backward
 from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import head_tile
-from cs336_systems.attention.tiles.config import L2_SHARE_BYTES
+from cs336_systems.attention.tiles.config import HALF_L2_SHARE_BYTES, L2_SHARE_BYTES
 from cs336_systems.attention.triton.launch import empty, empty_like, launch, log_launch, overlap_options
 from cs336_systems.attention.triton.operands import num_multiprocessors, num_tiles
 from cs336_systems.attention.triton.steps import LOG2_E
@@ -640,9 +640,12 @@ def hopper_backward(
     num_rows = num_tiles(num_queries, QUERY_PADDING.value) * QUERY_PADDING.value
     num_key_tiles = num_tiles(min(num_keys, num_queries) if is_causal else num_keys, key_tile)
     whole_key_tiles = num_key_tiles * key_tile <= num_keys or (is_causal and num_queries <= num_keys)
-    heads_together, tiles_together = min(batch * kv_heads, _heads_together(q, group, num_rows)), 1
-    if deterministic and not is_causal:  # the programs of so many tiles wait for each other: `turn_of_tile`
-        heads_together, tiles_together = 1, min(num_rows // key_tile, num_multiprocessors(q.device) or 1)
+    heads_together = tiles_together = 1
+    if is_causal or lists is not None:
+        share = L2_SHARE_BYTES if is_causal else HALF_L2_SHARE_BYTES
+        heads_together = min(batch * kv_heads, _heads_together(q, group, num_rows, share))
+    elif deterministic:  # the programs of so many tiles wait for each other: `turn_of_tile`
+        tiles_together = min(num_rows // key_tile, num_multiprocessors(q.device) or 1)
     way = dq_way(head_tile(width), is_causal, num_queries, deterministic, listed=lists is not None)
     block_size = (0, 0) if lists is None else lists.block_size
     plan = BackwardPlan(
@@ -701,7 +704,7 @@ def hopper_packed_backward(
     group, query_tile, key_tile = heads // kv_heads, QUERY_TILES[head_tile(width)], KEY_TILE.value
     documents = len(cu_seqlens_q) - 1
     num_rows = (num_queries // QUERY_PADDING.value + documents + 1) * QUERY_PADDING.value
-    heads_together = min(kv_heads, _heads_together(q, group, num_rows))
+    heads_together = min(kv_heads, _heads_together(q, group, num_rows, L2_SHARE_BYTES))
     whole_key_tiles = is_causal and cu_seqlens_q is cu_seqlens_k
     way = dq_way(head_tile(width), is_causal, max_seqlen_q, False, packed=True)
     plan = BackwardPlan(
@@ -756,9 +759,9 @@ def _options(plan: BackwardPlan, q: Tensor) -> dict[str, Hashable]:
     return {"PLAN": plan, "num_warps": CONSUMER_WARPS, "launch_pdl": overlap_options(q.device)["OVERLAP"]}
 
 
-def _heads_together(q: Tensor, group: int, num_rows: int) -> int:
-    """Key heads whose streamed rows the L2 cache holds: Q, dO, and dQ in float32."""
-    return max(1, L2_SHARE_BYTES // (group * num_rows * head_tile(q.shape[-1]) * (2 * q.element_size() + 4)))
+def _heads_together(q: Tensor, group: int, num_rows: int, share: int) -> int:
+    """Key heads whose streamed rows fill `share` bytes of the L2 cache: Q, dO, and dQ in float32."""
+    return max(1, share // (group * num_rows * head_tile(q.shape[-1]) * (2 * q.element_size() + 4)))
 
 
 def _scratch(heads: int, num_rows: int, q: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cs336_systems.attention.tiles.config import L2_SHARE_BYTES, head_tile
+from cs336_systems.attention.tiles.config import HALF_L2_SHARE_BYTES, L2_SHARE_BYTES, head_tile
 
 CONSUMER_ROWS = 64  # rows of queries of a warp group
 CONSUMER_WARPS = 4  # a warp group's; kernels are launched with the first consumer's and specialise the others
@@ -230,8 +230,8 @@ def plan_forward(
             f"config of the Hopper forward must be {' or '.join(possible)} for head_dim {head_dim}, got {named[0]!r}"
         )
     key_head_bytes = 2 * num_keys * head_dim * BYTES_PER_ELEMENT
-    in_turns = is_causal or block_size is not None
-    together = max(1, L2_SHARE_BYTES // key_head_bytes) * group if in_turns else 1
+    share = L2_SHARE_BYTES if is_causal else 0 if block_size is None else HALF_L2_SHARE_BYTES
+    together = max(1, share // key_head_bytes) * group if share else 1
     plans = [
         ForwardPlan(
             schedule=schedule, columns=columns_of(head_dim), is_causal=is_causal, order=order, num_queries=num_queries,

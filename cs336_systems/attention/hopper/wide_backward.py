@@ -532,7 +532,7 @@ def hopper_wide_backward(
         preprocess(output, lse, grad_output, grad_lse, rows, None, None)
 
     streamed_bytes = group * num_rows * head_tile(width) * 2 * q.element_size()
-    heads_together = min(batch * kv_heads, max(1, L2_SHARE_BYTES // streamed_bytes))
+    heads_together = min(batch * kv_heads, max(1, L2_SHARE_BYTES // streamed_bytes)) if is_causal else 1
     one_batch = (1, batch * kv_heads, num_keys, width)  # programs count batch and heads of dK and dV as one
     of_keys = tuple(tile_descriptor(x.view(one_batch), ROWS.value) for x in (grad_k, grad_v))
     with stage("dkv"):

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile
+from cs336_systems.attention.tiles.config import HALF_L2_SHARE_BYTES
 from cs336_systems.attention.triton.launch import empty, empty_like, launch, overlap_options
 from cs336_systems.attention.triton.operands import Keys, Queries, Rows, described, grid_of, num_tiles, tile_options
 from cs336_systems.attention.triton.steps import (
@@ -334,19 +335,20 @@ def launch_backward(
     rows = launch_preprocess(output, lse, grad_output, grad_lse)
     strides = (q.stride(), k.stride(), v.stride(), grad_output.stride())
     sizes_and_scales = (num_queries, num_keys, scale, scale * LOG2_E.value, 0.0)
-    common = {"GROUP": heads // kv_heads, "IS_CAUSAL": is_causal, **overlap_options(q.device, follows=True)}
+    group, share = heads // kv_heads, HALF_L2_SHARE_BYTES if is_causal else 0
+    common = {"GROUP": group, "IS_CAUSAL": is_causal, **overlap_options(q.device, follows=True)}
     with stage("dkv"):
         launch(
             flash_backward_dkdv_kernel, grid_of(dkdv_config, q, k),
             (*described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v),
-            (*strides, kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), *sizes_and_scales),
+            (*strides, kv_heads, heads_together(batch * kv_heads, q, group, share), *sizes_and_scales),
             common | tile_options(dkdv_config, head_dim),
         )  # fmt: skip
     with stage("dq"):
         launch(
             flash_backward_dq_kernel, grid_of(dq_config, q, k),
             (*described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q),
-            (*strides, heads, heads_together(batch * heads, k), *sizes_and_scales),
+            (*strides, heads, heads_together(batch * heads, k, share=share), *sizes_and_scales),
             common | tile_options(dq_config, head_dim),
         )  # fmt: skip
     return grad_q, grad_k, grad_v

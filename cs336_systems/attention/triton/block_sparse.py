@@ -17,6 +17,7 @@ O = 0, L = -inf and no gradient. The backward's kernels overlap as the dense one
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import triton
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import KernelConfig
+from cs336_systems.attention.tiles.config import HALF_L2_SHARE_BYTES
 from cs336_systems.attention.triton.backward import launch_preprocess
 from cs336_systems.attention.triton.launch import empty_like, launch, overlap_options
 from cs336_systems.attention.triton.operands import (
@@ -59,6 +61,7 @@ from cs336_systems.attention.triton.steps import (
 from cs336_systems.device import interpreter_is_on
 from cs336_systems.measure.stages import stage
 
+_heads_together = partial(heads_together, share=HALF_L2_SHARE_BYTES)
 KEYS_PER_WORD = tl.constexpr(32)
 INTERPRETED = tl.constexpr(interpreter_is_on())  # decided when kernels are loaded
 # $0 = $1 & $2 ? $3 : $4, two instructions. From `tl.where`, LLVM makes one comparison of 64 lanes, packs its result
@@ -384,7 +387,7 @@ def launch_block_sparse_forward(
         launch(
             block_sparse_forward_kernel, grid_of(config, q, k),
             (*described(config, q=q, k=k, v=v), output, lse, *tensors),
-            (q.stride(), k.stride(), v.stride(), heads, heads_together(batch * heads, k), num_queries, k.shape[2],
+            (q.stride(), k.stride(), v.stride(), heads, _heads_together(batch * heads, k), num_queries, k.shape[2],
              *mask_sizes, scale * LOG2_E.value, 0.0),
             _options(q, k, lists, config),
         )  # fmt: skip
@@ -409,7 +412,7 @@ def launch_block_sparse_backward(
         launch(
             block_sparse_dkdv_kernel, grid_of(dkdv_config, q, k),
             (*described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v, *tensors),
-            (*strides, kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), num_queries, num_keys,
+            (*strides, kv_heads, _heads_together(batch * kv_heads, q, heads // kv_heads), num_queries, num_keys,
              *mask_sizes, *scales),
             _options(q, k, lists, dkdv_config) | overlap,
         )  # fmt: skip
@@ -418,7 +421,7 @@ def launch_block_sparse_backward(
         launch(
             block_sparse_dq_kernel, grid_of(dq_config, q, k),
             (*described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q, *tensors),
-            (*strides, heads, heads_together(batch * heads, k), num_queries, num_keys, *mask_sizes, *scales),
+            (*strides, heads, _heads_together(batch * heads, k), num_queries, num_keys, *mask_sizes, *scales),
             _options(q, k, lists, dq_config) | overlap,
         )  # fmt: skip
     return grad_q, grad_k, grad_v

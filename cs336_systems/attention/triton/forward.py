@@ -138,8 +138,8 @@ def launch_forward(
         launch(
             flash_forward_kernel, grid_of(config, rows, k),
             (*described(config, q=rows, k=k, v=v), output, lse),
-            (rows.stride(), k.stride(), v.stride(), heads, heads_together(batch * heads, k), num_queries,
-             k.shape[2], scale * LOG2_E.value, 0.0),
+            (rows.stride(), k.stride(), v.stride(), heads, heads_together(batch * heads, k) if is_causal else 1,
+             num_queries, k.shape[2], scale * LOG2_E.value, 0.0),
             {"GROUP": heads // k.shape[1], **tile_options(config, head_dim), "IS_CAUSAL": is_causal},
         )  # fmt: skip
     return output, lse

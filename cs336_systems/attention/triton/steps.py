@@ -270,12 +270,13 @@ def fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, ZERO, TILES: tl.constexpr):
     return dK, dV
 
 
-def heads_together(batch_heads: int, streamed: Tensor, group: int = 1) -> int:
-    """How many heads `tile_of_program` takes at a time, all of whose programs read every row of two tensors.
+def heads_together(batch_heads: int, streamed: Tensor, group: int = 1, share: int = L2_SHARE_BYTES) -> int:
+    """How many heads `tile_of_program` takes at a time, whose programs read the rows of two tensors.
 
-    `streamed` (..., rows, head_dim) is one of the two; a program reads `group` of its heads. The result is a power
-    of two, since Triton compiles a kernel anew for 1 and for multiples of 16.
+    `streamed` (..., rows, head_dim) is one of the two; a program reads `group` of its heads; `share` are the bytes that
+    all may have. It is for tiles of unequal length: where all are equally long, one head after the other is faster. The
+    result is a power of two, since Triton compiles a kernel anew for 1 and for multiples of 16.
     """
     head_bytes = 2 * streamed.shape[-2] * streamed.shape[-1] * streamed.element_size() * group
-    fitting = max(1, L2_SHARE_BYTES // head_bytes)
+    fitting = max(1, share // head_bytes)
     return 2 ** (min(batch_heads, fitting).bit_length() - 1)
