@@ -481,6 +481,15 @@ def test_packed_documents(case, deterministic, head_dim, dtype, is_causal, each_
 
 
 @on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_packed_documents_of_many_tiles(head_dim):
+    """Enough for programs to take several, where schedule and order are left to the launcher."""
+    tensors, documents = varlen.packed([2048, 1999], None, 0, 16, 16, head_dim, torch.bfloat16, "cuda")
+    results = varlen.run_packed(tensors, documents, is_causal=True, backend="hopper")
+    assert varlen.worst_error(tensors, documents, results, True) <= 1
+
+
+@on_hopper
 def test_the_log_says_which_walk_was_launched(capfd, monkeypatch):
     from cs336_systems.attention.triton import launch
 

@@ -339,3 +339,15 @@ def test_documents_are_walked_whole_and_the_protocol_ends(schedule, is_causal, o
         )
         done = Counter(run_forward(launch, rng, lambda _, slot, walks=walks: walks[slot]))
         assert done == Counter(product(range(3), [slot for slot, keys in walks.items() if keys]))
+
+
+@EACH_MASK
+@pytest.mark.parametrize("head_dim", SCHEDULES)
+def test_slots_of_documents_are_never_paired(head_dim, is_causal):
+    """Above 128 columns they once were, where the launcher chose the order: half of them were not computed."""
+    for documents, length, heads in product((1, 16), (512, 1024, 2048), (16, 32)):
+        launch = plan_packed_forward(
+            head_dim=head_dim, is_causal=is_causal, num_queries=documents * length, num_keys=documents * length,
+            heads=heads, group=1, documents=documents, max_seqlens=(length, length), num_multiprocessors=132,
+        )  # fmt: skip
+        assert launch.order in UNPAIRED

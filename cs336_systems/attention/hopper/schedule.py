@@ -220,7 +220,7 @@ def plan_forward(
     schedules: Sequence[ForwardSchedule] = SCHEDULES[head_tile(head_dim)]
     named = [name for name in config.split(",") if name.startswith(PREFIX)]
     if block_size is None and head_tile(head_dim) > 128 and not named:
-        orders = WIDE
+        orders = [order for order in orders if order in WIDE]
     if block_size is not None:
         schedules = [schedule for schedule in schedules if block_size[0] % schedule.query_tile == 0][:1]
         orders = UNPAIRED
