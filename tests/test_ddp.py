@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -227,6 +227,36 @@ def test_a_step_on_gradients_that_were_never_averaged_is_refused(wrapper, alone_
         optimizer.step()
     wrapped.finish_gradient_synchronization()
     optimizer.step()
+
+
+class LastTwo(nn.Module):
+    """Uses all but its first parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.norm = nn.Linear(2, 2), nn.Linear(2, 2), nn.LayerNorm(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.last(x))
+
+
+@pytest.mark.parametrize("case", ["the first unused", "in no_sync alone", "all but norms frozen"])
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "fsdp"])
+def test_whichever_gradients_wait_a_step_is_refused(wrapper, case, alone_in_a_group):
+    model = LastTwo()
+    if case == "all but norms frozen":
+        for linear in (model.first, model.last):
+            linear.requires_grad_(False)
+    wrapped: Any = WRAPPERS.get(wrapper, FSDP)(model)
+    linears = torch.optim.SGD([*wrapped.module.last.parameters()], lr=0.1)
+    norms = torch.optim.SGD(wrapped.module.norm.parameters(), lr=0.1)
+    with wrapped.no_sync() if case == "in no_sync alone" else nullcontext():
+        wrapped(torch.tensor([[1.0, 2.0]])).sum().backward()
+        if not wrapped.sends:
+            norms.step()  # of this rank alone, as it says
+    for optimizer in (norms,) if case == "all but norms frozen" else (norms, linears):
+        with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after the backward, before"):
+            optimizer.step()
 
 
 def test_a_compiled_wrapper_is_compiled_once(alone_in_a_group):

@@ -75,6 +75,14 @@ class Accumulating(ABC):
     def _finish(self) -> None:
         """Send what this step's backward has not sent, and wait for all."""
 
+    def _arrive(self, index: int) -> None:
+        """The backward has accumulated the gradient of a parameter, counted from the last one."""
+        self.unfinished.add(self)
+
+    def _put_aside(self) -> set[Tensor]:
+        """Parameters whose gradients wait elsewhere than in `.grad`."""
+        return set()
+
 
 def check_unwrapped(module: nn.Module) -> None:
     """ValueError if a wrapper in `module` averages the gradients already."""
@@ -87,16 +95,17 @@ def check_unwrapped(module: nn.Module) -> None:
 def watch_steps() -> None:
     """From now on raise an error before an optimizer's step that would go wrong in silence.
 
-    RuntimeError with gradients that were not averaged. ValueError before the first step of an optimizer that was built
-    before FSDP cut its parameters, or that does not update rows one by one. Once and for good: a hook that goes with
-    its model would go in the middle of a step, where that is collected.
+    RuntimeError with gradients that were not averaged, but within `no_sync`, where a step is its rank's own. ValueError
+    before the first step of an optimizer that was built before FSDP cut its parameters, or that does not update rows
+    one by one. Once and for good: a hook that goes with its model would go in the middle of a step, where that is
+    collected.
     """
     checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        unfinished = [] if torch.compiler.is_compiling() else [*Accumulating.unfinished]
+        unfinished = [] if torch.compiler.is_compiling() else [one for one in Accumulating.unfinished if one.sends]
         for wrapper in unfinished:
-            waiting = {parameter for parameter in wrapper.parameters() if parameter.grad is not None}
+            waiting = wrapper._put_aside() | {one for one in wrapper.parameters() if one.grad is not None}
             if any(not waiting.isdisjoint(group["params"]) for group in optimizer.param_groups):
                 raise RuntimeError("call finish_gradient_synchronization() after the backward, before step()")
         if optimizer not in checked:
@@ -145,14 +154,9 @@ class DataParallel(nn.Module, Accumulating):
         for older in self.alive:
             if not set(older.trainable).isdisjoint(self.trainable):
                 older.sends = False
-                self.unfinished.discard(older)
         self.alive.add(self)
-        call_at_each_gradient(self, self.trainable[:1], DataParallel._note_backward)
+        call_at_each_gradient(self, self.trainable[::-1], type(self)._arrive)
         watch_steps()
-
-    def _note_backward(self, _: int) -> None:
-        if self.sends:
-            self.unfinished.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

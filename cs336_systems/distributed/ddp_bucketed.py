@@ -14,7 +14,7 @@ from itertools import accumulate
 from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import Group, Work, all_reduce_mean
-from cs336_systems.distributed.ddp import DataParallel, SendQueue, call_at_each_gradient, dense_gradient
+from cs336_systems.distributed.ddp import DataParallel, SendQueue, dense_gradient
 
 BYTES_PER_MB = 2**20  # as torch's DistributedDataParallel counts its bucket_cap_mb
 ALIGNMENT_BYTES = 16  # of each view: the width of a GPU's vector loads
@@ -41,10 +41,10 @@ class BucketedDDP(DataParallel):
         plan = plan_buckets(self.trainable, limit)
         self.buckets = [Bucket([self.trainable[index] for index in indices]) for indices in plan]
         self._queue = SendQueue([bucket.parameters for bucket in self.buckets], self.names, group)
-        call_at_each_gradient(self, self._queue.parameters, BucketedDDP._arrive)
 
     def _arrive(self, index: int) -> None:
-        """The backward has accumulated the gradient of a parameter: into its bucket, and send what is full."""
+        """Take the gradient into its bucket, and send what is full."""
+        super()._arrive(index)
         number, place = self._queue.places[index]
         self.buckets[number].take_gradient(place)
         if self.sends:

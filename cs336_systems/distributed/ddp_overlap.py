@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from cs336_systems.distributed.collectives import Group, Work, all_reduce_mean
-from cs336_systems.distributed.ddp import DataParallel, SendQueue, call_at_each_gradient, dense_gradient
+from cs336_systems.distributed.ddp import DataParallel, SendQueue, dense_gradient
 
 
 class OverlapDDP(DataParallel):
@@ -22,10 +22,10 @@ class OverlapDDP(DataParallel):
     def __init__(self, module: nn.Module, group: Group = None, *, find_unused_parameters: bool = False) -> None:
         super().__init__(module, group, find_unused_parameters=find_unused_parameters)
         self._queue = SendQueue([[parameter] for parameter in reversed(self.trainable)], self.names, group)
-        call_at_each_gradient(self, self._queue.parameters, OverlapDDP._arrive)
 
     def _arrive(self, index: int) -> None:
-        """The backward has accumulated the gradient of a parameter: send what is next, as far as it is there."""
+        """Send what is next, as far as it is there."""
+        super()._arrive(index)
         if self.sends:
             self._queue.arrive(index, self._send)
 

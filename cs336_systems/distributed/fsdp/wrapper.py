@@ -114,6 +114,7 @@ class FSDP(nn.Module, Accumulating):
                 entry.register_forward_hook(partial(self._after_forward, unit), with_kwargs=True, always_call=True)
         self._trained = [(unit, weight) for unit in self.units for weight in unit.trainable]
         call_at_each_gradient(self, [weight.whole for _, weight in self._trained], FSDP._gradient_arrived)
+        call_at_each_gradient(self, [one for one in self._replicated if one.requires_grad], FSDP._arrive)
         watch_steps()
 
     # Construction
@@ -266,6 +267,7 @@ class FSDP(nn.Module, Accumulating):
 
     def _gradient_arrived(self, index: int) -> None:
         """Reduce once the last gradient of the unit is there."""
+        self._arrive(index)
         unit, weight = self._trained[index]
         dense_gradient(weight.whole)
         if not self.sends:
@@ -281,7 +283,9 @@ class FSDP(nn.Module, Accumulating):
             self._window.agree("reduces", unit, sum(is_ready << place for place, is_ready in enumerate(ready)))
             weights = [weight for weight, is_ready in zip(unit.weights, ready) if is_ready]
             self._window.reducer.reduce({weight: weight.take_gradient() for weight in weights})
-            self.unfinished.add(self)
+
+    def _put_aside(self) -> set[Tensor]:
+        return {weight.shard for weight in self.weights.values() if weight.accumulated is not None}
 
     def _end_backward(self, backward: int) -> None:
         """Leave nothing gathered; reduce what the unused weights of a unit kept waiting."""
