@@ -105,6 +105,15 @@ def test_what_cannot_run_here_is_one_line(arguments: list[str], message: str, tm
     assert_refused(invoke("profile", *arguments, "--device", "cpu", "--results", tmp_path), message, code=1)
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cs336_systems.experiments.profiled.prepare", lambda *_: pytest.fail("it has begun"))
+    (tmp_path / "file").touch()
+    result = invoke("profile", *SMALL, "--device", "cpu", "--results", tmp_path / "file")
+    assert_refused(result, "/logs/profiles cannot be written: Not a directory")
+
+
 # nsys and ncu
 
 
