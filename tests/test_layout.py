@@ -14,7 +14,7 @@ PACKAGE = "cs336_systems"
 
 # A file imports from its own unit (a module or a folder directly under the package) and from those before it.
 ORDER = (
-    "handout", "config", "accounting", "device", "analysis", "inputs", "grids", "measure", "kernels", "attention",
+    "handout", "config", "accounting", "device", "analysis", "inputs", "grids", "measure", "attention",
     "model", "distributed", "training", "integrations", "experiments", "compare", "grading", "commands",
     "cli", "notebook",
 )  # fmt: skip

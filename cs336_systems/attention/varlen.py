@@ -65,7 +65,7 @@ def flash_attention_varlen(
         max_seqlen_q, max_seqlen_k: length of the longest document. They choose tiles; results do not depend on them.
         is_causal: within each document query i attends keys j <= i, aligned at the top left.
         return_lse: also return the log-sum-exp, (heads, total_queries).
-        deterministic: as in `flash_attention`.
+        deterministic: as in `flash_attention` under a block_mask.
         backend: `triton` and `hopper` run one grid over all documents; the others loop over them, which
             torch.compile does with a graph break.
 
