@@ -42,11 +42,9 @@ def options(version: Annotated[bool, typer.Option("--version", help="Say which v
 
 
 app.command("list")(list_problems)
-for command in (run, report, profile, memory, train, generate, grade, doctor):
+for command in (run, report, profile, memory, train, generate, grade, doctor, compare, branches):
     app.command()(command)
 app.add_typer(tune, name="tune")
-app.command()(compare)
-app.command()(branches)
 
 
 def main(run_app: Callable[[], None] = app) -> None:

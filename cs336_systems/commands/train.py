@@ -53,8 +53,6 @@ def train(
     """Train a language model on bytes; the same losses with every wrapper, and after --resume."""
     with one_line_errors():
         shared.wait_briefly(os.environ)
-        from dataclasses import replace
-
         from cs336_systems.config import MODEL_SIZES, Precision
         from cs336_systems.device import resolve_device
         from cs336_systems.training import TrainingConfig
@@ -72,7 +70,7 @@ def train(
             num_ranks=_num_ranks(ranks, wrapper),
             context_parallel=context_parallel,
             attention=attention,
-            precision=replace(Precision(), autocast=autocast),  # type: ignore[arg-type]
+            precision=Precision(autocast=autocast),  # type: ignore[arg-type]
             batch=batch,
             accumulation=accumulation,
             steps=steps,
