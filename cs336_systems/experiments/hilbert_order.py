@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from cs336_systems import grids
 from cs336_systems.experiments import Calculation, Lines, Listing, problem
+from cs336_systems.grids import hilbert_order, neighbourhood_block_density, row_major_order
 
-ORDERS = {"rows": grids.row_major_order, "Hilbert's curve": grids.hilbert_order}
+ORDERS = {"rows": row_major_order, "Hilbert's curve": hilbert_order}
 BLOCK_SIZE = 128
 
 
@@ -17,11 +17,9 @@ class HilbertOrder(Calculation):
             for radius in (1, 3, 7, 15):
                 shared = {"grid": f"{n} × {n}", "radius": radius}
                 densities = {
-                    name: 100 * grids.neighbourhood_block_density(
-                        n, radius=radius, block_size=BLOCK_SIZE, order=order(n)
-                    )
+                    name: 100 * neighbourhood_block_density(n, radius=radius, block_size=BLOCK_SIZE, order=order(n))
                     for name, order in ORDERS.items()
-                }  # fmt: skip
+                }
                 rows += [
                     shared | {"quantity": "density", "order": name, "density": one} for name, one in densities.items()
                 ]

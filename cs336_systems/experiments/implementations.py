@@ -177,8 +177,9 @@ def _kernels(backend: str, q: Tensor, k: Tensor, shape: AttentionShape) -> str:
     if backend == "triton_first":
         return ran("flash_fwd_kernel tiled_backward", q.device.type)
     from cs336_systems.attention.triton.function import forward_name, kernel_config
+    from cs336_systems.attention.triton.operands import rows_of_groups
 
-    rows = _query_rows(q, k, shape)
+    rows = rows_of_groups(q, k, shape.is_causal)
     forward = forward_name(kernel_config("forward", rows, k, is_causal=shape.is_causal), rows, k, shape.is_causal)
     others = (kernel_config(kernel, q, k, is_causal=shape.is_causal).name for kernel in ("dkdv", "dq"))
     return ran(" ".join([forward, *others]), q.device.type)
@@ -188,9 +189,10 @@ def whole_keys(shape: AttentionShape) -> AttentionFunction:
     """The Triton forward, whose keys are not split among programs however few the queries are."""
     from cs336_systems.attention.triton.forward import launch_forward
     from cs336_systems.attention.triton.function import kernel_config
+    from cs336_systems.attention.triton.operands import rows_of_groups
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        config = kernel_config("forward", _query_rows(q, k, shape), k, is_causal=shape.is_causal)
+        config = kernel_config("forward", rows_of_groups(q, k, shape.is_causal), k, is_causal=shape.is_causal)
         scale = shape.head_dim**-0.5
         return launch_forward(q, k, v, is_causal=shape.is_causal, scale=scale, config=config)[0]
 
@@ -206,12 +208,6 @@ def chosen_tiles(
         kernel, capability=capability, head_dim=shape.head_dim, batch=shape.batch, heads=shape.heads,
         seqlen_q=shape.seqlen_q, seqlen_k=shape.seqlen_k, dtype=shape.dtype, is_causal=shape.is_causal, tma=tma,
     )  # fmt: skip
-
-
-def _query_rows(q: Tensor, k: Tensor, shape: AttentionShape) -> Tensor:
-    from cs336_systems.attention.triton.operands import rows_of_groups
-
-    return rows_of_groups(q, k, shape.is_causal)
 
 
 def query_and_key(shape: AttentionShape, device: str) -> tuple[Tensor, Tensor]:

@@ -70,7 +70,7 @@ class MaskedAttention(AttentionByTurns):
             "document": f"{'causal ' * causal}documents of {numbers.partition(',')[0]}",
             "random": f"tiles, {numbers} live",
         }
-        return {"attended": words[name], "width": f"head dim {row['head_dim']}", "pass": MODE_WORDS[row["mode"]]}
+        return {"attended": words[name], "width": f"head dim {row['head_dim']}"}
 
     def compared(self, frame: Any) -> Any:
         """A column `tflops`, of attended pairs."""

@@ -3,8 +3,9 @@
 from cs336_systems.config import DTypeName, RunConfig
 from cs336_systems.experiments import Bars, Cell, Pick, Wide, problem
 from cs336_systems.experiments.parallel_step import MEMORY, OPTIMIZER_IMPLEMENTATIONS
-from cs336_systems.experiments.ranks import MOMENTS
-from cs336_systems.experiments.sharding import ShardingExperiment, sharding_cells
+from cs336_systems.experiments.sharding import MOMENT_WORDS, ShardingExperiment, sharding_cells
+
+SO_FAR = MOMENT_WORDS | {"peak of later steps": "peak_memory"}
 
 
 @problem()
@@ -21,13 +22,8 @@ class OptimizerStateSharding(ShardingExperiment):
         "memory_two": Wide(
             title="Memory of a rank of two, the most so far (GiB)",
             down={"implementation": "implementation", "compute": "compute"},
-            where={"num_ranks": 2, "mode": "train_step", "quantity": (*MOMENTS, "peak_memory")},
-            columns={
-                "after init": Pick({"quantity": "memory_after_init"}, unit="GiB"),
-                "before the step": Pick({"quantity": "memory_before_step"}, unit="GiB"),
-                "after the step": Pick({"quantity": "memory_after_step"}, unit="GiB"),
-                "peak of later steps": Pick({"quantity": "peak_memory"}, unit="GiB"),
-            },
+            where={"num_ranks": 2, "mode": "train_step", "quantity": tuple(SO_FAR.values())},
+            columns={words: Pick({"quantity": quantity}, unit="GiB") for words, quantity in SO_FAR.items()},
         )
     }
     figures = {

@@ -13,10 +13,10 @@ from cs336_systems.experiments.parallel_step import MEMORY, ShardingCase, fsdp_c
 from cs336_systems.measure.memory import MIB
 
 PREDICTED = "predicted_peak_memory"
+MOMENT_WORDS = dict(zip(("after init", "before the step", "after the step"), ranks.MOMENTS))
 MEMORY_WORDS = {
-    **dict(zip(("after init", "before the step", "after the step"), ranks.MOMENTS)), "peak": "peak_memory",
-    "peak predicted": PREDICTED, "parameters": "parameters", "gradients": "gradients",
-    "optimizer state": "optimizer_state",
+    **MOMENT_WORDS, "peak": "peak_memory", "peak predicted": PREDICTED,
+    "parameters": "parameters", "gradients": "gradients", "optimizer state": "optimizer_state",
 }  # fmt: skip
 TIME_WORDS = {
     "traced (ms)": "traced_time", "compute (ms)": "compute_time", "communication (ms)": "communication_time",
