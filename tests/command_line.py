@@ -1,5 +1,6 @@
 """Runs commands in this process, and knows what a refusal looks like."""
 
+from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner
@@ -10,6 +11,12 @@ from cs336_systems.cli import app
 def invoke(*arguments: object, env: dict[str, str] | None = None) -> Any:
     """`cs336-systems ARGUMENTS`: its exit code, stdout and stderr."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env)
+
+
+def tiny_run(results: Path, *arguments: str) -> list[str]:
+    """The arguments of a run at the least scale into `results`."""
+    options = ("--scale", "tiny", "--device", "cpu", "--results", str(results), "--commit", "0123456789ab", "--clean")
+    return ["run", *arguments, *options]
 
 
 def assert_refused(result: Any, message: str, code: int = 2) -> None:

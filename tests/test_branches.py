@@ -14,7 +14,8 @@ from cs336_systems.compare import pool
 from cs336_systems.experiments.records import read_records
 from tests.command_line import assert_refused, invoke
 from tests.processes import wait_until
-from tests.test_compare import broken, record
+from tests.test_compare import record
+from tests.test_records import broken
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = "cs336_systems/attention/reference.py"

@@ -25,12 +25,10 @@ from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.spec import measured_problems
 from cs336_systems.handout import HANDOUT
 from cs336_systems.measure.trace import Kernel, Trace
-from tests.command_line import assert_refused, invoke
+from tests.command_line import assert_refused, invoke, tiny_run
 from tests.processes import is_running, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMIT = ("--commit", "0123456789ab", "--clean")
-
 
 REFUSALS = [
     ("run flash", "unknown problem 'flash'; did you mean 'flash_benchmarking'? `cs336-"),
@@ -112,7 +110,7 @@ def test_records_that_cannot_be_written_are_refused_before_anything_is_measured(
         path.write_text("a file where the folder should be")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sweep, "measure", lambda *_, **__: pytest.fail("measured"))
-        assert_refused(invoke(*tiny(tmp_path, "leaderboard_2025")), f"{path} cannot be written: ")
+        assert_refused(invoke(*tiny_run(tmp_path, "leaderboard_2025")), f"{path} cannot be written: ")
 
 
 def test_report_without_records(tmp_path):
@@ -132,11 +130,6 @@ def test_list_and_doctor():
     assert re.search(r"memory +[\d.]+ GiB", doctor.stdout) and "None" not in doctor.stdout
 
 
-def tiny(folder: Path, *arguments: str) -> list[str]:
-    """A run at the least scale into `folder`."""
-    return ["run", *arguments, "--scale", "tiny", "--device", "cpu", "--results", str(folder), *COMMIT]
-
-
 def start(arguments: list[str], **options: bool) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "cs336_systems", *arguments]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
@@ -150,7 +143,7 @@ def interrupt(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished_and_a_second_run_finishes(tmp_path):
-    arguments = tiny(tmp_path, "pytorch_attention", "mixed_precision_accumulation")
+    arguments = tiny_run(tmp_path, "pytorch_attention", "mixed_precision_accumulation")
     process = start(arguments, start_new_session=True)
     records = "pytorch_attention.jsonl"
     wait_until(lambda: any(path.stat().st_size for path in tmp_path.rglob(records)), process)  # a cell has finished
@@ -176,7 +169,7 @@ def test_ctrl_c_keeps_what_is_finished_and_a_second_run_finishes(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_among_ranks_leaves_no_warning_of_pythons(tmp_path):
     """The resource tracker warned of two leaked semaphores, those of the ranks' queue."""
-    process = start([*tiny(tmp_path, "naive_ddp_benchmarking"), "--scale", "smoke"], start_new_session=True)
+    process = start([*tiny_run(tmp_path, "naive_ddp_benchmarking"), "--scale", "smoke"], start_new_session=True)
     assert process.stderr is not None
     while "naive_ddp_benchmarking 1/1" not in process.stderr.readline():
         assert process.poll() is None
@@ -188,7 +181,7 @@ def test_ctrl_c_among_ranks_leaves_no_warning_of_pythons(tmp_path):
 def test_cells_that_failed_before_are_said_to_have_failed(tmp_path, monkeypatch):
     """A second run over nothing but failed rows called them finished and exited 0."""
     monkeypatch.chdir(ROOT)
-    arguments = tiny(tmp_path, "benchmarking_script", "--model", "tests.broken_models:Raises")
+    arguments = tiny_run(tmp_path, "benchmarking_script", "--model", "tests.broken_models:Raises")
     first = invoke(*arguments)
     assert first.exit_code == 1 and "nothing could be measured" in first.stderr
     said = r"failed \(small-proxy .*\): RuntimeError: CUDA error: an illegal memory access"
@@ -203,10 +196,10 @@ def test_cells_that_failed_before_are_said_to_have_failed(tmp_path, monkeypatch)
 def test_a_run_says_why_it_skipped(tmp_path):
     """It ended at "nothing could be measured" or "1 partly skipped", and the reasons were in the records alone."""
     for _ in range(2):
-        run = invoke(*tiny(tmp_path, "kernel_counters"))
+        run = invoke(*tiny_run(tmp_path, "kernel_counters"))
         assert run.exit_code == 1
         assert run.stderr.count("  skipped triton, hopper, sdpa_cudnn: a CPU has no counters that ncu reads\n") == 1
-    part = invoke(*tiny(tmp_path, "hopper_ladder"))
+    part = invoke(*tiny_run(tmp_path, "hopper_ladder"))
     assert "hopper_ladder, cells: 1 partly skipped" in part.stdout and "  skipped sdpa_cudnn: " in part.stderr
 
 
@@ -228,7 +221,7 @@ def test_warnings_are_one_line_of_the_command(monkeypatch):
 @pytest.mark.slow
 def test_the_measuring_process_ends_with_its_parent(name, code, tmp_path):
     """A terminated or killed run left a process behind that went on with a cell that never ends, holding the GPU."""
-    process = start(tiny(tmp_path, "benchmarking_script", "--model", "tests.broken_models:Hangs"))
+    process = start(tiny_run(tmp_path, "benchmarking_script", "--model", "tests.broken_models:Hangs"))
 
     def hanging() -> list[str]:
         said = "".join(log.read_text() for log in tmp_path.rglob("worker.log"))
@@ -246,7 +239,7 @@ def test_the_measuring_process_ends_with_its_parent(name, code, tmp_path):
 @pytest.mark.slow
 def test_a_second_run_into_the_same_folder_is_refused(tmp_path):
     """Two runs measured every cell twice, and each other's load."""
-    arguments = tiny(tmp_path, "pytorch_attention")
+    arguments = tiny_run(tmp_path, "pytorch_attention")
     first = start([*arguments, "benchmarking_script", "--model", "tests.broken_models:Hangs"])
     try:
         wait_until(lambda: list(tmp_path.rglob("*.jsonl")), first)
@@ -259,7 +252,7 @@ def test_a_second_run_into_the_same_folder_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_the_published_folder_away_from_the_repository_gets_a_report(tmp_path, monkeypatch):
-    assert invoke(*tiny(tmp_path, "pytorch_attention")).exit_code == 0
+    assert invoke(*tiny_run(tmp_path, "pytorch_attention")).exit_code == 0
     next(tmp_path.glob("cpu-*")).rename(tmp_path / "nvidia-h200")
     monkeypatch.chdir(tmp_path)
     result = invoke("report", "--results", ".", "--folder", "nvidia-h200")

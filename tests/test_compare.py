@@ -13,7 +13,7 @@ from cs336_systems.compare import bootstrap_change, compare_records, exit_code, 
 from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase
 from cs336_systems.experiments.records import Record, append_records, case_to_dict
 from tests.command_line import assert_refused, invoke
-from tests.test_records import RUN
+from tests.test_records import RUN, broken
 from tests.test_records import record as valid_record
 
 GPU = {"name": "Test GPU", "kind": "cuda", "driver": "1.2"}
@@ -27,9 +27,8 @@ def shape(seqlen: int) -> AttentionShape:
 
 
 def record(seqlen: int, samples: list[float], **changes: Any) -> Record:
-    of_run = {name: changes.pop(name) for name in ("device", "software") if name in changes}
-    run, case = structs.replace(GPU_RUN, **of_run), case_to_dict(shape(seqlen))
-    return valid_record(**{"run": run, "case": case, "implementation": "triton", "samples": samples} | changes)
+    values = {"run": GPU_RUN, "case": case_to_dict(shape(seqlen)), "implementation": "triton", "samples": samples}
+    return valid_record(**values | changes)
 
 
 def run_of(seed: int, *, slower: float = 1.0, noise: float = 0.005, rows: int = 20, count: int = 10) -> list[Record]:
@@ -39,10 +38,6 @@ def run_of(seed: int, *, slower: float = 1.0, noise: float = 0.005, rows: int = 
         record(128 * (row + 1), [(row + 1) * slower * math.exp(generator.gauss(0, noise)) for _ in range(count)])
         for row in range(rows)
     ]
-
-
-def broken(of: Record, status: str = "oom", message: str = "CUDA out of memory") -> Record:
-    return structs.replace(of, samples=[], status=status, message=message)
 
 
 # Verdicts

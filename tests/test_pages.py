@@ -19,7 +19,7 @@ from cs336_systems.experiments.records import Record, append_records
 from cs336_systems.experiments.spec import Experiment, experiments, load, measured_problems
 from cs336_systems.experiments.tables import ABSENT, Listing, Pick, Pivot, Ratio, Wide, escape
 from cs336_systems.handout import HANDOUT
-from tests.test_records import RUN, gpu_record
+from tests.test_records import RUN, broken, gpu_record
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_RUN = replace(RUN, device={"name": "a GPU", "kind": "cuda"}, scale="smoke")
@@ -33,10 +33,6 @@ def row(implementation: str, samples: list[float], case: object = CASES[0], **ch
 
 def frame_of(*records: Record) -> pd.DataFrame:
     return load_frame(SHAPES, records)
-
-
-def broken(implementation: str, status: str, case: object = CASES[0], message: str = "why") -> Record:
-    return row(implementation, [], case, status=status, message=message)
 
 
 DOWN = {"S": "seqlen_q", "d": "head_dim"}
@@ -55,7 +51,8 @@ def test_rows_stand_in_the_order_of_the_cells_whatever_that_of_the_file():
 
 
 def test_a_cell_without_a_number_says_why():
-    records = [broken("triton", "oom"), broken("hopper", "skipped", message="needs\na GPU"), broken("flex", "failed")]
+    lost = {"triton": ("oom",), "hopper": ("skipped", "needs\na GPU"), "flex": ("failed",)}
+    records = [broken(row(name, []), *why) for name, why in lost.items()]
     table = TIMES.build(frame_of(*records, row("sdpa_flash", [2.0]), row("sdpa_cudnn", [3.0], CASES[1])))
     assert texts(table)[0][2:] == ["OOM", "skipped", ABSENT, "failed", "2.00", ABSENT]
     less, needs = table.without_blanks()
@@ -65,7 +62,7 @@ def test_a_cell_without_a_number_says_why():
 
 def test_the_report_prints_why_something_failed(tmp_path):
     """The reason was in the record alone, while a skip's stood under the table."""
-    records = [broken("flex", "failed", case, "no <backward>") for case in CASES]
+    records = [broken(row("flex", [], case), "failed", "no <backward>") for case in CASES]
     append_records(tmp_path / "records/attention_shapes.jsonl", [row("triton", [1.0]), *records])
     assert write_report(tmp_path) == ["attention_shapes, rows: 2 failed, 1 ok"]
     (line,) = re.findall(r"flex failed \(.* and 1 more\): .*</p>", (tmp_path / "report.html").read_text())

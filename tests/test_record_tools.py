@@ -6,15 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from cs336_systems.experiments.records import Record, append_records, read_records
-from tests.test_records import RUN
-from tests.test_records import record as valid_record
+from tests.test_records import RUN, record
 from tools.pool_rounds import main as pool_rounds
-
-
-def record(**changes) -> Record:
-    """A record that may be written, with `changes` of it or of its run."""
-    of_run = {name: changes.pop(name) for name in list(changes) if name in ("commit", "dirty", "device", "software")}
-    return valid_record(**{"run": replace(RUN, **of_run)} | changes)
 
 
 def write_rounds(folder: Path, *rounds: list[Record]) -> list[str]:

@@ -36,9 +36,10 @@ RUN = Run(
 
 
 def record(**changes) -> Record:
-    """A record that may be written, with `changes`."""
+    """A record that may be written, with `changes` of it or of its run."""
+    of_run = {name: changes.pop(name) for name in ("commit", "dirty", "device", "software") if name in changes}
     valid = Record(
-        run=RUN,
+        run=replace(changes.pop("run", RUN), **of_run),
         problem="flash_benchmarking",
         case=case_to_dict(SHAPE),
         implementation="tiled",
@@ -59,6 +60,10 @@ def gpu_record(problem: str, case: Any, implementation: str, samples: list[float
     of_case = case if isinstance(case, dict) else case_to_dict(case)
     values = {"run": GPU_RUN, "problem": problem, "case": of_case, "implementation": implementation}
     return record(**values | {"samples": samples} | changes)
+
+
+def broken(of: Record, status: str = "oom", message: str = "CUDA out of memory") -> Record:
+    return replace(of, samples=[], status=status, message=message)
 
 
 def test_case_holds_its_class_name():

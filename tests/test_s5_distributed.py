@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from msgspec.structs import replace as replace_run
 
 from cs336_systems.analysis.bandwidth import best_bucket_bytes, bucket_overhead_s
 from cs336_systems.config import COLLECTIVES, MODEL_SIZES, CollectiveCase, RunConfig
@@ -23,9 +22,8 @@ from cs336_systems.experiments.parallel_step import (
     wrap_ddp,
 )
 from cs336_systems.experiments.ranks import TIMES, run_cell, step_cell
-from cs336_systems.experiments.records import Record, case_to_dict
 from cs336_systems.experiments.spec import Disagreement, Unsupported, load
-from tests.test_records import RUN
+from tests.test_records import broken, gpu_record
 
 TINY = RunConfig(scale="tiny", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")
@@ -170,7 +168,6 @@ def test_more_ranks_than_gpus_are_skipped(monkeypatch):
 def step_frame(**skipped: str):
     """Records of `overlap` and `naive` on two ranks, in the order of the experiment."""
     experiment = load("ddp_overlap_individual_parameters_benchmarking")
-    run = replace_run(RUN, scale="handout", device={"name": "Test GPU", "kind": "cuda"})
     values = {
         "naive": {"time": [130.0], "communication_time": [40.0], "overlap_time": [0.0],
                   "compute_intervals": [0.0, 90.0], "communication_intervals": [90.0, 130.0]},
@@ -179,16 +176,12 @@ def step_frame(**skipped: str):
     }  # fmt: skip
     case = DataParallelCase(model=MODEL_SIZES["xl"], batch=4, num_ranks=2, backend="nccl", attention="reference")
     records = [
-        Record(
-            run=run, problem=experiment.name, case=case_to_dict(case), implementation=name,
-            mode="train_step", quantity=quantity, unit="ms", samples=[] if skipped.get(name) == quantity else samples,
-            status="skipped" if skipped.get(name) == quantity else "ok",
-            message="planted" if skipped.get(name) == quantity else "",
-        )
+        gpu_record(experiment.name, case, name, samples, mode="train_step", quantity=quantity)
         for name, quantities in values.items()
         for quantity, samples in quantities.items()
-    ]  # fmt: skip
-    return experiment, load_frame(experiment, records)
+    ]
+    planted = [broken(one, "skipped") if skipped.get(one.implementation) == one.quantity else one for one in records]
+    return experiment, load_frame(experiment, planted)
 
 
 def test_the_step_table_says_what_is_communication_and_what_is_hidden():

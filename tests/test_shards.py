@@ -6,7 +6,7 @@ from cs336_systems.config import RunConfig
 from cs336_systems.experiments.harness import Shard, planned_cells
 from cs336_systems.experiments.records import read_records, read_runs
 from cs336_systems.experiments.spec import load
-from tests.command_line import invoke
+from tests.command_line import invoke, tiny_run
 
 HANDOUT = RunConfig(scale="handout", device="cuda")
 
@@ -34,9 +34,7 @@ def test_shards_share_the_cells_out_and_split_no_group(problem, count):
 @pytest.mark.slow
 def test_two_shards_measure_everything_once(tmp_path):
     for shard in ("1/2", "2/2"):
-        arguments = ["run", "mixed_precision_accumulation", "--scale", "tiny", "--device", "cpu", "--shard", shard]
-        arguments += ["--results", str(tmp_path), "--commit", "0123456789ab", "--clean"]
-        result = invoke(*arguments)
+        result = invoke(*tiny_run(tmp_path, "mixed_precision_accumulation", "--shard", shard))
         assert result.exit_code == 0, result.output
     (path,) = tmp_path.rglob("mixed_precision_accumulation.jsonl")
     records = read_records(path)
@@ -64,10 +62,8 @@ def test_own_implementations_take_turns_in_the_cell_of_their_case():
 
 
 def test_a_readers_own_attention_is_checked_and_measured(tmp_path):
-    arguments = ["run", "attention_shapes", "--scale", "tiny", "--device", "cpu"]
-    arguments += ["--results", str(tmp_path), "--commit", "0123456789ab", "--clean"]
     statuses = {"tests.own_attention:attend": "ok", "tests.own_attention:attend_to_everything": "failed"}
-    result = invoke(*arguments, *(f"--implementation={own}" for own in statuses))
+    result = invoke(*tiny_run(tmp_path, "attention_shapes", *(f"--implementation={own}" for own in statuses)))
     (path,) = tmp_path.rglob("attention_shapes.jsonl")
     for own, status in statuses.items():
         records = [record for record in read_records(path) if record.implementation == own]
