@@ -128,12 +128,11 @@ def _num_ranks(ranks: int | None, wrapper: str) -> int:
     """The ranks of this job: those asked for, or torchrun's; ValueError where several have no wrapper."""
     from cs336_systems.distributed.launch import is_torchrun
 
-    num_ranks = ranks
-    if num_ranks is None:
-        num_ranks = _torchrun_number("WORLD_SIZE") if is_torchrun() else 1
-    if num_ranks > 1 and wrapper == "none":
-        raise ValueError(f"--ranks {num_ranks} needs a --wrapper, such as fsdp")
-    return num_ranks
+    if ranks is None:
+        ranks = _torchrun_number("WORLD_SIZE") if is_torchrun() else 1
+    if ranks > 1 and wrapper == "none":
+        raise ValueError(f"--ranks {ranks} needs a --wrapper, such as fsdp")
+    return ranks
 
 
 def _torchrun_number(name: str, default: str = "") -> int:

@@ -36,17 +36,13 @@ def choose_cells(problem: str, cells: Sequence[Cell], axes: Axes) -> list[Cell]:
         )  # fmt: skip
         if not any(row.quantity not in OF_THE_MASK for row in rows):
             continue
-        for case in _cases(cell.case, axes):
+        own, lengths = cell.case, axes.seqlens or (None,)
+        for heads, length, dim in product(axes.heads or (own.heads,), lengths, axes.head_dims or (own.head_dim,)):
+            case = _with_length(_with_heads(replace(own, head_dim=dim), heads), length)
             chosen.setdefault((case, cell.implementation), replace(cell, case=case, rows=rows))
     # Implementations of a case share its inputs and its oracle, so that they are measured one after the other.
     places = {case: place for place, case in enumerate(dict.fromkeys(case for case, _ in chosen))}
     return sorted(chosen.values(), key=lambda cell: places[cell.case])
-
-
-def _cases(case: Case, axes: Axes) -> list[Case]:
-    """`case` with each combination of the chosen values."""
-    values = product(axes.heads or (case.heads,), axes.seqlens or (None,), axes.head_dims or (case.head_dim,))
-    return [_with_length(_with_heads(replace(case, head_dim=dim), heads), length) for heads, length, dim in values]
 
 
 def _with_heads(case: Case, heads: int) -> Case:

@@ -25,7 +25,7 @@ from cs336_systems.config import RunConfig
 from cs336_systems.device import DeviceInfo, get_device_info
 from cs336_systems.experiments.axes import CHOSEN, choose_cells
 from cs336_systems.experiments.records import Record, Run, append_records, case_to_dict, latest, read_records
-from cs336_systems.experiments.spec import Cell, Row, Sample, load
+from cs336_systems.experiments.spec import Cell, Sample, load
 from cs336_systems.experiments.worker import Outcome, Worker
 
 # Of the machine's memory, what a CPU cell may be predicted to need before it is skipped.
@@ -258,30 +258,26 @@ class Sweep:
 
 def planned_cells(problem: str, run: RunConfig, implementations: Iterable[str] = ()) -> list[Cell]:
     """All cells of `problem`. Of `implementations` those named `package.module:Name`, a reader's own, are planned too:
-    they have a cell on each case, or take turns with the others of its cell."""
+    they have a cell on each case, or take turns with the others of its cell and promise as much as the first of them.
+    """
     found = load(problem)
     cells = choose_cells(problem, found.cells(run), run.axes)
     own = [name for name in implementations if ":" in name]
     if found.by_turns:
-        cells = [replace(cell, rows=(*cell.rows, *_own_rows(cell, own))) for cell in cells]
+        for place, cell in enumerate(cells):
+            of_first = [row for row in cell.rows if row.implementation == cell.implementations[0]]
+            more = (replace(row, implementation=name) for name in own for row in of_first)
+            cells[place] = replace(cell, rows=(*cell.rows, *more))
     else:
         first: dict[Any, Cell] = {}  # of each case
         for cell in cells:
             first.setdefault(cell.case, cell)
         cells += [replace(cell, implementation=name) for name in own for cell in first.values()]
-    return [_complete(problem, cell) for cell in cells]
-
-
-def _complete(problem: str, cell: Cell) -> Cell:
-    modes = [row.mode for row in cell.rows]
-    predicted = cell.predicted_bytes or predicted_peak_bytes(cell.case, cell.implementation, modes)
-    return replace(cell, problem=problem, predicted_bytes=predicted)
-
-
-def _own_rows(cell: Cell, own: Iterable[str]) -> Iterator[Row]:
-    """What each of `own` promises in a cell by turns: as much as the first of the others."""
-    of_first = [row for row in cell.rows if row.implementation == cell.implementations[0]]
-    return (replace(row, implementation=name) for name in own for row in of_first)
+    for place, cell in enumerate(cells):
+        modes = [row.mode for row in cell.rows]
+        predicted = cell.predicted_bytes or predicted_peak_bytes(cell.case, cell.implementation, modes)
+        cells[place] = replace(cell, problem=problem, predicted_bytes=predicted)
+    return cells
 
 
 def predicted_overflow(num_bytes: int, device: DeviceInfo) -> str:

@@ -122,7 +122,11 @@ class Book:
             figure = FIGURE.search(text)
             drawn = self.figure_path(name, figure[1]).relative_to(self.root).as_posix() if figure else ""
             links = f"[{name}]({DOCUMENT}#{name}) | [{code[0].removeprefix('cs336_systems/')}]({code[0]})"
-            lines.append(f"| {links} | {f'[figure]({drawn})' if figure else ABSENT} | {self._command(name)} |")
+            if name not in experiments():
+                command = f"`{COMMANDS.get(name, f'grade tests/adapters.py --problem {name}')}`"
+            else:
+                command = "*on its page*" if isinstance(experiments()[name], Calculation) else f"`run {name}`"
+            lines.append(f"| {links} | {f'[figure]({drawn})' if figure else ABSENT} | {command} |")
         return "\n".join(lines)
 
     def figures(self) -> dict[Path, dict[str, Any]]:
@@ -217,14 +221,6 @@ class Book:
     def _report(self) -> str:
         """The command that writes the pages on any machine: without a folder it takes the machine's own records."""
         return f"report --folder {self.folder.name}"
-
-    def _command(self, name: str) -> str:
-        """What measures or checks the answer of a problem, as a command of `cs336-systems`; none of a calculation."""
-        if name not in experiments():
-            return f"`{COMMANDS.get(name, f'grade tests/adapters.py --problem {name}')}`"
-        if isinstance(experiments()[name], Calculation):
-            return "*on its page*"
-        return f"`run {name}`"
 
     def _digests(self) -> dict[str, str]:
         path = self.folder / "figures" / DIGESTS

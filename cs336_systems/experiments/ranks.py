@@ -140,12 +140,6 @@ def timed_calls(call: Callable[[], object], device: str, budget_ms: float, minim
     return time_calls(call, device=device, warmup=0, num_samples=count, before=dist.barrier)
 
 
-def timed_steps(call: Callable[[], object], device: str, run: RunConfig) -> list[float]:
-    """Milliseconds of as many steps as the scale's budget allows, begun together."""
-    count = agreed_samples(call, device, BUDGET_MS[run.scale], MIN_SAMPLES)
-    return [time_together(call, device) for _ in range(count)]
-
-
 def peak_mib(device: str) -> list[float]:
     """The most that tensors have occupied since the statistics were reset, as a sample; on a CPU nobody counts."""
     synchronize(device)
@@ -209,7 +203,9 @@ def measure_rank(
     for _ in range(WARMUP):
         step.train_step()
     found = dict(zip(MOMENTS, moments)) | {name: [mib] for name, mib in step.mib().items()}
-    found |= {"time": timed_steps(step.train_step, device, run), "peak_memory": peak_mib(device)}
+    count = agreed_samples(step.train_step, device, BUDGET_MS[run.scale], MIN_SAMPLES)
+    found["time"] = [time_together(step.train_step, device) for _ in range(count)]
+    found["peak_memory"] = peak_mib(device)
     samples = {("train_step", name): values for name, values in found.items()}
     for mode in traced:
         samples |= trace_on_first(getattr(step, mode), rank, device, mode)
