@@ -91,17 +91,16 @@ def test_what_takes_long_is_skipped_on_long_sequences_with_the_reason(implementa
 # The measuring process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, status, message",
     [
-        pytest.param(
-            "OutOfMemory", "oom", r"^CUDA out of memory\. Tried to allocate 64\.00 GiB\.$", marks=pytest.mark.slow
-        ),
-        pytest.param("FullHost", "oom", r"DefaultCPUAllocator: (can't|not enough) .*memory", marks=pytest.mark.slow),
-        pytest.param("NoMemory", "oom", r"^the host is out of memory$", marks=pytest.mark.slow),
-        pytest.param("Raises", "failed", r"RuntimeError: CUDA error: an illegal memory access", marks=pytest.mark.slow),
-        pytest.param("Dies", "failed", r"measuring process died \(signal SIGABRT\)", marks=pytest.mark.slow),
-        pytest.param("Hangs", "failed", r"no result within 3 s", marks=pytest.mark.slow),
+        ("OutOfMemory", "oom", r"^CUDA out of memory\. Tried to allocate 64\.00 GiB\.$"),
+        ("FullHost", "oom", r"DefaultCPUAllocator: (can't|not enough) .*memory"),
+        ("NoMemory", "oom", r"^the host is out of memory$"),
+        ("Raises", "failed", r"RuntimeError: CUDA error: an illegal memory access"),
+        ("Dies", "failed", r"measuring process died \(signal SIGABRT\)"),
+        ("Hangs", "failed", r"no result within 3 s"),
     ],
 )
 def test_a_broken_cell_costs_itself_only(model, status, message, tmp_path, at_root):
