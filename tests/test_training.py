@@ -11,16 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from cs336_systems.cli import app
 from cs336_systems.config import ModelConfig, Precision
 from cs336_systems.distributed.checkpoint import checkpoints, folder_lock, save_checkpoint
 from cs336_systems.distributed.launch import TORCHRUN_VARIABLES
@@ -28,6 +26,8 @@ from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, folde
 from cs336_systems.training.config import NANO, byte_model
 from cs336_systems.training.corpus import ALICE
 from cs336_systems.training.loop import RunOptions, train_rank
+from tests.command_line import assert_refused, invoke
+from tests.processes import wait_until
 
 SMALL = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
 SHORT = TrainingConfig(model=SMALL, batch=8, steps=6, warmup_steps=2)
@@ -266,8 +266,7 @@ QUICK = ("--batch", "2", "--context-length", "16", "--device", "cpu")
 TWO_RANKS = ("--wrapper", "naive", "--ranks", "2", "--batch", "2", "--device", "cpu")
 
 
-def run_cli(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["train", *arguments])
+run_cli = partial(invoke, "train")
 
 
 def test_the_command_says_what_it_trains_and_lets_the_model_write(tmp_path):
@@ -286,16 +285,13 @@ def test_the_command_says_what_it_trains_and_lets_the_model_write(tmp_path):
 
     # A finished run writes on
     options = ["--out", str(out), "--prompt", "The Queen ", "--length", "20", "--device", "cpu"]
-    texts = [CliRunner().invoke(app, ["generate", *options, *seed]).output for seed in ([], [], ["--seed", "1"])]
+    texts = [invoke("generate", *options, *seed).output for seed in ([], [], ["--seed", "1"])]
     assert texts[0].startswith("The Queen ") and len(texts[0]) > 20
     assert texts[0] == texts[1] != texts[2]
-    refused = CliRunner().invoke(app, ["generate", "--out", str(tmp_path)])
-    assert refused.exit_code == 2 and refused.output == f"error: --out must hold a run, got {tmp_path}\n"
+    assert_refused(invoke("generate", "--out", tmp_path), f"error: --out must hold a run, got {tmp_path}")
     index = out / "checkpoints" / "step-00000002" / "index.json"
     index.write_text(index.read_text().replace('"position"', '"Position"'))
-    refused = CliRunner().invoke(app, ["generate", *options])
-    assert refused.exit_code == 2
-    assert refused.output == f"error: {index} is damaged: its checksum is not that of its content\n"
+    assert_refused(invoke("generate", *options), f"error: {index} is damaged: its checksum is not that of its content")
 
 
 def test_a_full_disk_ends_a_run_in_one_line(tmp_path, monkeypatch):
@@ -383,9 +379,7 @@ def test_a_launcher_in_torchruns_manner_need_not_count_the_ranks_of_a_host(torch
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
 def test_a_variable_of_torchrun_that_is_no_number_is_named(torchrun_variables, name):
     torchrun_variables.setenv(name, "two")
-    result = run_cli("--device", "cpu")
-    assert result.exit_code == 2
-    assert result.output == f"error: {name} must be a non-negative number, got 'two'\n"
+    assert_refused(run_cli("--device", "cpu"), f"error: {name} must be a non-negative number, got 'two'")
 
 
 @pytest.mark.slow
@@ -398,10 +392,7 @@ def test_ctrl_c_says_from_where_the_run_can_go_on(tmp_path, ranks):
         [sys.executable, "-m", "cs336_systems", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         text=True, start_new_session=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not checkpoints(out / "checkpoints"):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    wait_until(lambda: checkpoints(out / "checkpoints"), process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all
     _, errors = process.communicate(timeout=60)
     newest = checkpoints(out / "checkpoints")[-1]
