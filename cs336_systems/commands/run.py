@@ -6,7 +6,6 @@ import importlib.util
 import os
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -125,8 +124,7 @@ def _run_problem(
     The measuring process stays for the next problem, as starting it takes as long as many a cell.
     """
     start = time.monotonic()
-    measure = partial(sweep.measure, cells, time_budget_s=time_budget_s)
-    measured = measure_shown(name, cells, measure)[name]
+    measured = measure_shown(name, sweep, cells, time_budget_s)
     counts = Counter({f"{status} before": count for status, count in finished.items()}) + measured
     left = len(cells) - measured.total()
     summary = ", ".join(f"{count} {status}" for status, count in counts.items()) or "none"

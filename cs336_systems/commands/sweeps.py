@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,17 +92,12 @@ def progress_bar() -> Progress:
     return Progress(*columns, console=console, disable=not console.is_terminal, expand=True)
 
 
-def measure_shown(
-    title: str, cells: list[Cell], measure: Callable[..., Iterator[list[Record]]]
-) -> defaultdict[str, Counter[str]]:
-    """Iterate over `measure`, which says what it starts, under a progress bar; cells by problem and status.
-
-    Where there is no terminal each cell is a line as it starts.
-    """
+def measure_shown(title: str, sweep: Sweep, cells: list[Cell], time_budget_s: float | None) -> Counter[str]:
+    """Measure `cells` under a progress bar, or with a line for each where there is no terminal; counted by status."""
     from cs336_systems.experiments.harness import cell_status
     from cs336_systems.experiments.records import case_to_dict, describe_case, failures
 
-    measured: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    measured: Counter[str] = Counter()
     failed: list[Record] = []
     with progress_bar() as progress:
         task = progress.add_task(title, total=len(cells), cell="")
@@ -113,8 +108,8 @@ def measure_shown(
             if progress.disable:
                 typer.echo(f"{title} {int(progress.tasks[0].completed) + 1}/{len(cells)}: {text}", err=True)
 
-        for records in measure(started=show):
-            measured[records[0].problem][cell_status(record.status for record in records)] += 1
+        for records in sweep.measure(cells, time_budget_s=time_budget_s, started=show):
+            measured[cell_status(record.status for record in records)] += 1
             failed += (record for record in records if record.status == "failed")
             progress.advance(task)
         progress.update(task, cell="")

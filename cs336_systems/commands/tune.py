@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -169,7 +168,7 @@ def _measure(sweep: Sweep, cells: list[Cell], time_budget_s: float | None) -> Co
                 counts["skipped"] += 1
         compile_ahead([(cell.case, KernelConfig.from_name(cell.implementation)) for cell in left], arch)
     budget = None if time_budget_s is None else time_budget_s - (time.monotonic() - started)
-    counts += measure_shown("tuning", left, partial(sweep.measure, left, time_budget_s=budget))[TUNE_FLASH]
+    counts += measure_shown("tuning", sweep, left, budget)
     return counts
 
 
