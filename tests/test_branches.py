@@ -59,9 +59,12 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def command(repository: Path, temporary: Path, *arguments: str) -> subprocess.Popen[str]:
-    temporary.mkdir(exist_ok=True)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+def start(repository: Path, problem: str) -> subprocess.Popen[str]:
+    """Begin to compare both revisions, with folders `temporary` and `results` beside the repository."""
+    beside = repository.parent
+    (beside / "temporary").mkdir()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(beside / "temporary"), "OMP_NUM_THREADS": "1"}
+    arguments = ["before", "after", problem, "--scale", "tiny", "--device", "cpu", "--results", str(beside / "results")]
     return subprocess.Popen(
         [sys.executable, "-m", "cs336_systems", "branches", *arguments],
         cwd=repository, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -69,43 +72,41 @@ def command(repository: Path, temporary: Path, *arguments: str) -> subprocess.Po
     )  # fmt: skip
 
 
-def assert_untouched(repository: Path, temporary: Path, state: tuple[str, str]) -> None:
-    """The checkout is as it was, no worktree is known any more and no temporary folder is left."""
-    assert (git(repository, "status", "--porcelain"), git(repository, "rev-parse", "HEAD")) == state
-    assert len(git(repository, "worktree", "list").splitlines()) == 1
-    assert not list(temporary.glob("branches-*"))
-
-
 def checkout_state(repository: Path) -> tuple[str, str]:
     return git(repository, "status", "--porcelain"), git(repository, "rev-parse", "HEAD")
 
 
+def assert_untouched(repository: Path, state: tuple[str, str]) -> None:
+    """The checkout is as it was, no worktree is known any more and no temporary folder is left."""
+    assert checkout_state(repository) == state
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+    assert not list(repository.parent.glob("temporary/branches-*"))
+
+
 def test_a_slower_revision_is_found_and_the_checkout_is_not_touched(repository: Path, tmp_path: Path) -> None:
-    state, temporary, results = checkout_state(repository), tmp_path / "temporary", tmp_path / "results"
-    options = ("--scale", "tiny", "--device", "cpu", "--results", str(results))
-    process = command(repository, temporary, "before", "after", "pytorch_attention", *options)
+    state = checkout_state(repository)
+    process = start(repository, "pytorch_attention")
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 1, output + errors
     assert "regression" in output and "pytorch_attention eager" in output
-    assert_untouched(repository, temporary, state)
+    assert_untouched(repository, state)
     assert not (tmp_path / "hook-ran").exists(), "hooks of the repository do not run"
     for side, tag in (("base", "before"), ("target", "after")):
-        (path,) = results.rglob(f"round-1/{side}/*/records/pytorch_attention.jsonl")
+        (path,) = tmp_path.glob(f"results/**/round-1/{side}/*/records/pytorch_attention.jsonl")
         commits = {record.run.commit for record in read_records(path)}
         assert commits == {git(repository, "rev-parse", tag)[:12]}
 
 
 def test_ctrl_c_removes_the_worktrees(repository: Path, tmp_path: Path) -> None:
-    state, temporary = checkout_state(repository), tmp_path / "temporary"
-    options = ("--scale", "tiny", "--device", "cpu", "--results", str(tmp_path / "results"))
-    process = command(repository, temporary, "before", "after", "benchmarking_script", *options)
+    state = checkout_state(repository)
+    process = start(repository, "benchmarking_script")
     wait_until(lambda: list(tmp_path.glob("results/branches/*/round-1/base/*/logs")), process)  # it measures
-    assert list(temporary.glob("branches-*/base/cs336_systems"))
+    assert list(tmp_path.glob("temporary/branches-*/base/cs336_systems"))
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert "interrupted: the worktrees are gone" in errors
-    assert_untouched(repository, temporary, state)
+    assert_untouched(repository, state)
 
 
 @pytest.mark.parametrize(
