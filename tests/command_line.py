@@ -1,5 +1,9 @@
-"""Runs commands in this process, and knows what a refusal looks like."""
+"""Runs commands in this process or in one of their own, and knows what a refusal looks like."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +11,24 @@ from typer.testing import CliRunner
 
 from cs336_systems.cli import app
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 def invoke(*arguments: object, env: dict[str, str] | None = None) -> Any:
     """`cs336-systems ARGUMENTS`: its exit code, stdout and stderr."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env)
+
+
+def start(arguments: list[str], **options: bool) -> subprocess.Popen[str]:
+    """`cs336-systems ARGUMENTS` in a process of its own; `interrupt` asks for a session of its own."""
+    command = [sys.executable, "-m", "cs336_systems", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
+
+
+def interrupt(process: subprocess.Popen[str]) -> str:
+    """Ctrl-C as a terminal sends it, to the parent and to all of its processes; what was said."""
+    os.killpg(process.pid, signal.SIGINT)
+    return process.communicate(timeout=60)[1]
 
 
 def tiny_run(results: Path, *arguments: str) -> list[str]:

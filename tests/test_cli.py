@@ -2,14 +2,11 @@
 
 import importlib
 import io
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,10 +22,8 @@ from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.spec import measured_problems
 from cs336_systems.handout import HANDOUT
 from cs336_systems.measure.trace import Kernel, Trace
-from tests.command_line import assert_refused, invoke, tiny_run
+from tests.command_line import ROOT, assert_refused, interrupt, invoke, start, tiny_run
 from tests.processes import is_running, wait_until
-
-ROOT = Path(__file__).resolve().parents[1]
 
 REFUSALS = [
     ("run flash", "unknown problem 'flash'; did you mean 'flash_benchmarking'? `cs336-"),
@@ -133,17 +128,6 @@ def test_list_and_doctor():
     doctor = invoke("doctor", "--device", "cpu")
     assert doctor.exit_code == 0 and "backend triton" in doctor.stdout
     assert re.search(r"memory +[\d.]+ GiB", doctor.stdout) and "None" not in doctor.stdout
-
-
-def start(arguments: list[str], **options: bool) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "cs336_systems", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
-
-
-def interrupt(process: subprocess.Popen[str]) -> str:
-    """Ctrl-C as a terminal sends it, to the parent and to all of its processes; what was said."""
-    os.killpg(process.pid, signal.SIGINT)
-    return process.communicate(timeout=60)[1]
 
 
 @pytest.mark.slow

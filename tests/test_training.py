@@ -9,8 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,7 @@ from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, folde
 from cs336_systems.training.config import NANO, byte_model
 from cs336_systems.training.corpus import ALICE
 from cs336_systems.training.loop import RunOptions, train_rank
-from tests.command_line import assert_refused, invoke
+from tests.command_line import assert_refused, interrupt, invoke, start
 from tests.processes import wait_until
 
 SMALL = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
@@ -388,13 +386,9 @@ def test_ctrl_c_says_from_where_the_run_can_go_on(tmp_path, ranks):
     """Once it ended without a word, and whether anything had been kept was to be found out."""
     out = tmp_path / "run"
     arguments = ["train", *QUICK, "--steps", "100000", "--out", str(out), "--checkpoint-every", "3", *ranks]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cs336_systems", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
-    )  # fmt: skip
+    process = start(arguments, start_new_session=True)
     wait_until(lambda: checkpoints(out / "checkpoints"), process)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all
-    _, errors = process.communicate(timeout=60)
+    errors = interrupt(process)
     newest = checkpoints(out / "checkpoints")[-1]
     assert process.returncode == 130
     assert errors.splitlines()[-1] == f"interrupted: the same command with --resume goes on from {newest}"
