@@ -483,10 +483,25 @@ def test_packed_documents(case, deterministic, head_dim, dtype, is_causal, each_
 @on_hopper
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_packed_documents_of_many_tiles(head_dim):
-    """Enough for programs to take several, where schedule and order are left to the launcher."""
+    """Enough for programs to take several, where schedule, order and way of dQ are left to the launcher."""
     tensors, documents = varlen.packed([2048, 1999], None, 0, 16, 16, head_dim, torch.bfloat16, "cuda")
-    results = varlen.run_packed(tensors, documents, is_causal=True, backend="hopper")
-    assert varlen.worst_error(tensors, documents, results, True) <= 1
+    for longest in (2048, 8192):
+        said = (*documents[:2], longest, longest)
+        results = varlen.run_packed(tensors, said, is_causal=True, backend="hopper")
+        assert varlen.worst_error(tensors, said, results, True) <= 1
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("rows", [128, 256, 1024])
+def test_a_head_that_is_not_numbers_reaches_no_other(rows, head_dim):
+    """Near the end of its queries, in a mask's tile that goes past it."""
+    mask = BlockMask.sliding_window(300, window=40, block_size=(rows, 128), device="cuda")
+    q, k, v, grad_output = inputs(2, 2, 2, 300, 300, head_dim, torch.bfloat16, "cuda")
+    clean = run(q, k, v, grad_output, backend="hopper", block_mask=mask)
+    v[:, 0, 280] = math.nan
+    dirty = run(q, k, v, grad_output, backend="hopper", block_mask=mask)
+    assert_same(*({name: x[:, 1] for name, x in results.items()} for results in (dirty, clean)), False)
 
 
 @on_hopper

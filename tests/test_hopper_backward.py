@@ -71,7 +71,7 @@ class Walks:
 
     @property
     def query_tiles(self) -> int:
-        return plain(walk.query_tiles.fn(self.queries, self.query_tile))
+        return plain(walk.query_tiles.fn(self.queries, self.query_tile, KEY_TILE))
 
     def starts(self, key_tile: int) -> list[int]:
         """The first query of each step."""
@@ -418,6 +418,19 @@ def test_heads_take_turns_where_tiles_differ_in_length(launched, head_dim):
     else:
         assert turns(False) == turns(False, ordered=True) == (1, 1)
         assert turns(True) == turns(True, ordered=True) == turns(False, lists=mask.lists) == (12, 1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("rows", [128, 256, 4096])
+def test_a_masks_last_tile_has_rows_of_its_own_head(launched, rows, head_dim):
+    """A walk along lists goes to the end of the mask's tile: past the padding it added to the next head's dQ."""
+    q, mask = low(2, 3, 300, head_dim), BlockMask.sliding_window(300, window=9, block_size=(rows, 128))
+    backward.hopper_backward(q, q, q, q, torch.randn(2, 3, 300), q, None, False, False, 0.5, mask.lists)
+    _, tensors, _, options = launched["listed_backward"]
+    plan, scratch = options["PLAN"], next(x for x in tensors if isinstance(x, Tensor) and x.ndim == 3)
+    padding = walk.query_padding(plan.query_block)
+    kernels = plain(walk.query_tiles.fn(300, plan.query_tile, padding)) * plan.query_tile
+    assert kernels == scratch.shape[2] and -(-300 // rows) * rows <= kernels and kernels % KEY_TILE == 0
 
 
 def test_strides_of_any_size_fit_32_bits():

@@ -351,3 +351,10 @@ def test_slots_of_documents_are_never_paired(head_dim, is_causal):
             heads=heads, group=1, documents=documents, max_seqlens=(length, length), num_multiprocessors=132,
         )  # fmt: skip
         assert launch.order in UNPAIRED
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(128, (128, 64)), (64, (32, 128)), (160, (128, 128))])
+def test_lists_of_tiles_that_hold_none_of_the_kernels_are_refused(head_dim, block_size):
+    """An operator called by itself: tiles of 64 keys were walked as one step of zeros."""
+    with pytest.raises(ValueError, match=f"{block_size[1]}\\) hold no whole ones of the kernel at head_dim {head_dim}"):
+        plan(head_dim, False, 512, 512, 4, 132, block_size=block_size)

@@ -94,6 +94,7 @@ from cs336_systems.attention.hopper.backward_walk import (
     num_walks,
     own_tile,
     place_of_step,
+    query_padding,
     row_of_member,
     turn_of_tile,
     walk_of,
@@ -637,7 +638,9 @@ def hopper_backward(
     batch, heads, num_queries, width = q.shape
     kv_heads, num_keys = k.shape[1:3]
     group, query_tile, key_tile = heads // kv_heads, QUERY_TILES[head_tile(width)], KEY_TILE.value
-    num_rows = num_tiles(num_queries, QUERY_PADDING.value) * QUERY_PADDING.value
+    block_size = (0, 0) if lists is None else lists.block_size
+    padding = query_padding(block_size[0])
+    num_rows = num_tiles(num_queries, padding) * padding
     num_key_tiles = num_tiles(min(num_keys, num_queries) if is_causal else num_keys, key_tile)
     whole_key_tiles = num_key_tiles * key_tile <= num_keys or (is_causal and num_queries <= num_keys)
     heads_together = tiles_together = 1
@@ -647,7 +650,6 @@ def hopper_backward(
     elif deterministic:  # the programs of so many tiles wait for each other: `turn_of_tile`
         tiles_together = min(num_rows // key_tile, num_multiprocessors(q.device) or 1)
     way = dq_way(head_tile(width), is_causal, num_queries, deterministic, listed=lists is not None)
-    block_size = (0, 0) if lists is None else lists.block_size
     plan = BackwardPlan(
         head_tile(width), columns_of(width), query_tile, group, is_causal, whole_key_tiles, way, deterministic,
         *block_size,

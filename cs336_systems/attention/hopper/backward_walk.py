@@ -115,10 +115,16 @@ def key_tiles(N_QUERIES, N_KEYS, IS_CAUSAL: gl.constexpr):
     return (rows + KEY_TILE - 1) // KEY_TILE
 
 
+@gluon.constexpr_function
+def query_padding(query_block):
+    """What a head's rows are padded to a multiple of: along lists the last tile of a mask has all its rows."""
+    return max(QUERY_PADDING.value, query_block)
+
+
 @gluon.jit
-def query_tiles(N_QUERIES, Q_TILE_SIZE: gl.constexpr):
+def query_tiles(N_QUERIES, Q_TILE_SIZE: gl.constexpr, PADDING: gl.constexpr):
     """Query tiles of a head, those of its padding included."""
-    return (N_QUERIES + QUERY_PADDING - 1) // QUERY_PADDING * (QUERY_PADDING // Q_TILE_SIZE)
+    return (N_QUERIES + PADDING - 1) // PADDING * (PADDING // Q_TILE_SIZE)
 
 
 @gluon.jit
@@ -195,7 +201,7 @@ def own_tile(problem, walked, PLAN: gl.constexpr):
         )
         sequence = sequence_of(document, tile_number, batch_head, problem, walked, "keys")
         exists = (tile_number >= 0) & (tile_number * KEY_TILE < sequence.num_keys)
-        tiles = query_tiles(sequence.num_queries, PLAN.query_tile)
+        tiles = query_tiles(sequence.num_queries, PLAN.query_tile, QUERY_PADDING)
         steps = PLAN.group * walk_of_tile(tile_number, tiles, PLAN.query_tile, PLAN.is_causal)[1]
         steps = gl.where(exists, max(steps, 0), 0)
         head_rows = slots_of_documents(problem.N_QUERIES, walked.N_DOCUMENTS, QUERY_PADDING) * QUERY_PADDING
@@ -208,7 +214,7 @@ def own_tile(problem, walked, PLAN: gl.constexpr):
         )
         if PLAN.is_causal and PLAN.ordered:
             tile_number = num_tiles - 1 - tile_number
-        tiles = query_tiles(problem.N_QUERIES, PLAN.query_tile)
+        tiles = query_tiles(problem.N_QUERIES, PLAN.query_tile, query_padding(PLAN.query_block))
         masked = 0
         if PLAN.query_block:
             steps = 0

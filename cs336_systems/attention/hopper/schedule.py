@@ -222,8 +222,11 @@ def plan_forward(
     if block_size is None and head_tile(head_dim) > 128 and not named:
         orders = [order for order in orders if order in WIDE]
     if block_size is not None:
-        schedules = [schedule for schedule in schedules if block_size[0] % schedule.query_tile == 0][:1]
+        fits = head_tile(head_dim) <= 128 and block_size[1] % schedules[0].key_tile == 0
+        schedules = [one for one in schedules if fits and block_size[0] % one.query_tile == 0][:1]
         orders = UNPAIRED
+        if not schedules:
+            raise ValueError(f"a mask's tiles of {block_size} hold no whole ones of the kernel at head_dim {head_dim}")
     possible = {schedule.name(order): (schedule, order) for schedule in schedules for order in orders}
     if named and named[0] not in possible:
         raise ValueError(

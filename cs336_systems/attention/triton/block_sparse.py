@@ -41,6 +41,7 @@ from cs336_systems.attention.triton.operands import (
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     LOWEST,
+    ROW_PADDING,
     Problem,
     accumulate,
     await_previous,
@@ -228,6 +229,7 @@ def _visit_listed_queries(
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     STEPS: tl.constexpr = TILES.Q_BLOCK // Q_TILE_SIZE
     LATE_LOADS: tl.constexpr = not isinstance(Q_head.X, tl.tensor_descriptor) and K.dtype != tl.float32
+    BOUNDED: tl.constexpr = PARTIAL and TILES.Q_BLOCK > ROW_PADDING  # the mask's last tile may end behind the padding
     for step in tl.range(0, num_listed * STEPS, disable_licm=K.dtype != tl.float32):
         first_row = step % STEPS * Q_TILE_SIZE  # of the kernel's tile in the mask's
         first_query = tl.load(indices + step // STEPS) * TILES.Q_BLOCK + first_row
@@ -236,11 +238,11 @@ def _visit_listed_queries(
         Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL)
         dO = load_rows(dO_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL)
         if not LATE_LOADS:
-            L_log2, delta = load_lse_and_delta(L_head, delta_head, query_rows, problem, False)
+            L_log2, delta = load_lse_and_delta(L_head, delta_head, query_rows, problem, BOUNDED)
         S_T = tl.dot(K, tl.trans(Q), input_precision=TILES.PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dP_T = tl.dot(V, tl.trans(dO), input_precision=TILES.PRECISION)
         if LATE_LOADS:
-            L_log2, delta = load_lse_and_delta(L_head, delta_head, query_rows, problem, False)
+            L_log2, delta = load_lse_and_delta(L_head, delta_head, query_rows, problem, BOUNDED)
         P_T = recompute_probabilities(S_T, L_log2[None, :], problem.scale_log2, Q.dtype == tl.float32)
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
