@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from cs336_systems.distributed import FSDP, BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP, Zero1Optimizer
 from cs336_systems.distributed.ddp import DataParallel, dense_gradient
 from cs336_systems.distributed.ddp_bucketed import plan_buckets
+from cs336_systems.distributed.fsdp import unit
 from cs336_systems.grading.counting import SENT, count_messages
 from tests.one_job import OneJob
 from tests.sharding_models import RaiseInBackward
@@ -257,6 +259,76 @@ def test_whichever_gradients_wait_a_step_is_refused(wrapper, case, alone_in_a_gr
     for optimizer in (norms,) if case == "all but norms frozen" else (norms, linears):
         with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after the backward, before"):
             optimizer.step()
+
+
+def test_what_fsdp_has_cut_is_not_wrapped_again(alone_in_a_group):
+    """The second wrapper trained nothing, in silence, and exported a rank's rows for whole weights."""
+    for wrap in (*WRAPPERS.values(), FSDP):
+        plain = nn.Sequential(nn.Linear(2, 2))
+        FSDP(plain)
+        with pytest.raises(ValueError, match="FSDP has cut its parameters into rows"):
+            wrap(plain)
+
+
+@pytest.mark.parametrize("thawed", ["before the backward", "after it"])
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "fsdp"])
+def test_what_is_frozen_for_one_backward_gets_no_gradient(wrapper, thawed, alone_in_a_group):
+    """As a discriminator in the step of its generator."""
+    wrapped: Any = WRAPPERS.get(wrapper, FSDP)(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+    wrapped.requires_grad_(False)
+    loss = wrapped(torch.ones(1, 2, requires_grad=True)).sum()
+    wrapped.requires_grad_(thawed == "before the backward")
+    loss.backward()
+    assert all(parameter.grad is None for parameter in wrapped.parameters())
+
+
+def test_an_optimizer_that_searches_is_refused_over_rows(alone_in_a_group):
+    wrapped = FSDP(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="LBFGS cannot be sharded: it searches along all parameters at once"):
+        torch.optim.LBFGS(wrapped.parameters()).step(lambda: torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "case"),
+    [*product([*WRAPPERS, "fsdp"], ["closure", "compiled"]), *product(WRAPPERS, ["copy"])],  # FSDP's cannot be copied
+)
+def test_every_kind_of_step_is_refused(wrapper, case, alone_in_a_group):
+    wrapped: Any = WRAPPERS.get(wrapper, FSDP)(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+    wrapped = deepcopy(wrapped) if case == "copy" else wrapped
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        loss = wrapped(torch.tensor([[1.0, 2.0]])).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after the backward, before step"):
+        if case == "closure":
+            optimizer.step(closure)
+        else:
+            closure()
+            (torch.compile(optimizer.step, backend="eager") if case == "compiled" else optimizer.step)()
+
+
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "fsdp"])
+def test_a_step_after_zero_grad_of_the_wrapper_is_made(wrapper, alone_in_a_group):
+    wrapped: Any = WRAPPERS.get(wrapper, FSDP)(nn.Linear(2, 2))
+    wrapped(torch.ones(1, 2)).sum().backward()
+    wrapped.zero_grad()
+    for parameter in wrapped.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.optim.AdamW(wrapped.parameters()).step()
+
+
+def test_a_step_within_a_backward_gathers_nothing(alone_in_a_group, monkeypatch):
+    wrapped = FSDP(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))))
+    outside = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(outside.parameters(), lr=0.1)
+    outside.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    loss = wrapped(outside(torch.ones(1, 2))).sum()
+    monkeypatch.setattr(unit, "gather_copy", lambda *_: pytest.fail("gathered"))
+    loss.backward()
+    wrapped.finish_gradient_synchronization()
 
 
 def test_a_compiled_wrapper_is_compiled_once(alone_in_a_group):

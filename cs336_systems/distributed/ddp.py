@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from cs336_systems.distributed.collectives import (
     Group,
@@ -36,7 +36,7 @@ from cs336_systems.distributed.collectives import (
     check_same_shapes,
     wait_for,
 )
-from cs336_systems.distributed.optimizer_shares import check_elementwise
+from cs336_systems.distributed.optimizer_shares import check_elementwise, check_no_search
 
 
 class Accumulating(ABC):
@@ -79,44 +79,52 @@ class Accumulating(ABC):
         """The backward has accumulated the gradient of a parameter, counted from the last one."""
         self.unfinished.add(self)
 
-    def _put_aside(self) -> set[Tensor]:
-        """Parameters whose gradients wait elsewhere than in `.grad`."""
+    def _waiting(self) -> set[Tensor]:
+        """A wrapper's parameters that have gradients, here or put aside."""
         return set()
 
 
 def check_unwrapped(module: nn.Module) -> None:
-    """ValueError if a wrapper in `module` averages the gradients already."""
+    """ValueError if a wrapper in `module` averages the gradients already, or FSDP has cut its parameters."""
     for inner in module.modules():
         if isinstance(inner, Accumulating):
             raise ValueError(f"module must not be wrapped twice, and {type(inner).__name__} wraps it already")
+    if any(hasattr(parameter, "is_rows") for parameter in module.parameters()):
+        raise ValueError("module must be whole, and FSDP has cut its parameters into rows: build it anew")
 
 
 @cache
 def watch_steps() -> None:
     """From now on raise an error before an optimizer's step that would go wrong in silence.
 
-    RuntimeError with gradients that were not averaged, but within `no_sync`, where a step is its rank's own. ValueError
+    RuntimeError with gradients that were not averaged, of a closure's backward after the step, but within `no_sync`,
+    where a step is its rank's own. TypeError for an optimizer that searches along all of FSDP's parameters, ValueError
     before the first step of an optimizer that was built before FSDP cut its parameters, or that does not update rows
     one by one. Once and for good: a hook that goes with its model would go in the middle of a step, where that is
     collected.
     """
     checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        unfinished = [] if torch.compiler.is_compiling() else [one for one in Accumulating.unfinished if one.sends]
-        for wrapper in unfinished:
-            waiting = wrapper._put_aside() | {one for one in wrapper.parameters() if one.grad is not None}
+    @torch.compiler.disable  # else it would be looked at once, where the step is compiled
+    def check_averaged(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for wrapper in [one for one in Accumulating.unfinished if one.sends]:
+            waiting = wrapper._waiting()
             if any(not waiting.isdisjoint(group["params"]) for group in optimizer.param_groups):
                 raise RuntimeError("call finish_gradient_synchronization() after the backward, before step()")
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        check_averaged(optimizer)
         if optimizer not in checked:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if any(hasattr(parameter, "is_cut") for parameter in parameters):
                 raise ValueError("the optimizer has parameters from before FSDP cut them: build it after wrapping")
             if any(hasattr(parameter, "is_rows") for parameter in parameters):
+                check_no_search(type(optimizer))
                 check_elementwise(type(optimizer), optimizer.defaults, rows=True)
             checked.add(optimizer)
 
     register_optimizer_step_pre_hook(check)
+    register_optimizer_step_post_hook(check_averaged)  # of a closure's backward
 
 
 class DataParallel(nn.Module, Accumulating):
@@ -154,9 +162,25 @@ class DataParallel(nn.Module, Accumulating):
         for older in self.alive:
             if not set(older.trainable).isdisjoint(self.trainable):
                 older.sends = False
+        self._hear_of_gradients()
+
+    def _hear_of_gradients(self) -> None:
+        """Have what watches gradients and steps know this wrapper and its parameters."""
         self.alive.add(self)
         call_at_each_gradient(self, self.trainable[::-1], type(self)._arrive)
         watch_steps()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, whose parameters have no hooks."""
+        super().__setstate__(state)
+        self._hear_of_gradients()
+
+    def _waiting(self) -> set[Tensor]:
+        return {one for one in self.module.parameters() if one.grad is not None}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.unfinished.discard(self)
+        super().zero_grad(set_to_none)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

@@ -25,9 +25,7 @@ class OptimizerOfShares(torch.optim.Optimizer):
     def __init__(
         self, params: Any, optimizer_cls: type[torch.optim.Optimizer], group: Group, kwargs: dict[str, Any]
     ) -> None:
-        closure = inspect.signature(optimizer_cls.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise TypeError(f"{optimizer_cls.__name__} cannot be sharded: it searches along all parameters at once")
+        check_no_search(optimizer_cls)
         self.process_group = group
         self.rank, self.num_ranks = rank_in(group), num_ranks(group)
         super().__init__(params, kwargs)
@@ -92,6 +90,13 @@ class OptimizerOfShares(torch.optim.Optimizer):
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def check_no_search(optimizer_cls: type[torch.optim.Optimizer]) -> None:
+    """TypeError for an optimizer whose step needs a closure, as it evaluates the loss along all parameters at once."""
+    closure = inspect.signature(optimizer_cls.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(f"{optimizer_cls.__name__} cannot be sharded: it searches along all parameters at once")
 
 
 def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], settings: dict[str, Any], *, rows: bool) -> None:

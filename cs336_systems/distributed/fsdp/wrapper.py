@@ -199,6 +199,9 @@ class FSDP(nn.Module, Accumulating):
         self._clock += 1
         call = _Call(unit, state_before=unit.state, began=self._clock, casts=[])  # BACKWARD in a recomputation
         self._calls.append(call)
+        for weight in unit.trainable:
+            if weight.whole.requires_grad != weight.shard.requires_grad:  # which may be frozen for a while
+                weight.whole.requires_grad = weight.shard.requires_grad
         unit.become(State.FORWARD)
         if self.compute_dtype is not None:
             args = call.cast(args, self.compute_dtype)
@@ -267,8 +270,11 @@ class FSDP(nn.Module, Accumulating):
 
     def _gradient_arrived(self, index: int) -> None:
         """Reduce once the last gradient of the unit is there."""
-        self._arrive(index)
         unit, weight = self._trained[index]
+        if not weight.shard.requires_grad:  # frozen for this backward, as a discriminator in its generator's step
+            weight.whole.grad = None
+            return
+        self._arrive(index)
         dense_gradient(weight.whole)
         if not self.sends:
             self._window.reducer.accumulate(weight)
@@ -284,8 +290,10 @@ class FSDP(nn.Module, Accumulating):
             weights = [weight for weight, is_ready in zip(unit.weights, ready) if is_ready]
             self._window.reducer.reduce({weight: weight.take_gradient() for weight in weights})
 
-    def _put_aside(self) -> set[Tensor]:
-        return {weight.shard for weight in self.weights.values() if weight.accumulated is not None}
+    def _waiting(self) -> set[Tensor]:
+        aside = {weight.shard for weight in self.weights.values() if weight.accumulated is not None}
+        shards = (weight.shard for weight in self.weights.values())
+        return aside | {one for one in (*shards, *self._replicated) if one.grad is not None}
 
     def _end_backward(self, backward: int) -> None:
         """Leave nothing gathered; reduce what the unused weights of a unit kept waiting."""
