@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +22,7 @@ from cs336_systems.commands.shared import (
     EXIT_NOTHING_MEASURED,
     DeviceOption,
     ResultsOption,
+    check_writable,
     ends_at_a_signal,
     one_line_errors,
 )
@@ -120,7 +120,7 @@ def profile(
         typer.echo(f"profiling {case} on {kind}: {warmup} warm-up and {steps} profiled step{'s' * (steps != 1)}")
         with _ends_in_one_line():
             if tool == "torch":
-                _check_writable(folder)
+                check_writable(folder)
             prepared = prepare(parsed, implementation, mode, run)
     path = folder / f"{stem}.trace.json.gz"
     annotated = annotate(prepared.model) if ranges and prepared.model is not None else nullcontext()
@@ -145,16 +145,6 @@ def profile(
     if interprets:
         typer.echo("Triton's kernels ran on its interpreter: their times are NumPy's and say nothing of a GPU")
     typer.echo(f"trace: {path} (open it in https://ui.perfetto.dev)")
-
-
-def _check_writable(folder: Path) -> None:
-    """OSError before anything is measured if no trace could be written there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OSError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
 @contextmanager

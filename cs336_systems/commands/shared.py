@@ -1,9 +1,11 @@
 """What the subcommands share: exit codes, options, one-line errors, and signals that end a run as Ctrl-C does."""
 
 import difflib
+import os
 import re
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,6 +81,20 @@ def one_line_errors(**options: str) -> Iterator[None]:
         line = FIELD.sub(lambda field: "--" + names.get(field[1], field[1].replace("_", "-")), in_one_line(error), 1)
         typer.echo(f"error: {line}", err=True)
         raise typer.Exit(EXIT_WRONG_ARGUMENT) from None
+
+
+def check_writable(folder: Path, *files: Path) -> None:
+    """OSError before anything is measured if `folder`, or one of the `files` that are there, could not be written."""
+    path = folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        for path in filter(os.path.lexists, files):
+            with open(path, "ab"):
+                pass
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, ends_at_a_signal
+from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, check_writable, ends_at_a_signal
 from cs336_systems.measure.text import in_one_line
 
 if TYPE_CHECKING:
@@ -47,24 +45,11 @@ def open_sweep(
     from cs336_systems.experiments.harness import Sweep, find_provenance, results_folder
 
     folder = results_folder(results, get_device_info(run.device), run)
-    _check_writable(folder, problems)
+    records = folder / "records"
+    check_writable(records, *(records / f"{name}.jsonl" for name in problems))
     sweep = Sweep(run, folder, find_provenance(commit, dirty), **options)
     sweep.lock()
     return sweep
-
-
-def _check_writable(folder: Path, problems: Sequence[str]) -> None:
-    """Raise OSError before anything is measured if the records of `problems` could not be written."""
-    path = records = folder / "records"
-    try:
-        records.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=records):
-            pass
-        for path in filter(os.path.lexists, (records / f"{name}.jsonl" for name in problems)):
-            with open(path, "ab"):
-                pass
-    except OSError as error:
-        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 @contextmanager

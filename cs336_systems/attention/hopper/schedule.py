@@ -233,8 +233,10 @@ def plan_forward(
             f"config of the Hopper forward must be {' or '.join(possible)} for head_dim {head_dim}, got {named[0]!r}"
         )
     key_head_bytes = 2 * num_keys * head_dim * BYTES_PER_ELEMENT
-    share = L2_SHARE_BYTES if is_causal else 0 if block_size is None else HALF_L2_SHARE_BYTES
-    together = max(1, share // key_head_bytes) * group if share else 1
+    together = 1
+    if is_causal or block_size is not None:
+        share = L2_SHARE_BYTES if is_causal else HALF_L2_SHARE_BYTES
+        together = max(1, share // key_head_bytes) * group
     plans = [
         ForwardPlan(
             schedule=schedule, columns=columns_of(head_dim), is_causal=is_causal, order=order, num_queries=num_queries,
