@@ -24,7 +24,7 @@ from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, folde
 from cs336_systems.training.config import NANO, byte_model
 from cs336_systems.training.corpus import ALICE
 from cs336_systems.training.loop import RunOptions, train_rank
-from tests.command_line import assert_refused, interrupt, invoke, start
+from tests.command_line import interrupt, invoke, start
 from tests.processes import wait_until
 
 SMALL = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
@@ -286,10 +286,13 @@ def test_the_command_says_what_it_trains_and_lets_the_model_write(tmp_path):
     texts = [invoke("generate", *options, *seed).output for seed in ([], [], ["--seed", "1"])]
     assert texts[0].startswith("The Queen ") and len(texts[0]) > 20
     assert texts[0] == texts[1] != texts[2]
-    assert_refused(invoke("generate", "--out", tmp_path), f"error: --out must hold a run, got {tmp_path}")
+    refused = invoke("generate", "--out", tmp_path)
+    assert refused.exit_code == 2 and refused.output == f"error: --out must hold a run, got {tmp_path}\n"
     index = out / "checkpoints" / "step-00000002" / "index.json"
     index.write_text(index.read_text().replace('"position"', '"Position"'))
-    assert_refused(invoke("generate", *options), f"error: {index} is damaged: its checksum is not that of its content")
+    refused = invoke("generate", *options)
+    assert refused.exit_code == 2
+    assert refused.output == f"error: {index} is damaged: its checksum is not that of its content\n"
 
 
 def test_a_full_disk_ends_a_run_in_one_line(tmp_path, monkeypatch):
@@ -377,7 +380,9 @@ def test_a_launcher_in_torchruns_manner_need_not_count_the_ranks_of_a_host(torch
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
 def test_a_variable_of_torchrun_that_is_no_number_is_named(torchrun_variables, name):
     torchrun_variables.setenv(name, "two")
-    assert_refused(run_cli("--device", "cpu"), f"error: {name} must be a non-negative number, got 'two'")
+    result = run_cli("--device", "cpu")
+    assert result.exit_code == 2
+    assert result.output == f"error: {name} must be a non-negative number, got 'two'\n"
 
 
 @pytest.mark.slow
