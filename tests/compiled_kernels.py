@@ -45,7 +45,7 @@ EVENTS = (
 READ = re.compile(r"\bld\.global|\bcp\.async\.c[ag]\b")
 # Where the sources load what the kernel before writes: L and delta, the parts of a forward that splits keys, dQ's sums.
 WRITTEN_BEFORE = re.compile(
-    r"l\.load\((?:(?:L|delta)_(?:base|head|ptr \+ row_base)|all_[ml] \+|rows_of_head|accumulator)|\bO_parts \+"
+    r"l\.load\((?:(?:L|delta)_(?:base|head|ptr \+ row_base)|all_[ml] \+|rows_of_head|accumulator|first \+)|\bO_parts \+"
 )
 
 
@@ -160,6 +160,7 @@ def main() -> None:
         hopper(kernel="forward", is_causal=True, walk="packed"),
         hopper(kernel="wide_dkdv", is_causal=True, head_dim=256),
         hopper(kernel="backward", is_causal=True),
+        hopper(kernel="backward", is_causal=False, walk="split", group=16),  # few tiles: all in parts
         hopper(kernel="backward", is_causal=False, walk="listed"),
         hopper(kernel="backward", is_causal=True, walk="packed"),
     ):

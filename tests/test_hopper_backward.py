@@ -138,6 +138,7 @@ def assert_gradients(
 def test_the_tiles_add_up_to_the_gradients(queries, keys, is_causal, group, together, head_dim):
     """Those of the grid that is launched, by the plan that the kernel is compiled for."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backward, "divided_walks", lambda tiles, *_: (tiles, 1))
         launched = record_launches(patch, backward, light)
         q, k = (torch.empty(2, heads, rows, head_dim).bfloat16() for heads, rows in ((2 * group, queries), (2, keys)))
         backward.hopper_backward(q, k, k, q, torch.empty(q.shape[:3]), q, None, False, is_causal, 1.0)
@@ -148,8 +149,10 @@ def test_the_tiles_add_up_to_the_gradients(queries, keys, is_causal, group, toge
     masked_steps = walk.least_steps(plan) if is_causal else 0  # which a causal program runs without a bound
 
     def steps_of(program: int) -> Program:
-        call = (program, num_programs, walks.key_tiles, min(together, num_programs))
-        key_tile, kv_head = plain(walk.tile_of_program.fn(*call))
+        kv_head, key_tile = divmod(program, walks.key_tiles)
+        if is_causal:
+            call = (program, num_programs, walks.key_tiles, min(together, num_programs))
+            key_tile, kv_head = plain(walk.tile_of_program.fn(*call))
         starts = walks.starts(key_tile)
         assert len(starts) >= max(1, masked_steps)
         steps = []
@@ -160,6 +163,88 @@ def test_the_tiles_add_up_to_the_gradients(queries, keys, is_causal, group, toge
         return kv_head, key_tile * KEY_TILE, steps
 
     assert_gradients(map(steps_of, range(num_programs)), queries, keys, group, is_causal, KEY_TILE, sums_dq=True)
+
+
+@given(
+    queries=LENGTHS, keys=LENGTHS, group=st.sampled_from((1, 3)), head_dim=st.sampled_from((64, 128)),
+    most_parts=st.integers(2, 9), last=st.integers(1, 30),
+)  # fmt: skip
+def test_parts_of_walks_add_up_to_the_gradients(queries, keys, group, head_dim, most_parts, last):
+    """Those of the last tiles, beside whole walks of the others."""
+
+    def divided_walks(tiles: int, steps: int, *_: int) -> tuple[int, int]:
+        return (tiles, 1) if steps == 1 else (max(0, tiles - last), min(most_parts, steps))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backward, "divided_walks", divided_walks)
+        launched = record_launches(patch, backward, light)
+        q, k = (torch.empty(2, heads, rows, head_dim).bfloat16() for heads, rows in ((2 * group, queries), (2, keys)))
+        backward.hopper_backward(q, k, k, q, torch.empty(q.shape[:3]), q, None, False, False, 1.0)
+    walks = Walks(queries, keys, False, backward.QUERY_TILES[head_dim])
+    num_tiles = 4 * walks.key_tiles
+    whole, parts = num_tiles, 1
+    if "split_backward" in launched:
+        (num_programs,), tensors, numbers, options = launched["split_backward"]
+        *_, whole, parts = numbers
+        assert options["PLAN"].split and num_programs == len(tensors[-1]) == (num_tiles - whole) * parts
+        assert launched["backward_join"][0] == ((num_tiles - whole) * 4 * (head_dim // 16),)
+    assert (whole == 0) == ("backward" not in launched) and (parts > 1) == ("backward_join" in launched)
+
+    def steps_of(tile: int) -> Program:
+        kv_head, key_tile = divmod(tile, walks.key_tiles)
+        starts = walks.starts(key_tile)
+        if tile >= whole:
+            call = (walks.query_tiles, walks.query_tile, False)
+            first_tile, _ = plain(walk.walk_of_tile.fn(key_tile, *call))
+            starts = []
+            for part in range(parts):
+                first, steps = plain(walk.part_of_walk.fn(first_tile, walks.query_tiles, part, parts))
+                assert steps >= 1
+                starts += [plain(walk.query_of_step.fn(step, first, *call)) for step in range(steps)]
+        key = key_tile * KEY_TILE + torch.arange(KEY_TILE)[:, None]
+        mask = (key < keys).expand(KEY_TILE, walks.query_tile)
+        steps = [(kv_head * group + member, start, mask) for member in range(group) for start in starts]
+        return kv_head, key_tile * KEY_TILE, steps
+
+    assert_gradients(map(steps_of, range(num_tiles)), queries, keys, group, False, KEY_TILE, sums_dq=True)
+
+
+@pytest.mark.parametrize("head_dim", [40, 128])
+@pytest.mark.parametrize(("whole", "parts"), [(0, 3), (4, 9)])
+def test_parts_are_joined_where_their_tiles_are(head_dim, whole, parts):
+    """dK of two heads of 300 keys, with its scale, and dV; what whole walks wrote stays. In the interpreter."""
+    D_TILE, keys = 64 if head_dim <= 64 else 128, 300
+    tiles = [(head, number) for head in range(2) for number in range(3)][whole:]
+    sums = torch.randn(len(tiles), parts, 2, 2, 64, D_TILE, generator=torch.Generator().manual_seed(0))
+    in_threads = sums.view(-1, 4, 2, 8, D_TILE // 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6)
+    grads = [torch.full((1, 2, keys, head_dim), 7.0, dtype=torch.float16) for _ in range(2)]
+    light.join(in_threads.reshape(len(tiles) * parts, 4, 64 * D_TILE), *grads, whole, parts, 0.5)
+    expected = torch.full((2, 2, 3 * 128, head_dim), 7.0)
+    for index, (head, number) in enumerate(tiles):
+        joined = sums[index].sum(0).transpose(0, 1).flatten(1, 2)[..., :head_dim]  # (dK and dV, keys, columns)
+        expected[:, head, number * 128 : (number + 1) * 128] = joined * torch.tensor([0.5, 1.0])[:, None, None]
+    for grad, exact in zip(grads, expected):
+        torch.testing.assert_close(grad[0].float(), exact[:, :keys], rtol=2**-10, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "steps", "head_dim", "divided"),
+    [
+        pytest.param(4096, 128, 128, (4092, 26), id="four tiles in a last round"),
+        pytest.param(32, 64, 128, (0, 4), id="a head of 4,096 tokens"),
+        pytest.param(1024, 32, 128, (1024, 1), id="a last round that is nearly full"),
+        pytest.param(4, 2, 64, (4, 1), id="walks too short to divide"),
+        pytest.param(264, 64, 64, (264, 1), id="full rounds"),
+    ],
+)
+def test_walks_are_divided_where_a_last_round_would_be_idle(tiles, steps, head_dim, divided):
+    assert backward.divided_walks(tiles, steps, 1, head_dim, 132) == divided
+
+
+@given(st.integers(1, 600), st.integers(1, 200), st.sampled_from((1, 4)), st.sampled_from((64, 128)))
+def test_every_part_has_a_step_and_whole_walks_fill_rounds(tiles, steps, group, head_dim):
+    whole, parts = backward.divided_walks(tiles, steps, group, head_dim, 132)
+    assert (whole, parts) == (tiles, 1) or (whole == tiles // 132 * 132 < tiles and 2 <= parts <= steps)
 
 
 def test_long_causal_programs_start_first():

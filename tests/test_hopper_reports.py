@@ -34,6 +34,7 @@ MAX_FORWARD_SPILL_BYTES = {256: 12}
 MAX_SPILL_BYTES = {
     (64, "dense"): 8, (96, "dense"): 0, (128, "dense"): 80, (256, "dense"): 0,
     (64, "listed"): 92, (96, "listed"): 8, (128, "listed"): 136,
+    (64, "split"): 0, (128, "split"): 0,
     (64, "packed"): 32, (96, "packed"): 12, (128, "packed"): 160,
 }  # fmt: skip
 # Loads and stores of an iteration of some 1,000 instructions.
@@ -46,7 +47,9 @@ NAMED = {
 }
 A_FEW = [
     HopperRequest(kernel="forward", head_dim=128, is_causal=True),
-    HopperRequest(kernel="backward", head_dim=40, is_causal=False, dtype="float16", group=4, whole_key_tiles=False),
+    HopperRequest(
+        kernel="backward", head_dim=40, is_causal=False, dtype="float16", group=4, whole_key_tiles=False, walk="split"
+    ),
     HopperRequest(kernel="wide_dkdv", head_dim=160, is_causal=True, dtype="float16", group=4, whole_key_tiles=False),
     HopperRequest(kernel="wide_dq", head_dim=256, is_causal=True),
 ]

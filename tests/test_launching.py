@@ -59,6 +59,8 @@ KERNELS = {
     "hopper_backward_kernel": (True, ["end", "await", "start", "read", "await"]),  # in producer and senders
     "hopper_listed_backward_kernel": (True, ["await", "start", "read", "await", "end"]),
     "hopper_packed_backward_kernel": (True, ["end", "await", "start", "read", "await"]),
+    "hopper_split_backward_kernel": (True, ["await", "start", "read", "await", "end"]),
+    "hopper_backward_join_kernel": (True, ["await", "read", "end"]),
     "hopper_transpose_bits_kernel": ALONE,
     "hopper_wide_dkdv_kernel": (False, ["read", "end"]),
     "hopper_wide_dq_kernel": (False, ["read", "end", "read"]),

@@ -1,10 +1,11 @@
-"""The backward on Hopper: one Gluon kernel of five matmuls between two light Triton kernels.
+"""The backward on Hopper: one Gluon kernel of five matmuls between light Triton kernels.
 
   preprocess   delta = rowsum(dO ∘ O), minus the gradient of L if one arrives; L in base 2; dQ's accumulator zeroed
   main         one program a tile of 128 keys: dK and dV stay in registers, dQ is added into memory, in float32
   convert      dQ = scale · accumulator, in rows and in the inputs' dtype
+  join         dK and dV of the tiles whose walks are divided, see below
 
-Each of the last two starts while the one before it ends, and waits for it only where it needs its results.
+Each of the last ones starts while the one before it ends, and waits for it only where it needs its results.
 
 A program of the main kernel has up to five partitions. A producer warp copies tiles by TMA into a ring of two slots.
 Two consumer warp groups own 64 of the keys each and walk the query tiles that see them. Two sender warps add what each
@@ -44,10 +45,16 @@ How dQ is formed and sent is the launcher's choice, `dq_way`, by what was measur
               below 8,192 queries.
 
 Which tiles: `backward_walk.py`. Without a mask the walk starts at the program's own position and wraps around the end,
-so that programs that run at one time add to different rows of dQ. A causal one starts at the diagonal. Three kernels
-differ in their walk alone, by what is `walked`: dense (None), `Lists` of a `BlockMask`, packed `Documents`. Of a list's
-partial tiles the producer hands over the number of their bits, which a consumer then reads from memory, by keys, as it
-holds the scores: `light.py` has turned them.
+so that programs that run at one time add to different rows of dQ. A causal one starts at the diagonal. Four kernels
+differ in their walk alone, by what is `walked`: dense (None), `Parts` of dense walks, `Lists` of a `BlockMask`, packed
+`Documents`. Of a list's partial tiles the producer hands over the number of their bits, which a consumer then reads
+from memory, by keys, as it holds the scores: `light.py` has turned them.
+
+Without a mask all walks are equally long, and the last round of programs takes as long as any, though it be of four.
+So the main kernel has the rounds that fill the GPU, and behind it the walks of the other tiles are divided: a kernel of
+its own, because steps that a program counts itself are 2 to 4 % slower. Its programs start as those of the main kernel
+end, and each leaves dK and dV of its part to `join`, in float32. 4,096 tiles on 132 multiprocessors take 2 to 3 % less
+time so, and a single head of 4,096 tokens less than half (one H100). `divided_walks` says how many parts.
 
 Tiles that the diagonal cuts are masked, and where queries see keys that do not exist every tile is, in a kernel of its
 own, because choosing at run time costs registers. (A key that does not exist scores 0, and its P = exp2(-L) may be
@@ -55,10 +62,10 @@ inf.) That is the case without a mask where the last key tile is ragged; a causa
 there are fewer keys than queries. Queries past the end have L = +inf, hence P = 0. TMA reads zeros past the end of a
 head and writes nothing there.
 
-Sums: dK and dV over the queries, and over the query heads of a group, are one program's, in one order, and so
-bit-reproducible. dQ's over the key tiles come in any order, and its last bits vary; unless ORDERED, where senders wait
-until a counter says that it is their program's turn, see `turn_of_tile`. That takes up to 8 % more time, 16 %
-at 2,048 causal tokens.
+Sums: dK and dV over the queries, and over the query heads of a group, are one program's, or of parts in their order,
+and so bit-reproducible. dQ's over the key tiles come in any order, and its last bits vary; unless ORDERED, where
+senders wait until a counter says that it is their program's turn, see `turn_of_tile`. That takes up to 8 % more time,
+16 % at 2,048 causal tokens.
 
 Sources: FlashAttention-2 (Dao 2023), algorithm 2; FlashAttention-3 (Shah et al. 2024) for the partitions, the senders
 and the turns.
@@ -88,6 +95,7 @@ from cs336_systems.attention.hopper.backward_walk import (
     QUERY_PADDING,
     BackwardPlan,
     Lists,
+    Parts,
     Problem,
     key_tiles,
     least_steps,
@@ -121,7 +129,7 @@ from cs336_systems.attention.hopper.columns import (
     zero_sums,
 )
 from cs336_systems.attention.hopper.descriptors import document_descriptor, readable, tile_descriptor
-from cs336_systems.attention.hopper.light import convert, preprocess, transposed_words
+from cs336_systems.attention.hopper.light import convert, join, preprocess, transposed_words
 from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, LATE_FROM, columns_of
 from cs336_systems.attention.hopper.walk import Documents, key_place, query_place
 from cs336_systems.attention.hopper.wide_backward import gradients_of_keys, hopper_wide_backward
@@ -150,6 +158,11 @@ CONSUMERS = gl.constexpr(256)  # threads of both
 SENDER = gl.constexpr(160)  # of a consumer and the warp that sends its part of dQ
 
 
+MULTIPROCESSORS = 132  # of an H100, where kernels are compiled without one
+MAX_PARTS = 64  # of a walk
+# In steps: what a program takes beside them, and, of 64 columns, `join`'s kernel, and a part's sums to memory and back.
+# Fitted to 18 calls of 1 to 64 heads on an H100, triton 3.6.0, 2026-11-26.
+START_STEPS, JOIN_STEPS, PART_STEPS = 4, 1, 1 / 40
 NUMBERS = ["N_KV_HEADS", "HEADS_TOGETHER", "TILES_TOGETHER", "N_QUERIES", "N_KEYS"]
 
 
@@ -176,6 +189,19 @@ class _Shared(NamedTuple):
 
 
 @gluon.jit
+def _await_preprocess(walked, PLAN: gl.constexpr):
+    """Wait for L, delta, a mask's words, the zeros that dQ is added to, and the turns.
+
+    Programs that follow those of whole walks start when all of these have waited for it.
+    """
+    if PLAN.split:
+        if walked.WHOLE == 0:
+            gdc_wait()
+    else:
+        gdc_wait()
+
+
+@gluon.jit
 def _produce(
     shared, problem, walked, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, PLAN: gl.constexpr
 ):  # fmt: skip
@@ -194,7 +220,7 @@ def _produce(
     K_tile, V_tile = shared.KV_tiles.index(0), shared.KV_tiles.index(1)
     tma.async_copy_global_to_shared(K_desc, place, shared.kv_full.index(0), as_block(K_tile, K_desc))
     tma.async_copy_global_to_shared(V_desc, place, shared.kv_full.index(0), as_block(V_tile, V_desc))
-    gdc_wait()  # for L and delta, and, as consumers wait for this warp, for a mask's words and the zeros of dQ
+    _await_preprocess(walked, PLAN)  # consumers, which wait for this warp, so have a mask's words and the zeros of dQ
     gdc_launch_dependents()
     done = 0
     for number in range(num_walks(PLAN)):
@@ -231,6 +257,8 @@ def _produce(
                 shared.words_slots.index(slot).store(gl.full([1], words, gl.int32, WORDS_LAYOUT))
             mbarrier.arrive(shared.full.index(slot), count=1)
         done += walk.steps
+    if PLAN.split:
+        gdc_wait()  # for the kernel of whole walks: what waits for this one reads its results too
 
 
 @gluon.jit
@@ -241,7 +269,7 @@ def _send(
     D_TILE: gl.constexpr = PLAN.head_tile
     tile = own_tile(problem, walked, PLAN)
     dQ_tile = shared.dQ_tiles.index(CONSUMER)
-    gdc_wait()  # for the zeros that dQ is added to, and the turns
+    _await_preprocess(walked, PLAN)
     arrive_at(DQ_IS_SENT + CONSUMER, SENDER)
     if PLAN.dq_way == LATE:  # the first step forms the dQ of no step
         wait_at(DQ_IS_WRITTEN + CONSUMER, SENDER)
@@ -441,8 +469,6 @@ def _consume(
     shared, problem, walked, dQ_desc, dK_desc, dV_desc, CONSUMER: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """A consumer warp group: dK and dV of 64 keys, and its half of dQ."""
-    dtype: gl.constexpr = shared.Q_slots.dtype
-    D_TILE: gl.constexpr = PLAN.head_tile
     MASKED_STEPS: gl.constexpr = least_steps(PLAN) if PLAN.is_causal else 0
     tile = own_tile(problem, walked, PLAN)
     first_key = tile.number * KEY_TILE
@@ -497,15 +523,40 @@ def _consume(
         _hand_over_dQ(shared, warpgroup_mma_wait(0, [dQ]), CONSUMER)
     if PLAN.dq_way != ALONE:
         wait_at(DQ_IS_SENT + CONSUMER, SENDER)
+    if PLAN.split:
+        _store_part(dK, dV, walked, CONSUMER, PLAN)
+    else:
+        _store_gradients(shared, problem, dK_desc, dV_desc, dK, dV, tile, CONSUMER, PLAN)
+
+
+@gluon.jit
+def _store_part(dK, dV, walked, CONSUMER: gl.constexpr, PLAN: gl.constexpr):
+    """dK and dV of a part of the walks, in float32, for `light.join` to add up."""
+    dK, dV = _in_thread_order(dK[0]), _in_thread_order(dV[0])
+    rows = gl.arange(0, dK.shape[0], gl.SliceLayout(1, dK.type.layout))
+    columns = gl.arange(0, SENT_COLUMNS, gl.SliceLayout(0, dK.type.layout))
+    place = rows[:, None] * SENT_COLUMNS + columns[None, :]
+    SIZE: gl.constexpr = CONSUMER_KEYS * PLAN.head_tile
+    sums = walked.sums + (gl.program_id(0).to(gl.int64) * 2 + CONSUMER) * (2 * SIZE)
+    gl.store(sums + place, dK)
+    gl.store(sums + SIZE + place, dV)
+
+
+@gluon.jit
+def _store_gradients(
+    shared, problem, dK_desc, dV_desc, dK, dV, tile, CONSUMER: gl.constexpr, PLAN: gl.constexpr
+):  # fmt: skip
+    """dK and dV of a tile of keys, in the inputs' dtype."""
+    dtype: gl.constexpr = shared.Q_slots.dtype
     # Nobody reads K and V any more: their memory takes dK and dV on the way out.
     meet_consumers(TILES_ARE_READ)
-    own_tiles = shared.KV_tiles._reinterpret(dtype, [4, CONSUMER_KEYS, D_TILE], shared.KV_tiles.layout)
+    own_tiles = shared.KV_tiles._reinterpret(dtype, [4, CONSUMER_KEYS, PLAN.head_tile], shared.KV_tiles.layout)
     dK_tile, dV_tile = own_tiles.index(CONSUMER), own_tiles.index(2 + CONSUMER)
     scale = problem.scale_log2 / LOG2_E
     store_sums(dK_tile, dK, scale)
     store_sums(dV_tile, dV, 1.0)
     fence_async_shared()
-    own_key = first_key + CONSUMER * CONSUMER_KEYS
+    own_key = tile.number * KEY_TILE + CONSUMER * CONSUMER_KEYS
     if PLAN.packed:
         own_key = gl.where(tile.exists, own_key, tile.sequence.num_keys)  # behind the end, where nothing is written
     own_block = key_place(tile.batch_head, own_key, 0, tile.sequence, PLAN)
@@ -583,6 +634,21 @@ def hopper_backward_kernel(
     _run(Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, turns_ptr, problem, None, PLAN)
 
 
+@gluon.jit(do_not_specialize=[*NUMBERS, "WHOLE", "PARTS"])
+def hopper_split_backward_kernel(
+    Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, sums_ptr,
+    N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2, WHOLE, PARTS,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """The same of the tiles behind the WHOLE first ones, PARTS programs a tile, which leave `Parts.sums` to `join`.
+
+    If there are WHOLE ones their kernel comes before this one.
+    """
+    problem = Problem(N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2)
+    parts = Parts(sums_ptr, WHOLE, PARTS)
+    _run(Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, rows_ptr, problem, parts, PLAN)
+
+
 @gluon.jit(do_not_specialize=[*NUMBERS, "MASK_BATCHES", "MASK_HEADS", "WIDTH", "FULL_WIDTH"])
 def hopper_listed_backward_kernel(
     Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr,
@@ -654,6 +720,13 @@ def hopper_backward(
         head_tile(width), columns_of(width), query_tile, group, is_causal, whole_key_tiles, way, deterministic,
         *block_size,
     )  # fmt: skip
+    num_programs = num_key_tiles * batch * kv_heads
+    whole, parts = num_programs, 1
+    if not is_causal and lists is None and not deterministic and columns_of(width) == head_tile(width):
+        walk = num_rows // query_tile
+        whole, parts = divided_walks(
+            num_programs, walk, group, head_tile(width), num_multiprocessors(q.device) or MULTIPROCESSORS
+        )
 
     grad_q = empty_like(q)
     grad_k, grad_v = gradients_of_keys(k, num_key_tiles * key_tile)
@@ -671,9 +744,17 @@ def hopper_backward(
             *(tile_descriptor(x.view(one_batch), CONSUMER_KEYS.value) for x in (grad_k, grad_v)), rows,
         )  # fmt: skip
         numbers = (kv_heads, heads_together, tiles_together, num_queries, num_keys, scale * LOG2_E.value)
-        grid, options = (num_key_tiles * batch * kv_heads,), _options(plan, q)
+        grid, options = (whole,), _options(plan, q)
         if lists is None:
-            launch(hopper_backward_kernel, grid, (*tiles, rows if turns is None else turns), numbers, options)
+            if whole:
+                launch(hopper_backward_kernel, grid, (*tiles, rows if turns is None else turns), numbers, options)
+            if parts > 1:
+                divided = (num_programs - whole) * parts
+                part_sums = empty((divided, 4, HALF.value * head_tile(width)), torch.float32, q.device)
+                options = _options(plan._replace(split=True), q)
+                launch(
+                    hopper_split_backward_kernel, (divided,), (*tiles, part_sums), (*numbers, whole, parts), options
+                )  # fmt: skip
         else:
             walked = (
                 lists.q_num_blocks, lists.q_indices, lists.q_tokens, lists.full_q_num_blocks, lists.full_q_indices
@@ -682,7 +763,27 @@ def hopper_backward(
             launch(hopper_listed_backward_kernel, grid, (*tiles, *walked, words), (*numbers, *sizes), options)
     with stage("dq"):
         convert(sums, grad_q, num_rows, scale)
+        if parts > 1:
+            join(part_sums, grad_k, grad_v, whole, parts, scale)
     return _cut((grad_q, grad_k, grad_v), head_dim)
+
+
+def divided_walks(
+    tiles: int, steps: int, group: int, head_tile: int, num_multiprocessors: int
+) -> tuple[int, int]:  # fmt: skip
+    """(tiles of keys whose `group` walks of `steps` are whole, parts of each of the others'), to end soonest.
+
+    All are equally long, so the last round of programs is as long as any, however few they are. Its tiles are divided.
+    """
+    last = tiles % num_multiprocessors
+
+    def cost(parts: int) -> float:
+        rounds = -(-last * parts // num_multiprocessors)
+        joined = (JOIN_STEPS + last * parts * PART_STEPS) * head_tile / 64 if parts > 1 else 0
+        return rounds * (group * -(-steps // parts) + START_STEPS) + joined
+
+    parts = min(range(1, min(MAX_PARTS, steps) + 1), key=cost) if last else 1
+    return (tiles, 1) if parts == 1 else (tiles - last, parts)
 
 
 def hopper_packed_backward(

@@ -1,9 +1,10 @@
 """Which tile of keys a program of the Hopper backward has, and which tiles of queries it walks.
 
-Arithmetic on integers, which producer, consumers and senders do alike. Three walks share the rest:
+Arithmetic on integers, which producer, consumers and senders do alike. Four walks share the rest:
 
   dense    the query tiles that see the keys: without a mask from the program's own position around the end, so that
            programs that run at one time add to different rows of dQ; a causal one from the diagonal on
+  parts    of dense walks without a mask, each a program's
   lists    of a `BlockMask`'s column of tiles: the partial ones, then the full ones; those of each query head of a group
   packed   the dense walk within the document that a program finds by its slot; dQ's accumulator has the rows of the
            slots that documents' queries would have
@@ -41,6 +42,7 @@ class BackwardPlan(NamedTuple):
     query_block: int = 0
     key_block: int = 0
     packed: bool = False
+    split: bool = False  # walks are divided, as `Parts` says
 
 
 class Problem(NamedTuple):
@@ -67,6 +69,14 @@ class Lists(NamedTuple):
     MASK_HEADS: gl.tensor
     WIDTH: gl.tensor
     FULL_WIDTH: gl.tensor
+
+
+class Parts(NamedTuple):
+    """The walks of the tiles of keys behind the WHOLE first ones, divided among PARTS programs a tile."""
+
+    sums: gl.tensor  # (tiles, PARTS, consumers, dK and dV, 64 * head tile), float32, in the order of threads
+    WHOLE: gl.tensor
+    PARTS: gl.tensor
 
 
 class Tile(NamedTuple):
@@ -104,6 +114,13 @@ def tile_of_program(program, num_programs, num_tiles, HEADS_TOGETHER):
     width = min(HEADS_TOGETHER, num_programs // num_tiles - first_head)
     position = program - first_head * num_tiles
     return position // width, first_head + position % width
+
+
+@gluon.jit
+def part_of_walk(first_tile, tiles, part, parts):
+    """(first query tile, steps) of a part of a walk around all query tiles, which are at least as many as parts."""
+    done = tiles * part // parts
+    return (first_tile + done) % tiles, tiles * (part + 1) // parts - done
 
 
 @gluon.jit
@@ -209,9 +226,13 @@ def own_tile(problem, walked, PLAN: gl.constexpr):
         return Tile(tile_number, batch_head, sequence, tiles, head_rows, first_row, steps, 0, exists)
     else:
         num_tiles = key_tiles(problem.N_QUERIES, problem.N_KEYS, PLAN.is_causal)
-        tile_number, batch_head = tile_of_program(
-            gl.program_id(0), gl.num_programs(0), num_tiles, problem.HEADS_TOGETHER
-        )
+        program = gl.program_id(0)
+        if PLAN.is_causal or PLAN.query_block:
+            tile_number, batch_head = tile_of_program(program, gl.num_programs(0), num_tiles, problem.HEADS_TOGETHER)
+        else:  # one head after the other, and programs for some of the tiles
+            if PLAN.split:
+                program = walked.WHOLE + program // walked.PARTS
+            tile_number, batch_head = program % num_tiles, program // num_tiles
         if PLAN.is_causal and PLAN.ordered:
             tile_number = num_tiles - 1 - tile_number
         tiles = query_tiles(problem.N_QUERIES, PLAN.query_tile, query_padding(PLAN.query_block))
@@ -222,6 +243,8 @@ def own_tile(problem, walked, PLAN: gl.constexpr):
                 walk = _walk_of_list(number, tile_number, batch_head, problem, walked, PLAN)
                 steps += walk.steps
                 masked += walk.steps * walk.is_partial
+        elif PLAN.split:
+            steps = PLAN.group * part_of_walk(0, tiles, gl.program_id(0) % walked.PARTS, walked.PARTS)[1]
         else:
             steps = PLAN.group * walk_of_tile(tile_number, tiles, PLAN.query_tile, PLAN.is_causal)[1]
         sequence = Sequence(0, problem.N_QUERIES, 0, problem.N_KEYS, 0, 0)
@@ -238,6 +261,8 @@ def walk_of(number, tile, problem, walked, PLAN: gl.constexpr):
         return Walk(walk.member, 0, walk.steps + is_empty, walk.list_number, walk.is_partial)
     else:
         first_tile, steps = walk_of_tile(tile.number, tile.query_tiles, PLAN.query_tile, PLAN.is_causal)
+        if PLAN.split:
+            first_tile, steps = part_of_walk(first_tile, steps, gl.program_id(0) % walked.PARTS, walked.PARTS)
         if PLAN.packed:
             steps = gl.where(tile.steps > 0, steps, least_steps(PLAN))
         return Walk(number, first_tile, steps, 0, 0)

@@ -4,6 +4,7 @@ preprocess       delta = rowsum(dO ∘ O), minus the gradient of L if one arrive
                  where there is one: `wide_backward` has none
 transpose bits   a block mask's bits by keys, as the main kernel has its scores
 convert          dQ = scale · accumulator, in rows and in the inputs' dtype
+join             dK and dV from the sums of parts of walks
 """
 
 from __future__ import annotations
@@ -115,6 +116,39 @@ def hopper_backward_convert_kernel(
     tl.store(dQ_ptr + dQ_rows[:, None] * D + columns[None, :], (sums * scale).to(dQ_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["WHOLE", "PARTS", "N_KEYS"])
+def hopper_backward_join_kernel(
+    parts_ptr, dK_ptr, dV_ptr, WHOLE, PARTS, N_KEYS, scale,
+    D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """dK and dV (batch, kv_heads, keys, D), contiguous, of the tiles of keys behind the WHOLE first ones.
+
+    A program adds up the parts of 16 columns of 64 keys, in their order; `_in_thread_order` says how they lie.
+    """
+    CHUNKS: tl.constexpr = D_TILE // 16
+    chunk, place = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
+    is_dV, consumer, tile = place % 2, place // 2 % 2, place // 4
+    index = tl.arange(0, 16 * ROWS)
+    part = tl.arange(0, 8)
+    first = parts_ptr + tile.to(tl.int64) * PARTS * (4 * ROWS * D_TILE)
+    first += (consumer * 2 + is_dV) * (ROWS * D_TILE) + chunk * (16 * ROWS)
+    await_previous(OVERLAP)
+    sums = tl.zeros([16 * ROWS], tl.float32)
+    for done in range(0, PARTS, 8):
+        places = (done + part)[:, None] * (4 * ROWS * D_TILE) + index[None, :]
+        sums += tl.sum(tl.load(first + places, mask=(done + part < PARTS)[:, None], other=0.0), axis=0)
+    tiles = (N_KEYS + 2 * ROWS - 1) // (2 * ROWS)
+    head, number = (WHOLE + tile).to(tl.int64) // tiles, (WHOLE + tile) % tiles
+    # (8 columns of the 16, warp, row, pair, half of the warp's rows, of the pair)
+    row = number * (2 * ROWS) + consumer * ROWS + index // 128 % 4 * 16 + index // 2 % 2 * 8 + index // 16 % 8
+    column = chunk * 16 + index // 512 * 8 + index // 4 % 4 * 2 + index % 2
+    dX_ptr, factor = dK_ptr, scale
+    if is_dV:
+        dX_ptr, factor = dV_ptr, 1.0
+    inside = (row < N_KEYS) & (column < D)
+    tl.store(dX_ptr + (head * N_KEYS + row) * D + column, (sums * factor).to(dX_ptr.dtype.element_ty), mask=inside)
+
+
 def preprocess(
     output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None, rows: Tensor,
     sums: Tensor | None, turns: Tensor | None,
@@ -152,6 +186,17 @@ def convert(sums: Tensor, grad_q: Tensor, num_rows: int, scale: float, cu_seqlen
         hopper_backward_convert_kernel, (programs,), (sums, grad_q, sums if cu_seqlens is None else cu_seqlens),
         (num_queries, num_rows, documents, scale),
         {"PACKED": cu_seqlens is not None, **_options(width), **overlap_options(grad_q.device, follows=True)},
+    )  # fmt: skip
+
+
+def join(parts: Tensor, grad_k: Tensor, grad_v: Tensor, whole: int, num_parts: int, scale: float) -> None:
+    """grad_k and grad_v (batch, kv_heads, keys, head_dim) of the tiles of keys behind the first `whole` ones, from the
+    sums that are in `parts` (tiles · num_parts, 4, 64 · head tile)."""
+    num_keys, width = grad_k.shape[2:]
+    launch(
+        hopper_backward_join_kernel, (len(parts) // num_parts * 4 * (head_tile(width) // 16),),
+        (parts, grad_k, grad_v), (whole, num_parts, num_keys, scale),
+        {**_options(width), **overlap_options(grad_k.device, follows=True)},
     )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ from cs336_systems.config import DTypeName
 
 ARCH = "sm90"
 BATCH, HEADS, SEQLEN = 2, 16, 1024
+SPLIT_SEQLEN = 8192  # of which a few tiles are left for a last round of programs
 # What an instruction of the machine is to a main loop. A matmul that ends a group says so: "gsb0".
 INSTRUCTIONS = (
     (re.compile(r"\bHGMMA"), "matmul"),
@@ -76,7 +77,7 @@ class HopperRequest:
     config: str = ""
     seqlen: int = SEQLEN
     deterministic: bool = False
-    walk: Literal["dense", "listed", "packed"] = "dense"
+    walk: Literal["dense", "split", "listed", "packed"] = "dense"  # split: of calls that leave multiprocessors idle
     query_block: int = 128  # rows of the mask's tiles, whose lists are walked
 
     @property
@@ -90,6 +91,7 @@ class HopperRequest:
         rest = [f"group {self.group}"] * (self.group > 1) + ["ragged"] * (not self.whole_key_tiles)
         rest += [f"length {self.seqlen}"] * (self.seqlen != SEQLEN) + ["deterministic"] * self.deterministic
         rest += [f"lists of {self.query_block} rows"] * (self.walk == "listed") + ["packed"] * (self.walk == "packed")
+        rest += ["in parts"] * (self.walk == "split")
         return ", ".join([self.config or f"hopper_{self.kernel}", f"head dim {self.head_dim}", mask, *rest])
 
 
@@ -167,6 +169,9 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
             if columns == 128 and is_causal and not deterministic:
                 requests.append(backward_of(seqlen=LATE_FROM))
         requests += [backward(is_causal=walk == "packed", walk=walk) for walk in ("listed", "packed")]
+        if columns == head_tile(columns):
+            split = partial(backward, is_causal=False, walk="split", seqlen=SPLIT_SEQLEN)
+            requests += [split(whole_key_tiles=whole) for whole in (True, False)]
     small, large = SCHEDULES[64][1], SCHEDULES[128]
     for columns, rows, schedule in ((64, 128, small), (96, 128, large[0]), (128, 128, large[0]), (128, 64, large[1])):
         listed = partial(HopperRequest, kernel="forward", head_dim=columns, is_causal=False, walk="listed")
