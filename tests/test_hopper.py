@@ -29,7 +29,8 @@ from cs336_systems.attention import (
 )
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.hopper import function
-from cs336_systems.attention.hopper.backward import QUERY_TILES, divided_walks
+from cs336_systems.attention.hopper.backward import QUERY_TILES
+from cs336_systems.attention.hopper.division import divide_walks
 from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES
 from cs336_systems.attention.operator import _passes_of
 from cs336_systems.attention.tiled import tiled_backward, tiled_forward
@@ -319,14 +320,18 @@ def test_contract_of_a_long_sequence(head_dim, is_causal, each_schedule):
 
 @on_hopper
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
-def test_walks_in_parts_beside_whole_ones(head_dim):
-    """A few tiles of keys more than multiprocessors: theirs are divided, and their sums added in one order."""
+@pytest.mark.parametrize("is_causal, kv_heads, length", [(False, 0, 1101), (True, 1, 8000), (True, 3, 1101)])
+def test_divided_walks(is_causal, kv_heads, length, head_dim):
+    """Without a mask those of a few tiles more than multiprocessors, beside whole ones. Sums have one order."""
     places = torch.cuda.get_device_properties(0).multi_processor_count
-    kv_heads, steps = places // 9 + 1, 9 * 128 // QUERY_TILES[head_tile(head_dim)]
-    whole, parts = divided_walks(9 * kv_heads, steps, 2, head_tile(head_dim), places)
-    assert whole == places and parts > 1
-    tensors = inputs(1, 2 * kv_heads, kv_heads, 1101, 1101, head_dim, torch.bfloat16, "cuda")
-    options = {"is_causal": False, "backend": "hopper", "enable_gqa": True}
+    key_tiles, kv_heads = -(-length // 128), kv_heads or places // 9 + 1
+    division = divide_walks(
+        key_tiles=key_tiles, batch_heads=kv_heads, steps=key_tiles * 128 // QUERY_TILES[head_tile(head_dim)], group=2,
+        head_tile=head_tile(head_dim), is_causal=is_causal, num_multiprocessors=places,
+    )  # fmt: skip
+    assert division.programs and division.whole == places * (not is_causal)
+    tensors = inputs(1, 2 * kv_heads, kv_heads, length, length, head_dim, torch.bfloat16, "cuda")
+    options = {"is_causal": is_causal, "backend": "hopper", "enable_gqa": True}
     assert_contract(*tensors, **options)
     first, second = (run(*tensors, **options) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in ("grad_k", "grad_v"))

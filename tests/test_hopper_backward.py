@@ -26,6 +26,7 @@ from cs336_systems.attention import BlockMask
 from cs336_systems.attention.hopper import backward, light
 from cs336_systems.attention.hopper import backward_walk as walk
 from cs336_systems.attention.hopper import wide_backward as wide
+from cs336_systems.attention.hopper.division import Division, divide_walks
 from cs336_systems.attention.hopper.schedule import SCHEDULES
 from cs336_systems.attention.masks.tiles import TileLists, pack_tokens
 from cs336_systems.attention.reference import attention_reference
@@ -138,7 +139,6 @@ def assert_gradients(
 def test_the_tiles_add_up_to_the_gradients(queries, keys, is_causal, group, together, head_dim):
     """Those of the grid that is launched, by the plan that the kernel is compiled for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backward, "divided_walks", lambda tiles, *_: (tiles, 1))
         launched = record_launches(patch, backward, light)
         q, k = (torch.empty(2, heads, rows, head_dim).bfloat16() for heads, rows in ((2 * group, queries), (2, keys)))
         backward.hopper_backward(q, k, k, q, torch.empty(q.shape[:3]), q, None, False, is_causal, 1.0)
@@ -166,85 +166,135 @@ def test_the_tiles_add_up_to_the_gradients(queries, keys, is_causal, group, toge
 
 
 @given(
-    queries=LENGTHS, keys=LENGTHS, group=st.sampled_from((1, 3)), head_dim=st.sampled_from((64, 128)),
-    most_parts=st.integers(2, 9), last=st.integers(1, 30),
+    queries=LENGTHS, keys=LENGTHS, is_causal=st.booleans(), group=st.sampled_from((1, 3)),
+    head_dim=st.sampled_from((64, 128)), parts=st.integers(1, 9), last=st.integers(1, 30),
 )  # fmt: skip
-def test_parts_of_walks_add_up_to_the_gradients(queries, keys, group, head_dim, most_parts, last):
-    """Those of the last tiles, beside whole walks of the others."""
+def test_parts_of_walks_add_up_to_the_gradients(queries, keys, is_causal, group, head_dim, parts, last):
+    """Without a mask those of the last tiles, beside whole walks of the others."""
+    keys = queries if is_causal else keys
 
-    def divided_walks(tiles: int, steps: int, *_: int) -> tuple[int, int]:
-        return (tiles, 1) if steps == 1 else (max(0, tiles - last), min(most_parts, steps))
+    def divide(*, key_tiles: int, batch_heads: int, steps: int, **_: Any) -> Division:
+        tiles = key_tiles * batch_heads
+        if is_causal:
+            return Division(0, parts, batch_heads * sum(-(-length // parts) for length in range(1, key_tiles + 1)))
+        own, divided = min(parts, steps), min(last, tiles)
+        return Division(tiles - divided, own, divided * own)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backward, "divided_walks", divided_walks)
+        patch.setattr(backward, "divide_walks", divide)
         launched = record_launches(patch, backward, light)
         q, k = (torch.empty(2, heads, rows, head_dim).bfloat16() for heads, rows in ((2 * group, queries), (2, keys)))
-        backward.hopper_backward(q, k, k, q, torch.empty(q.shape[:3]), q, None, False, False, 1.0)
-    walks = Walks(queries, keys, False, backward.QUERY_TILES[head_dim])
-    num_tiles = 4 * walks.key_tiles
-    whole, parts = num_tiles, 1
-    if "split_backward" in launched:
-        (num_programs,), tensors, numbers, options = launched["split_backward"]
-        *_, whole, parts = numbers
-        assert options["PLAN"].split and num_programs == len(tensors[-1]) == (num_tiles - whole) * parts
-        assert launched["backward_join"][0] == ((num_tiles - whole) * 4 * (head_dim // 16),)
-    assert (whole == 0) == ("backward" not in launched) and (parts > 1) == ("backward_join" in launched)
-
-    def steps_of(tile: int) -> Program:
+        _, *grads = backward.hopper_backward(q, k, k, q, torch.empty(q.shape[:3]), q, None, False, is_causal, 0.5)
+    walks = Walks(queries, keys, is_causal, backward.QUERY_TILES[head_dim])
+    (num_programs,), tensors, (*_, whole, size), options = launched["split_backward"]
+    assert options["PLAN"].split and launched.get("backward", [(0,)])[0] == (whole,)
+    grid, (sums, *joined), numbers, _ = launched["backward_join"]
+    assert sums is tensors[-1] and sums.shape == (num_programs, 4, 64 * head_dim)
+    assert all(x is grad for x, grad in zip(joined, grads, strict=True))
+    assert grid == ((4 * walks.key_tiles - whole) * 4 * (head_dim // 16),)
+    assert numbers == (whole, size, keys, walks.key_tiles, 0.5)
+    masked_steps = walk.least_steps(options["PLAN"]) if is_causal else 0
+    steps_of: dict[tuple[int, int], list[tuple[int, int, Tensor]]] = {}
+    for tile in range(whole):
         kv_head, key_tile = divmod(tile, walks.key_tiles)
+        steps_of[kv_head, key_tile] = [(start, 0) for start in walks.starts(key_tile)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(walk, "parts_before", walk.parts_before.fn)
+        programs = [
+            plain(walk.part_of_program.fn(program, walks.key_tiles, whole, size, is_causal))
+            for program in range(num_programs)
+        ]
+    assert len(set(programs)) == num_programs
+    for key_tile, kv_head, part, num_parts in programs:
         starts = walks.starts(key_tile)
-        if tile >= whole:
-            call = (walks.query_tiles, walks.query_tile, False)
-            first_tile, _ = plain(walk.walk_of_tile.fn(key_tile, *call))
-            starts = []
-            for part in range(parts):
-                first, steps = plain(walk.part_of_walk.fn(first_tile, walks.query_tiles, part, parts))
-                assert steps >= 1
-                starts += [plain(walk.query_of_step.fn(step, first, *call)) for step in range(steps)]
-        key = key_tile * KEY_TILE + torch.arange(KEY_TILE)[:, None]
-        mask = (key < keys).expand(KEY_TILE, walks.query_tile)
-        steps = [(kv_head * group + member, start, mask) for member in range(group) for start in starts]
+        done, steps = plain(walk.part_of_walk.fn(len(starts), part, num_parts))
+        assert steps >= max(1, masked_steps) and 0 <= part < num_parts
+        places = enumerate(starts[done : done + steps])
+        steps_of.setdefault((kv_head, key_tile), []).extend((start, step < masked_steps) for step, start in places)
+
+    def program_of(kv_head: int, key_tile: int) -> Program:
+        """All parts of a tile as one program."""
+        steps = []
+        for member, (start, is_masked) in itertools.product(range(group), steps_of[kv_head, key_tile]):
+            key, query = key_tile * KEY_TILE + torch.arange(KEY_TILE)[:, None], start + torch.arange(walks.query_tile)
+            seen = (key <= query) if is_masked else (query >= 0)
+            steps.append((kv_head * group + member, start, seen & (options["PLAN"].whole_key_tiles | (key < keys))))
         return kv_head, key_tile * KEY_TILE, steps
 
-    assert_gradients(map(steps_of, range(num_tiles)), queries, keys, group, False, KEY_TILE, sums_dq=True)
+    tiles = list(itertools.product(range(4), range(walks.key_tiles)))
+    assert_gradients(itertools.starmap(program_of, tiles), queries, keys, group, is_causal, KEY_TILE, sums_dq=True)
 
 
+def test_what_has_one_order_or_sums_in_two_pieces_is_not_divided(monkeypatch):
+    launched = record_launches(monkeypatch, backward, light)
+    monkeypatch.setattr(backward, "num_multiprocessors", lambda device: 132)
+    cases = ((64, 900, True, False), (96, 900, False, True), (64, 400, False, True))  # the last: fewer keys than queries
+    for head_dim, keys, deterministic, is_causal in cases:
+        launched.clear()
+        q, k = low(1, 1, 900, head_dim), low(1, 1, keys, head_dim)
+        backward.hopper_backward(q, k, k, q, torch.randn(1, 1, 900), q, None, deterministic, is_causal, 1.0)
+        assert launched.keys() == {"backward_preprocess", "backward", "backward_convert"}
+
+
+@EACH_MASK
 @pytest.mark.parametrize("head_dim", [40, 128])
 @pytest.mark.parametrize(("whole", "parts"), [(0, 3), (4, 9)])
-def test_parts_are_joined_where_their_tiles_are(head_dim, whole, parts):
-    """dK of two heads of 300 keys, with its scale, and dV; what whole walks wrote stays. In the interpreter."""
-    D_TILE, keys = 64 if head_dim <= 64 else 128, 300
-    tiles = [(head, number) for head in range(2) for number in range(3)][whole:]
-    sums = torch.randn(len(tiles), parts, 2, 2, 64, D_TILE, generator=torch.Generator().manual_seed(0))
+def test_parts_are_joined_where_their_tiles_are(head_dim, whole, parts, is_causal):
+    """dK of two heads of 1100 keys, with its scale, and dV; what whole walks wrote stays. In the interpreter."""
+    D_TILE, keys, key_tiles = 64 if head_dim <= 64 else 128, 1100, 9
+    whole *= not is_causal
+    tiles = [(head, number) for head in range(2) for number in range(key_tiles)][whole:]
+    expected = torch.full((2, 2, key_tiles * 128, head_dim), 7.0)
+    if is_causal:
+        num_programs = 2 * sum(-(-length // parts) for length in range(1, key_tiles + 1))
+    else:
+        num_programs = len(tiles) * parts
+    sums = torch.randn(num_programs, 2, 2, 64, D_TILE, generator=torch.Generator().manual_seed(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(walk, "parts_before", walk.parts_before.fn)
+        for head, number in tiles:
+            expected[:, head, number * 128 : (number + 1) * 128] = 0
+        for program in range(num_programs):
+            number, head, *_ = plain(walk.part_of_program.fn(program, key_tiles, whole, parts, is_causal))
+            own = sums[program].transpose(0, 1).flatten(1, 2)[..., :head_dim]  # (dK and dV, keys, columns)
+            expected[:, head, number * 128 : (number + 1) * 128] += own * torch.tensor([0.5, 1.0])[:, None, None]
     in_threads = sums.view(-1, 4, 2, 8, D_TILE // 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6)
     grads = [torch.full((1, 2, keys, head_dim), 7.0, dtype=torch.float16) for _ in range(2)]
-    light.join(in_threads.reshape(len(tiles) * parts, 4, 64 * D_TILE), *grads, whole, parts, 0.5)
-    expected = torch.full((2, 2, 3 * 128, head_dim), 7.0)
-    for index, (head, number) in enumerate(tiles):
-        joined = sums[index].sum(0).transpose(0, 1).flatten(1, 2)[..., :head_dim]  # (dK and dV, keys, columns)
-        expected[:, head, number * 128 : (number + 1) * 128] = joined * torch.tensor([0.5, 1.0])[:, None, None]
+    division = Division(whole, parts, num_programs)
+    light.join(in_threads.reshape(num_programs, 4, 64 * D_TILE), *grads, key_tiles, division, is_causal, 0.5)
     for grad, exact in zip(grads, expected):
         torch.testing.assert_close(grad[0].float(), exact[:, :keys], rtol=2**-10, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("tiles", "steps", "head_dim", "divided"),
+    ("heads", "key_tiles", "steps", "is_causal", "divided"),
     [
-        pytest.param(4096, 128, 128, (4092, 26), id="four tiles in a last round"),
-        pytest.param(32, 64, 128, (0, 4), id="a head of 4,096 tokens"),
-        pytest.param(1024, 32, 128, (1024, 1), id="a last round that is nearly full"),
-        pytest.param(4, 2, 64, (4, 1), id="walks too short to divide"),
-        pytest.param(264, 64, 64, (264, 1), id="full rounds"),
+        pytest.param(64, 64, 128, False, (4092, 26, 104), id="four tiles in a last round"),
+        pytest.param(1, 32, 64, False, (0, 4, 128), id="a head of 4,096 tokens"),
+        pytest.param(64, 16, 32, False, (1024, 1, 0), id="a last round that is nearly full"),
+        pytest.param(2, 2, 2, False, (4, 1, 0), id="walks too short to divide"),
+        pytest.param(4, 66, 64, False, (264, 1, 0), id="full rounds"),
+        pytest.param(1, 32, 64, True, (0, 5, 119), id="a causal head of 4,096 tokens"),
+        pytest.param(16, 128, 256, True, (2048, 1, 0), id="causal walks enough"),
     ],
 )
-def test_walks_are_divided_where_a_last_round_would_be_idle(tiles, steps, head_dim, divided):
-    assert backward.divided_walks(tiles, steps, 1, head_dim, 132) == divided
+def test_walks_are_divided_where_multiprocessors_would_be_idle(heads, key_tiles, steps, is_causal, divided):
+    call = {"group": 1, "head_tile": 128, "is_causal": is_causal, "num_multiprocessors": 132}
+    assert divide_walks(key_tiles=key_tiles, batch_heads=heads, steps=steps, **call) == divided
 
 
-@given(st.integers(1, 600), st.integers(1, 200), st.sampled_from((1, 4)), st.sampled_from((64, 128)))
-def test_every_part_has_a_step_and_whole_walks_fill_rounds(tiles, steps, group, head_dim):
-    whole, parts = backward.divided_walks(tiles, steps, group, head_dim, 132)
-    assert (whole, parts) == (tiles, 1) or (whole == tiles // 132 * 132 < tiles and 2 <= parts <= steps)
+@given(st.integers(1, 40), st.integers(1, 70), st.sampled_from((1, 2)), st.sampled_from((1, 4)), st.booleans())
+def test_every_part_has_a_step_and_whole_walks_fill_rounds(heads, key_tiles, tiles_of_block, group, is_causal):
+    call = {"group": group, "head_tile": 128, "is_causal": is_causal, "num_multiprocessors": 132}
+    steps, tiles = key_tiles * tiles_of_block, heads * key_tiles
+    whole, parts, programs = divide_walks(key_tiles=key_tiles, batch_heads=heads, steps=steps, **call)
+    assert programs <= 4 * 132
+    if not programs:
+        assert (whole, parts) == (tiles, 1)
+    elif is_causal:
+        assert whole == 0 and programs == heads * sum(-(-length // parts) for length in range(1, key_tiles + 1))
+    else:
+        assert whole == tiles // 132 * 132 < tiles and 2 <= parts <= steps and programs == (tiles - whole) * parts
 
 
 def test_long_causal_programs_start_first():
@@ -409,9 +459,10 @@ def test_programs_that_start_together_come_to_their_turns_in_step(is_causal):
 def record_launches(monkeypatch, *modules) -> dict[str, tuple]:
     """The launches of these modules from now on: name -> (grid, tensors, numbers, options).
 
-    What adds to dQ's accumulator adds 2.
+    What adds to dQ's accumulator adds 2. One multiprocessor, on which no walk is divided.
     """
     calls: dict[str, tuple] = {}
+    monkeypatch.setattr(backward, "num_multiprocessors", lambda device: 1)
 
     def launch(kernel, *call):
         name = kernel.fn.__name__.removeprefix("hopper_").removesuffix("_kernel")

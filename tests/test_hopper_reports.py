@@ -34,11 +34,13 @@ MAX_FORWARD_SPILL_BYTES = {256: 12}
 MAX_SPILL_BYTES = {
     (64, "dense"): 8, (96, "dense"): 0, (128, "dense"): 80, (256, "dense"): 0,
     (64, "listed"): 92, (96, "listed"): 8, (128, "listed"): 136,
-    (64, "split"): 0, (128, "split"): 0,
+    (64, "split"): 272, (128, "split"): 108,
     (64, "packed"): 32, (96, "packed"): 12, (128, "packed"): 160,
 }  # fmt: skip
-# Loads and stores of an iteration of some 1,000 instructions.
-MAX_LOOP_SPILLS = {(128, "dense"): 5, (64, "listed"): 2, (128, "listed"): 10, (128, "packed"): 19}  # else none
+# Loads and stores of an iteration of some 1,000 instructions; else none.
+MAX_LOOP_SPILLS = {
+    (128, "dense"): 5, (128, "split"): 3, (64, "listed"): 2, (128, "listed"): 10, (128, "packed"): 19,
+}  # fmt: skip
 NAMED = {
     (columns, schedule.name(order)): schedule
     for columns in COLUMNS

@@ -129,6 +129,13 @@ def overwrite_free_memory() -> None:
     del blocks
 
 
+SHAPES = {
+    "split": (1, 1, 1, 2048, 2048, 64),
+    "hopper-parts": (1, 2, 2, 2048, 256, 64),  # all walks of the backward are divided
+    "hopper-last-parts": (67, 2, 1, 1000, 256, 64),  # those of two tiles, on 132 multiprocessors
+}
+
+
 def overlapping_call(family: str) -> Callable[[], dict[str, Tensor]]:
     """A call whose kernels overlap and repeat bit for bit: its output, log-sum-exp and gradients."""
     backend = "hopper" if family.startswith("hopper") else "triton"
@@ -136,8 +143,9 @@ def overlapping_call(family: str) -> Callable[[], dict[str, Tensor]]:
         lengths = [256] * 8 if backend == "hopper" else [700, 0, 64, 129, 1, 1000]
         tensors, documents = packed(lengths, None, 5, 8, 4, 64, torch.bfloat16, "cuda")
         return partial(run_packed, tensors, documents, is_causal=True, backend=backend, enable_gqa=True)
-    shape = (1, 1, 1, 2048, 2048, 64) if family == "split" else (2, 8, 4, 1000, 1000, 64)
-    options: dict[str, Any] = {"is_causal": family != "dense", "backend": backend, "enable_gqa": True}
+    shape = SHAPES.get(family, (2, 8, 4, 1000, 1000, 64))
+    options: dict[str, Any] = {"backend": backend, "enable_gqa": True}
+    options["is_causal"] = family != "dense" and not family.endswith("parts")
     if family == "hopper":
         options["deterministic"] = True  # else dQ's last bits vary, where more than two tiles of keys add to it
     if family.endswith("block-sparse"):
@@ -150,7 +158,7 @@ def overlapping_call(family: str) -> Callable[[], dict[str, Tensor]]:
 
 
 FAMILIES = ["dense", "causal", "float32", "split", "varlen", "block-sparse"]
-FAMILIES += ["hopper", "hopper-varlen", "hopper-block-sparse"]
+FAMILIES += ["hopper", "hopper-parts", "hopper-last-parts", "hopper-varlen", "hopper-block-sparse"]
 
 
 def without_overlap(call: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:

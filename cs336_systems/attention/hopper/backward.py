@@ -3,9 +3,10 @@
   preprocess   delta = rowsum(dO ∘ O), minus the gradient of L if one arrives; L in base 2; dQ's accumulator zeroed
   main         one program a tile of 128 keys: dK and dV stay in registers, dQ is added into memory, in float32
   convert      dQ = scale · accumulator, in rows and in the inputs' dtype
-  join         dK and dV of the tiles whose walks are divided, see below
+  parts        the main kernel once more, for walks that are divided among programs: see below
+  join         their dK and dV: the sums of the parts
 
-Each of the last ones starts while the one before it ends, and waits for it only where it needs its results.
+Each but the first starts while the one before it ends, and waits for it only where it needs its results.
 
 A program of the main kernel has up to five partitions. A producer warp copies tiles by TMA into a ring of two slots.
 Two consumer warp groups own 64 of the keys each and walk the query tiles that see them. Two sender warps add what each
@@ -50,11 +51,9 @@ differ in their walk alone, by what is `walked`: dense (None), `Parts` of dense 
 `Documents`. Of a list's partial tiles the producer hands over the number of their bits, which a consumer then reads
 from memory, by keys, as it holds the scores: `light.py` has turned them.
 
-Without a mask all walks are equally long, and the last round of programs takes as long as any, though it be of four.
-So the main kernel has the rounds that fill the GPU, and behind it the walks of the other tiles are divided: a kernel of
-its own, because steps that a program counts itself are 2 to 4 % slower. Its programs start as those of the main kernel
-end, and each leaves dK and dV of its part to `join`, in float32. 4,096 tiles on 132 multiprocessors take 2 to 3 % less
-time so, and a single head of 4,096 tokens less than half (one H100). `divided_walks` says how many parts.
+Walks that would leave multiprocessors idle are divided (`division.py`): those of a last round of tiles without a mask,
+or all of a small call. The parts have a kernel of their own, because steps that a program counts itself are 2 to 4 %
+slower. Its programs start as those of the main kernel end, and each leaves dK and dV of its part to `join`, in float32.
 
 Tiles that the diagonal cuts are masked, and where queries see keys that do not exist every tile is, in a kernel of its
 own, because choosing at run time costs registers. (A key that does not exist scores 0, and its P = exp2(-L) may be
@@ -62,8 +61,8 @@ inf.) That is the case without a mask where the last key tile is ragged; a causa
 there are fewer keys than queries. Queries past the end have L = +inf, hence P = 0. TMA reads zeros past the end of a
 head and writes nothing there.
 
-Sums: dK and dV over the queries, and over the query heads of a group, are one program's, or of parts in their order,
-and so bit-reproducible. dQ's over the key tiles come in any order, and its last bits vary; unless ORDERED, where
+Sums: dK and dV over the queries, and over the query heads of a group, are one program's, or of its parts in a fixed
+order, and so bit-reproducible; but the parts depend on how many heads a call has, and on the GPU. dQ's over the key tiles come in any order, and its last bits vary; unless ORDERED, where
 senders wait until a counter says that it is their program's turn, see `turn_of_tile`. That takes up to 8 % more time,
 16 % at 2,048 causal tokens.
 
@@ -129,6 +128,7 @@ from cs336_systems.attention.hopper.columns import (
     zero_sums,
 )
 from cs336_systems.attention.hopper.descriptors import document_descriptor, readable, tile_descriptor
+from cs336_systems.attention.hopper.division import Division, divide_walks
 from cs336_systems.attention.hopper.light import convert, join, preprocess, transposed_words
 from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, LATE_FROM, columns_of
 from cs336_systems.attention.hopper.walk import Documents, key_place, query_place
@@ -158,11 +158,6 @@ CONSUMERS = gl.constexpr(256)  # threads of both
 SENDER = gl.constexpr(160)  # of a consumer and the warp that sends its part of dQ
 
 
-MULTIPROCESSORS = 132  # of an H100, where kernels are compiled without one
-MAX_PARTS = 64  # of a walk
-# In steps: what a program takes beside them, and, of 64 columns, `join`'s kernel, and a part's sums to memory and back.
-# Fitted to 18 calls of 1 to 64 heads on an H100, triton 3.6.0, 2026-11-26.
-START_STEPS, JOIN_STEPS, PART_STEPS = 4, 1, 1 / 40
 NUMBERS = ["N_KV_HEADS", "HEADS_TOGETHER", "TILES_TOGETHER", "N_QUERIES", "N_KEYS"]
 
 
@@ -504,7 +499,7 @@ def _consume(
         for member in range(PLAN.group):
             head_row = row_of_member(member, tile, PLAN)
             walk = walk_of(member, tile, problem, walked, PLAN)
-            for j in range(MASKED_STEPS):
+            for j in range(MASKED_STEPS):  # of a part behind the first one nothing is masked
                 first_query, _ = place_of_step(j, walk, tile, problem, walked, PLAN)
                 dK, dV, S_T = _step(
                     shared, problem, walked, dQ_desc, dK, dV, S_T, member * walk.steps + j, last_step, head_row,
@@ -640,10 +635,7 @@ def hopper_split_backward_kernel(
     N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2, WHOLE, PARTS,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """The same of the tiles behind the WHOLE first ones, PARTS programs a tile, which leave `Parts.sums` to `join`.
-
-    If there are WHOLE ones their kernel comes before this one.
-    """
+    """The same of divided walks, whose sums `join` adds up; if there are WHOLE ones their kernel comes before this."""
     problem = Problem(N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2)
     parts = Parts(sums_ptr, WHOLE, PARTS)
     _run(Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, rows_ptr, problem, parts, PLAN)
@@ -720,17 +712,18 @@ def hopper_backward(
         head_tile(width), columns_of(width), query_tile, group, is_causal, whole_key_tiles, way, deterministic,
         *block_size,
     )  # fmt: skip
-    num_programs = num_key_tiles * batch * kv_heads
-    whole, parts = num_programs, 1
-    if not is_causal and lists is None and not deterministic and columns_of(width) == head_tile(width):
-        walk = num_rows // query_tile
-        whole, parts = divided_walks(
-            num_programs, walk, group, head_tile(width), num_multiprocessors(q.device) or MULTIPROCESSORS
-        )
+    division = Division(num_key_tiles * batch * kv_heads, 1, 0)
+    in_one_piece = columns_of(width) == head_tile(width)  # dK and dV of a consumer
+    if lists is None and not deterministic and in_one_piece and (not is_causal or num_queries <= num_keys):
+        division = divide_walks(
+            key_tiles=num_key_tiles, batch_heads=batch * kv_heads, steps=num_rows // query_tile, group=group,
+            head_tile=head_tile(width), is_causal=is_causal, num_multiprocessors=num_multiprocessors(q.device),
+        )  # fmt: skip
 
     grad_q = empty_like(q)
     grad_k, grad_v = gradients_of_keys(k, num_key_tiles * key_tile)
     rows, sums = _scratch(batch * heads, num_rows, q)
+    part_sums = empty((division.programs, 4, HALF.value * head_tile(width)), torch.float32, q.device)
     turns = empty((batch * heads, num_rows // HALF.value, 2), torch.int32, q.device) if deterministic else None
     log_launch("backward", f"hopper_backward_{query_tile}x{key_tile}", q, num_queries, num_keys)
     with stage("preprocess"):
@@ -744,16 +737,14 @@ def hopper_backward(
             *(tile_descriptor(x.view(one_batch), CONSUMER_KEYS.value) for x in (grad_k, grad_v)), rows,
         )  # fmt: skip
         numbers = (kv_heads, heads_together, tiles_together, num_queries, num_keys, scale * LOG2_E.value)
-        grid, options = (whole,), _options(plan, q)
+        grid, options = (division.whole,), _options(plan, q)
         if lists is None:
-            if whole:
+            if division.whole:
                 launch(hopper_backward_kernel, grid, (*tiles, rows if turns is None else turns), numbers, options)
-            if parts > 1:
-                divided = (num_programs - whole) * parts
-                part_sums = empty((divided, 4, HALF.value * head_tile(width)), torch.float32, q.device)
-                options = _options(plan._replace(split=True), q)
+            if division.programs:
                 launch(
-                    hopper_split_backward_kernel, (divided,), (*tiles, part_sums), (*numbers, whole, parts), options
+                    hopper_split_backward_kernel, (division.programs,), (*tiles, part_sums),
+                    (*numbers, division.whole, division.parts), _options(plan._replace(split=True), q),
                 )  # fmt: skip
         else:
             walked = (
@@ -763,27 +754,9 @@ def hopper_backward(
             launch(hopper_listed_backward_kernel, grid, (*tiles, *walked, words), (*numbers, *sizes), options)
     with stage("dq"):
         convert(sums, grad_q, num_rows, scale)
-        if parts > 1:
-            join(part_sums, grad_k, grad_v, whole, parts, scale)
+        if division.programs:
+            join(part_sums, grad_k, grad_v, num_key_tiles, division, is_causal, scale)
     return _cut((grad_q, grad_k, grad_v), head_dim)
-
-
-def divided_walks(
-    tiles: int, steps: int, group: int, head_tile: int, num_multiprocessors: int
-) -> tuple[int, int]:  # fmt: skip
-    """(tiles of keys whose `group` walks of `steps` are whole, parts of each of the others'), to end soonest.
-
-    All are equally long, so the last round of programs is as long as any, however few they are. Its tiles are divided.
-    """
-    last = tiles % num_multiprocessors
-
-    def cost(parts: int) -> float:
-        rounds = -(-last * parts // num_multiprocessors)
-        joined = (JOIN_STEPS + last * parts * PART_STEPS) * head_tile / 64 if parts > 1 else 0
-        return rounds * (group * -(-steps // parts) + START_STEPS) + joined
-
-    parts = min(range(1, min(MAX_PARTS, steps) + 1), key=cost) if last else 1
-    return (tiles, 1) if parts == 1 else (tiles - last, parts)
 
 
 def hopper_packed_backward(
@@ -858,7 +831,7 @@ def dq_way(
 
 
 def _options(plan: BackwardPlan, q: Tensor) -> dict[str, Hashable]:
-    """The main kernel's; it starts while the preprocess ends, or behind the kernel that turns a mask's bits."""
+    """The main kernel's; it starts while the kernel before it ends."""
     return {"PLAN": plan, "num_warps": CONSUMER_WARPS, "launch_pdl": overlap_options(q.device)["OVERLAP"]}
 
 

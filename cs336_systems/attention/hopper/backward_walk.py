@@ -72,9 +72,9 @@ class Lists(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The walks of the tiles of keys behind the WHOLE first ones, divided among PARTS programs a tile."""
+    """Divided walks, a program for each part: see `part_of_program`."""
 
-    sums: gl.tensor  # (tiles, PARTS, consumers, dK and dV, 64 * head tile), float32, in the order of threads
+    sums: gl.tensor  # (programs, consumers, dK and dV, 64 * head tile), float32, in the order of threads
     WHOLE: gl.tensor
     PARTS: gl.tensor
 
@@ -91,6 +91,8 @@ class Tile(NamedTuple):
     steps: gl.tensor  # of all its walks; 0 where no query sees the keys, and of masks alone
     masked: gl.tensor  # steps with the bits of a partial tile: the first so many
     exists: gl.tensor  # whether there are keys
+    part: gl.tensor  # the program's of `parts` of each of the walks
+    parts: gl.tensor
 
 
 class Walk(NamedTuple):
@@ -117,10 +119,38 @@ def tile_of_program(program, num_programs, num_tiles, HEADS_TOGETHER):
 
 
 @gluon.jit
-def part_of_walk(first_tile, tiles, part, parts):
-    """(first query tile, steps) of a part of a walk around all query tiles, which are at least as many as parts."""
-    done = tiles * part // parts
-    return (first_tile + done) % tiles, tiles * (part + 1) // parts - done
+def parts_before(length, PARTS):
+    """Parts of the causal walks of a head that are shorter than `length` blocks, see `part_of_program`."""
+    parts = (length + PARTS - 1) // PARTS
+    return PARTS * (parts * (parts - 1) // 2) + (length - 1 - (parts - 1) * PARTS) * parts
+
+
+@gluon.jit
+def part_of_program(program, num_tiles, WHOLE, PARTS, IS_CAUSAL: gl.constexpr):
+    """(key tile, index into batch and key heads, part, parts of each walk) of a program, of `num_tiles` tiles a head.
+
+    Without a mask walks are equally long: the tiles behind the WHOLE first ones have PARTS programs each. Causal ones
+    of 1, 2, ... blocks of KEY_TILE queries have as many programs as it takes for parts of at most PARTS blocks.
+    """
+    if IS_CAUSAL:
+        programs = parts_before(num_tiles + 1, PARTS)
+        batch_head = program // programs
+        rest = programs - 1 - program % programs  # the longest walks start first
+        parts = 1
+        while rest >= PARTS * parts:
+            rest -= PARTS * parts
+            parts += 1
+        return num_tiles - 1 - (parts - 1) * PARTS - rest // parts, batch_head, rest % parts, parts
+    else:
+        tile = WHOLE + program // PARTS
+        return tile % num_tiles, tile // num_tiles, program % PARTS, PARTS
+
+
+@gluon.jit
+def part_of_walk(steps, part, parts):
+    """(steps of a walk before a part, its own); of each there is at least one, as there are not more parts."""
+    done = steps * part // parts
+    return done, steps * (part + 1) // parts - done
 
 
 @gluon.jit
@@ -223,15 +253,17 @@ def own_tile(problem, walked, PLAN: gl.constexpr):
         steps = gl.where(exists, max(steps, 0), 0)
         head_rows = slots_of_documents(problem.N_QUERIES, walked.N_DOCUMENTS, QUERY_PADDING) * QUERY_PADDING
         first_row = (sequence.first_row // QUERY_PADDING + document) * QUERY_PADDING
-        return Tile(tile_number, batch_head, sequence, tiles, head_rows, first_row, steps, 0, exists)
+        return Tile(tile_number, batch_head, sequence, tiles, head_rows, first_row, steps, 0, exists, 0, 1)
     else:
         num_tiles = key_tiles(problem.N_QUERIES, problem.N_KEYS, PLAN.is_causal)
-        program = gl.program_id(0)
-        if PLAN.is_causal or PLAN.query_block:
+        program, part, parts = gl.program_id(0), 0, 1
+        if PLAN.split:
+            tile_number, batch_head, part, parts = part_of_program(
+                program, num_tiles, walked.WHOLE, walked.PARTS, PLAN.is_causal
+            )
+        elif PLAN.is_causal or PLAN.query_block:
             tile_number, batch_head = tile_of_program(program, gl.num_programs(0), num_tiles, problem.HEADS_TOGETHER)
-        else:  # one head after the other, and programs for some of the tiles
-            if PLAN.split:
-                program = walked.WHOLE + program // walked.PARTS
+        else:  # one head after the other, and of some heads programs for some of the tiles
             tile_number, batch_head = program % num_tiles, program // num_tiles
         if PLAN.is_causal and PLAN.ordered:
             tile_number = num_tiles - 1 - tile_number
@@ -243,12 +275,14 @@ def own_tile(problem, walked, PLAN: gl.constexpr):
                 walk = _walk_of_list(number, tile_number, batch_head, problem, walked, PLAN)
                 steps += walk.steps
                 masked += walk.steps * walk.is_partial
-        elif PLAN.split:
-            steps = PLAN.group * part_of_walk(0, tiles, gl.program_id(0) % walked.PARTS, walked.PARTS)[1]
         else:
-            steps = PLAN.group * walk_of_tile(tile_number, tiles, PLAN.query_tile, PLAN.is_causal)[1]
+            steps = walk_of_tile(tile_number, tiles, PLAN.query_tile, PLAN.is_causal)[1]
+            if PLAN.split:
+                steps = part_of_walk(steps, part, parts)[1]
+            steps *= PLAN.group
         sequence = Sequence(0, problem.N_QUERIES, 0, problem.N_KEYS, 0, 0)
-        return Tile(tile_number, batch_head, sequence, tiles, tiles * PLAN.query_tile, 0, steps, masked, True)
+        head_rows = tiles * PLAN.query_tile
+        return Tile(tile_number, batch_head, sequence, tiles, head_rows, 0, steps, masked, True, part, parts)
 
 
 @gluon.jit
@@ -262,7 +296,8 @@ def walk_of(number, tile, problem, walked, PLAN: gl.constexpr):
     else:
         first_tile, steps = walk_of_tile(tile.number, tile.query_tiles, PLAN.query_tile, PLAN.is_causal)
         if PLAN.split:
-            first_tile, steps = part_of_walk(first_tile, steps, gl.program_id(0) % walked.PARTS, walked.PARTS)
+            done, steps = part_of_walk(steps, tile.part, tile.parts)
+            first_tile += done
         if PLAN.packed:
             steps = gl.where(tile.steps > 0, steps, least_steps(PLAN))
         return Walk(number, first_tile, steps, 0, 0)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.attention.hopper.backward_walk import QUERY_PADDING
+from cs336_systems.attention.hopper.division import Division
 from cs336_systems.attention.masks.tiles import BITS
 from cs336_systems.attention.tiles import head_tile
 from cs336_systems.attention.triton.launch import empty, launch, overlap_options
@@ -116,29 +117,42 @@ def hopper_backward_convert_kernel(
     tl.store(dQ_ptr + dQ_rows[:, None] * D + columns[None, :], (sums * scale).to(dQ_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["WHOLE", "PARTS", "N_KEYS"])
-def hopper_backward_join_kernel(
-    parts_ptr, dK_ptr, dV_ptr, WHOLE, PARTS, N_KEYS, scale,
-    D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """dK and dV (batch, kv_heads, keys, D), contiguous, of the tiles of keys behind the WHOLE first ones.
+@triton.jit
+def parts_before(length, PARTS):
+    """`backward_walk.parts_before`."""
+    parts = (length + PARTS - 1) // PARTS
+    return PARTS * (parts * (parts - 1) // 2) + (length - 1 - (parts - 1) * PARTS) * parts
 
-    A program adds up the parts of 16 columns of 64 keys, in their order; `_in_thread_order` says how they lie.
+
+@triton.jit(do_not_specialize=["WHOLE", "PARTS", "N_KEYS", "N_TILES"])
+def hopper_backward_join_kernel(
+    parts_ptr, dK_ptr, dV_ptr, WHOLE, PARTS, N_KEYS, N_TILES, scale,
+    IS_CAUSAL: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """dK and dV (batch, kv_heads, keys, D), contiguous, of the tiles of keys behind the WHOLE first of N_TILES a head.
+
+    A program adds up the parts of 16 columns of 64 keys, in a fixed order; `_in_thread_order` says how they lie, and
+    `backward_walk.part_of_program` which they are.
     """
     CHUNKS: tl.constexpr = D_TILE // 16
     chunk, place = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
-    is_dV, consumer, tile = place % 2, place // 2 % 2, place // 4
+    is_dV, consumer, tile = place % 2, place // 2 % 2, WHOLE + place // 4
+    head, number = (tile // N_TILES).to(tl.int64), tile % N_TILES
+    if IS_CAUSAL:
+        num_parts = (N_TILES - number + PARTS - 1) // PARTS
+        first_part = (head + 1) * parts_before(N_TILES + 1, PARTS) - parts_before(N_TILES - number + 1, PARTS)
+    else:
+        num_parts = PARTS
+        first_part = (tile - WHOLE).to(tl.int64) * PARTS
     index = tl.arange(0, 16 * ROWS)
     part = tl.arange(0, 8)
-    first = parts_ptr + tile.to(tl.int64) * PARTS * (4 * ROWS * D_TILE)
+    first = parts_ptr + first_part * (4 * ROWS * D_TILE)
     first += (consumer * 2 + is_dV) * (ROWS * D_TILE) + chunk * (16 * ROWS)
     await_previous(OVERLAP)
     sums = tl.zeros([16 * ROWS], tl.float32)
-    for done in range(0, PARTS, 8):
+    for done in range(0, num_parts, 8):
         places = (done + part)[:, None] * (4 * ROWS * D_TILE) + index[None, :]
-        sums += tl.sum(tl.load(first + places, mask=(done + part < PARTS)[:, None], other=0.0), axis=0)
-    tiles = (N_KEYS + 2 * ROWS - 1) // (2 * ROWS)
-    head, number = (WHOLE + tile).to(tl.int64) // tiles, (WHOLE + tile) % tiles
+        sums += tl.sum(tl.load(first + places, mask=(done + part < num_parts)[:, None], other=0.0), axis=0)
     # (8 columns of the 16, warp, row, pair, half of the warp's rows, of the pair)
     row = number * (2 * ROWS) + consumer * ROWS + index // 128 % 4 * 16 + index // 2 % 2 * 8 + index // 16 % 8
     column = chunk * 16 + index // 512 * 8 + index // 4 % 4 * 2 + index % 2
@@ -189,14 +203,17 @@ def convert(sums: Tensor, grad_q: Tensor, num_rows: int, scale: float, cu_seqlen
     )  # fmt: skip
 
 
-def join(parts: Tensor, grad_k: Tensor, grad_v: Tensor, whole: int, num_parts: int, scale: float) -> None:
-    """grad_k and grad_v (batch, kv_heads, keys, head_dim) of the tiles of keys behind the first `whole` ones, from the
-    sums that are in `parts` (tiles · num_parts, 4, 64 · head tile)."""
-    num_keys, width = grad_k.shape[2:]
+def join(
+    parts: Tensor, grad_k: Tensor, grad_v: Tensor, key_tiles: int, division: Division, is_causal: bool, scale: float
+) -> None:
+    """grad_k and grad_v (batch, kv_heads, keys, head_dim) of the tiles of keys whose walks are divided, `key_tiles` a
+    head, from the sums that are in `parts` (programs, 4, 64 · head tile)."""
+    batch, kv_heads, num_keys, width = grad_k.shape
+    tiles = batch * kv_heads * key_tiles - division.whole
     launch(
-        hopper_backward_join_kernel, (len(parts) // num_parts * 4 * (head_tile(width) // 16),),
-        (parts, grad_k, grad_v), (whole, num_parts, num_keys, scale),
-        {**_options(width), **overlap_options(grad_k.device, follows=True)},
+        hopper_backward_join_kernel, (tiles * 4 * (head_tile(width) // 16),), (parts, grad_k, grad_v),
+        (division.whole, division.parts, num_keys, key_tiles, scale),
+        {"IS_CAUSAL": is_causal, **_options(width), **overlap_options(grad_k.device, follows=True)},
     )  # fmt: skip
 
 

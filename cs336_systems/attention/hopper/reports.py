@@ -43,7 +43,6 @@ from cs336_systems.config import DTypeName
 
 ARCH = "sm90"
 BATCH, HEADS, SEQLEN = 2, 16, 1024
-SPLIT_SEQLEN = 8192  # of which a few tiles are left for a last round of programs
 # What an instruction of the machine is to a main loop. A matmul that ends a group says so: "gsb0".
 INSTRUCTIONS = (
     (re.compile(r"\bHGMMA"), "matmul"),
@@ -144,7 +143,7 @@ class HopperReport:
 
 
 def shipped_hopper_kernels() -> list[HopperRequest]:
-    """Every kernel that calls without grouped heads run, in bfloat16: float16 compiles alike.
+    """Every kernel that calls without grouped heads run, in bfloat16: float16 compiles alike. One has a group.
 
     Of masks and packed documents one order, and the causal ones, which have masked steps and plain ones.
     """
@@ -170,8 +169,9 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
                 requests.append(backward_of(seqlen=LATE_FROM))
         requests += [backward(is_causal=walk == "packed", walk=walk) for walk in ("listed", "packed")]
         if columns == head_tile(columns):
-            split = partial(backward, is_causal=False, walk="split", seqlen=SPLIT_SEQLEN)
-            requests += [split(whole_key_tiles=whole) for whole in (True, False)]
+            split = partial(backward, walk="split")
+            requests += [split(is_causal=False, seqlen=8192, whole_key_tiles=whole) for whole in (True, False)]
+            requests.append(split(is_causal=True, group=HEADS))  # few tiles of keys
     small, large = SCHEDULES[64][1], SCHEDULES[128]
     for columns, rows, schedule in ((64, 128, small), (96, 128, large[0]), (128, 128, large[0]), (128, 64, large[1])):
         listed = partial(HopperRequest, kernel="forward", head_dim=columns, is_causal=False, walk="listed")
