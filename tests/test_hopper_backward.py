@@ -228,7 +228,8 @@ def test_parts_of_walks_add_up_to_the_gradients(queries, keys, is_causal, group,
 def test_what_has_one_order_or_sums_in_two_pieces_is_not_divided(monkeypatch):
     launched = record_launches(monkeypatch, backward, light)
     monkeypatch.setattr(backward, "num_multiprocessors", lambda device: 132)
-    cases = ((64, 900, True, False), (96, 900, False, True), (64, 400, False, True))  # the last: fewer keys than queries
+    fewer_keys = (64, 400, False, True)
+    cases = ((64, 900, True, False), (96, 900, False, True), fewer_keys)
     for head_dim, keys, deterministic, is_causal in cases:
         launched.clear()
         q, k = low(1, 1, 900, head_dim), low(1, 1, keys, head_dim)

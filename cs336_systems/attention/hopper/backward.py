@@ -2,9 +2,9 @@
 
   preprocess   delta = rowsum(dO ∘ O), minus the gradient of L if one arrives; L in base 2; dQ's accumulator zeroed
   main         one program a tile of 128 keys: dK and dV stay in registers, dQ is added into memory, in float32
-  convert      dQ = scale · accumulator, in rows and in the inputs' dtype
   parts        the main kernel once more, for walks that are divided among programs: see below
-  join         their dK and dV: the sums of the parts
+  convert      dQ = scale · accumulator, in rows and in the inputs' dtype
+  join         dK and dV of divided walks: the sums of their parts
 
 Each but the first starts while the one before it ends, and waits for it only where it needs its results.
 
@@ -62,9 +62,9 @@ there are fewer keys than queries. Queries past the end have L = +inf, hence P =
 head and writes nothing there.
 
 Sums: dK and dV over the queries, and over the query heads of a group, are one program's, or of its parts in a fixed
-order, and so bit-reproducible; but the parts depend on how many heads a call has, and on the GPU. dQ's over the key tiles come in any order, and its last bits vary; unless ORDERED, where
-senders wait until a counter says that it is their program's turn, see `turn_of_tile`. That takes up to 8 % more time,
-16 % at 2,048 causal tokens.
+order, and so bit-reproducible; the parts depend on how many heads a call has, and on the GPU. dQ's over the key tiles
+come in any order, and its last bits vary; unless ORDERED, where senders wait until a counter says that it is their
+program's turn, see `turn_of_tile`. That takes up to 8 % more time, 16 % at 2,048 causal tokens.
 
 Sources: FlashAttention-2 (Dao 2023), algorithm 2; FlashAttention-3 (Shah et al. 2024) for the partitions, the senders
 and the turns.
