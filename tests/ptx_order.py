@@ -4,6 +4,7 @@
              comes after the last rows' accesses; then threads meet; then one of them arrives
   dispatch   at the kernel's first line and at `gl.warp_specialize` all warps meet, read the numbers of their
              partitions, and meet before anything else; what is written there is followed by a barrier of all, too
+  copies     behind a copy out of shared memory every way to the end of its partition has a wait for it
 
 A step of a ring is straight code, so the order of the text is the order of execution; partitions are judged one by one.
 """
@@ -27,6 +28,8 @@ EVENTS = (
     ("arrive", re.compile(r"\bmbarrier\.arrive\.shared::cta\b")),
 )
 NUMBER = re.compile(r"\bld\.shared\.b8\b|\bst\.shared\S*\s+\[global_smem\+\d+\]")  # of a partition
+END = re.compile(r"ret;|barrier\.sync\s+1;|brx\.idx")
+BRANCH = re.compile(r"(@!?%\w+\s+)?bra(?:\.uni)?\s+(\$L__BB\w+);")
 LABEL = re.compile(r"^(\$L__BB\w+):")
 
 
@@ -55,6 +58,23 @@ def dispatch_of(kernel: str, file: str) -> set[int]:
 
 def specialises(statement: ast.stmt) -> bool:
     return "gl.warp_specialize" in ast.unparse(statement)
+
+
+def ends_before_its_copies(ptx: str) -> bool:
+    """Whether a partition may end, and another program have its shared memory, while a copy out of that goes on."""
+    lines = list(map(str.strip, ptx.splitlines()))
+    places = {match[1]: place for place, text in enumerate(lines) if (match := LABEL.match(text))}
+    ways, seen = [place + 1 for place, text in enumerate(lines) if "cp.async.bulk.commit_group" in text], set()
+    while ways:
+        place = ways.pop()
+        if place in seen or "cp.async.bulk.wait_group" in lines[place]:
+            continue
+        seen.add(place)
+        if END.match(lines[place]):
+            return True
+        branch = BRANCH.match(lines[place])
+        ways += [place + 1] * (not branch or bool(branch[1])) + ([places[branch[2]]] if branch else [])
+    return False
 
 
 def disorder(ptx: str) -> list[str]:
@@ -101,6 +121,7 @@ def disorder(ptx: str) -> list[str]:
             found.append(f"not a partition's number: {text}")
         if after != "all meet" or (kind == "load" and kinds[place - 1] != "all meet"):
             found.append(f"no barrier of all around {text}")
+    found += ["a partition ends before its copies"] * ends_before_its_copies(ptx)
     found += [f"{label} does not start with a barrier of all" for label in targets
               if labels[label] < len(kinds) and kinds[labels[label]] != "all meet"]  # fmt: skip
     return found

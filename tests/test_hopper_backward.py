@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,29 +189,29 @@ def test_parts_of_walks_add_up_to_the_gradients(queries, keys, is_causal, group,
     walks = Walks(queries, keys, is_causal, backward.QUERY_TILES[head_dim])
     (num_programs,), tensors, (*_, whole, size), options = launched["split_backward"]
     assert options["PLAN"].split and launched.get("backward", [(0,)])[0] == (whole,)
-    grid, (sums, *joined), numbers, _ = launched["backward_join"]
+    grid, (sums, *joined), numbers, joining = launched["backward_join"]
     assert sums is tensors[-1] and sums.shape == (num_programs, 4, 64 * head_dim)
     assert all(x is grad for x, grad in zip(joined, grads, strict=True))
     assert grid == ((4 * walks.key_tiles - whole) * 4 * (head_dim // 16),)
-    assert numbers == (whole, size, keys, walks.key_tiles, 0.5)
+    assert numbers == (whole, size, keys, walks.key_tiles, 0.5) and joining["IS_CAUSAL"] == is_causal
     masked_steps = walk.least_steps(options["PLAN"]) if is_causal else 0
     steps_of: dict[tuple[int, int], list[tuple[int, int, Tensor]]] = {}
     for tile in range(whole):
         kv_head, key_tile = divmod(tile, walks.key_tiles)
         steps_of[kv_head, key_tile] = [(start, 0) for start in walks.starts(key_tile)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(walk, "parts_before", walk.parts_before.fn)
-        programs = [
-            plain(walk.part_of_program.fn(program, walks.key_tiles, whole, size, is_causal))
-            for program in range(num_programs)
-        ]
-    assert len(set(programs)) == num_programs
-    for key_tile, kv_head, part, num_parts in programs:
-        starts = walks.starts(key_tile)
-        done, steps = plain(walk.part_of_walk.fn(len(starts), part, num_parts))
-        assert steps >= max(1, masked_steps) and 0 <= part < num_parts
-        places = enumerate(starts[done : done + steps])
-        steps_of.setdefault((kv_head, key_tile), []).extend((start, step < masked_steps) for step, start in places)
+        for name in ("parts_before", "walk_of_tile", "part_of_walk"):
+            patch.setattr(walk, name, getattr(walk, name).fn)
+        for program in range(num_programs):
+            found = walk.part_of_program.fn(program, walks.key_tiles, whole, size, is_causal)
+            key_tile, kv_head, part, parts_of_walk = plain(found)
+            tile = SimpleNamespace(number=key_tile, query_tiles=walks.query_tiles, part=part, parts=parts_of_walk)
+            _, first_tile, steps, *_ = plain(walk.walk_of.fn(0, tile, None, None, options["PLAN"]))
+            assert steps >= max(1, masked_steps) and 0 <= part < parts_of_walk
+            for step in range(steps):
+                call = (step, first_tile, walks.query_tiles, walks.query_tile, is_causal)
+                place = plain(walk.query_of_step.fn(*call)), step < masked_steps
+                steps_of.setdefault((kv_head, key_tile), []).append(place)
 
     def program_of(kv_head: int, key_tile: int) -> Program:
         """All parts of a tile as one program."""
@@ -268,19 +269,24 @@ def test_parts_are_joined_where_their_tiles_are(head_dim, whole, parts, is_causa
 
 
 @pytest.mark.parametrize(
-    ("heads", "key_tiles", "steps", "is_causal", "divided"),
+    ("heads", "key_tiles", "steps", "is_causal", "group", "places", "divided"),
     [
-        pytest.param(64, 64, 128, False, (4092, 26, 104), id="four tiles in a last round"),
-        pytest.param(1, 32, 64, False, (0, 4, 128), id="a head of 4,096 tokens"),
-        pytest.param(64, 16, 32, False, (1024, 1, 0), id="a last round that is nearly full"),
-        pytest.param(2, 2, 2, False, (4, 1, 0), id="walks too short to divide"),
-        pytest.param(4, 66, 64, False, (264, 1, 0), id="full rounds"),
-        pytest.param(1, 32, 64, True, (0, 5, 119), id="a causal head of 4,096 tokens"),
-        pytest.param(16, 128, 256, True, (2048, 1, 0), id="causal walks enough"),
+        pytest.param(64, 64, 128, False, 1, 132, (4092, 26, 104), id="four tiles in a last round"),
+        pytest.param(1, 32, 64, False, 1, 132, (0, 4, 128), id="a head of 4,096 tokens"),
+        pytest.param(64, 16, 32, False, 1, 132, (1024, 1, 0), id="a last round that is nearly full"),
+        pytest.param(2, 2, 2, False, 1, 132, (4, 1, 0), id="walks too short to divide"),
+        pytest.param(4, 66, 64, False, 1, 132, (264, 1, 0), id="full rounds"),
+        pytest.param(2, 57, 64, False, 1, 114, (114, 1, 0), id="a full round of another GPU"),
+        pytest.param(1, 32, 64, True, 1, 132, (0, 5, 119), id="a causal head of 4,096 tokens"),
+        pytest.param(16, 128, 256, True, 1, 132, (2048, 1, 0), id="causal walks enough"),
+        pytest.param(8, 8, 8, True, 1, 132, (64, 1, 0), id="causal walks too short to divide"),
+        pytest.param(8, 8, 8, True, 4, 132, (0, 3, 120), id="four query heads each"),
     ],
 )
-def test_walks_are_divided_where_multiprocessors_would_be_idle(heads, key_tiles, steps, is_causal, divided):
-    call = {"group": 1, "head_tile": 128, "is_causal": is_causal, "num_multiprocessors": 132}
+def test_walks_are_divided_where_multiprocessors_would_be_idle(
+    heads, key_tiles, steps, is_causal, group, places, divided
+):  # fmt: skip
+    call = {"group": group, "head_tile": 128, "is_causal": is_causal, "num_multiprocessors": places}
     assert divide_walks(key_tiles=key_tiles, batch_heads=heads, steps=steps, **call) == divided
 
 

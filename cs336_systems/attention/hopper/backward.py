@@ -522,6 +522,7 @@ def _consume(
         _store_part(dK, dV, walked, CONSUMER, PLAN)
     else:
         _store_gradients(shared, problem, dK_desc, dV_desc, dK, dV, tile, CONSUMER, PLAN)
+    tma.store_wait(0)  # the shared memory of a program that has ended is another's
 
 
 @gluon.jit
@@ -557,7 +558,6 @@ def _store_gradients(
     own_block = key_place(tile.batch_head, own_key, 0, tile.sequence, PLAN)
     tma.async_copy_shared_to_global(dK_desc, own_block, as_block(dK_tile, dK_desc))
     tma.async_copy_shared_to_global(dV_desc, own_block, as_block(dV_tile, dV_desc))
-    tma.store_wait(0)
 
 
 @gluon.jit

@@ -4,7 +4,7 @@ Arithmetic on integers, which producer, consumers and senders do alike. Four wal
 
   dense    the query tiles that see the keys: without a mask from the program's own position around the end, so that
            programs that run at one time add to different rows of dQ; a causal one from the diagonal on
-  parts    of dense walks without a mask, each a program's
+  parts    of dense walks, each a program's
   lists    of a `BlockMask`'s column of tiles: the partial ones, then the full ones; those of each query head of a group
   packed   the dense walk within the document that a program finds by its slot; dQ's accumulator has the rows of the
            slots that documents' queries would have
@@ -75,8 +75,8 @@ class Parts(NamedTuple):
     """Divided walks, a program for each part: see `part_of_program`."""
 
     sums: gl.tensor  # (programs, consumers, dK and dV, 64 * head tile), float32, in the order of threads
-    WHOLE: gl.tensor
-    PARTS: gl.tensor
+    WHOLE: gl.tensor  # tiles of keys whose walks are not divided
+    PARTS: gl.tensor  # of a walk; of a causal one the most blocks of KEY_TILE queries that a part has
 
 
 class Tile(NamedTuple):
@@ -135,7 +135,7 @@ def part_of_program(program, num_tiles, WHOLE, PARTS, IS_CAUSAL: gl.constexpr):
     if IS_CAUSAL:
         programs = parts_before(num_tiles + 1, PARTS)
         batch_head = program // programs
-        rest = programs - 1 - program % programs  # the longest walks start first
+        rest = programs - 1 - program % programs  # the longest walks of a head start first
         parts = 1
         while rest >= PARTS * parts:
             rest -= PARTS * parts

@@ -9,6 +9,7 @@ time to start, and the sums of parts go through memory to a kernel that joins th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 MULTIPROCESSORS = 132  # of an H100, where kernels are compiled without one
@@ -30,6 +31,7 @@ class Division(NamedTuple):
     programs: int  # that have parts
 
 
+@lru_cache(maxsize=4096)
 def divide_walks(
     *,
     key_tiles: int,

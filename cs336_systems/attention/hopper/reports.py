@@ -143,7 +143,7 @@ class HopperReport:
 
 
 def shipped_hopper_kernels() -> list[HopperRequest]:
-    """Every kernel that calls without grouped heads run, in bfloat16: float16 compiles alike. One has a group.
+    """Every kernel of calls without grouped heads, in bfloat16, as float16 compiles alike; causal parts have a group.
 
     Of masks and packed documents one order, and the causal ones, which have masked steps and plain ones.
     """
@@ -171,7 +171,8 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
         if columns == head_tile(columns):
             split = partial(backward, walk="split")
             requests += [split(is_causal=False, seqlen=8192, whole_key_tiles=whole) for whole in (True, False)]
-            requests.append(split(is_causal=True, group=HEADS))  # few tiles of keys
+            few = partial(split, is_causal=True, group=HEADS)  # tiles of keys
+            requests += [few(), few(seqlen=LATE_FROM)]
     small, large = SCHEDULES[64][1], SCHEDULES[128]
     for columns, rows, schedule in ((64, 128, small), (96, 128, large[0]), (128, 128, large[0]), (128, 64, large[1])):
         listed = partial(HopperRequest, kernel="forward", head_dim=columns, is_causal=False, walk="listed")
