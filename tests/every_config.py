@@ -14,10 +14,15 @@ import argparse
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+
+from cs336_systems.attention.hopper.division import Division, parts_before
 
 HEADS, KV_HEADS = 2, 1
 QUERIES, KEYS = 197, 203  # cut by every tile, and no multiple of 16
@@ -78,7 +83,15 @@ def hopper_configs(family: str, head_dim: int) -> list[tuple[str, ...]]:
     if "blocks" in family or "varlen" in family:
         return [(one.name(order),) for one in schedules for order in UNPAIRED]
     forwards = [one.name(order) for one in schedules for order in ORDERS]
-    return [(forwards[0], "deterministic"), *((forward, "atomic") for forward in forwards)]
+    parts = [(forwards[0], "parts")] if head_dim <= 128 else []  # wide heads have none
+    return [(forwards[0], "deterministic"), *parts, *((forward, "atomic") for forward in forwards)]
+
+
+def divide(*, key_tiles: int, batch_heads: int, is_causal: bool, **_: int) -> Division:
+    """Parts beside whole walks; of causal ones parts of a block."""
+    if is_causal:
+        return Division(0, 1, batch_heads * parts_before(key_tiles + 1, 1))
+    return Division(1, 2, 2 * (batch_heads * key_tiles - 1))
 
 
 def block_size(family: str) -> tuple[int, int]:
@@ -145,16 +158,20 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
         q, k, v, grad = (draw(1, heads, rows, case.head_dim) for heads, rows in shapes)
         leaves, tensors = [x.requires_grad_() for x in (q, k, v)], [x.detach() for x in (q, k, v, grad)]
         known = {"is_causal": causal}
+        dividing: Any = nullcontext()
         if "blocks" in case.family:
             known = {"mask": token_mask(device)}
             options["block_mask"] = BlockMask.from_dense(token_mask(device), block_size(case.family))
         if hopper and "blocks" in case.family:
             output, lse = flash_attention(*leaves, **(options | {"backend": "hopper"}))
         elif hopper:
+            from cs336_systems.attention.hopper import backward
             from cs336_systems.attention.hopper.function import hopper_attention
 
-            forward, backward = case.configs
-            output, lse = hopper_attention(*leaves, backward == "deterministic", causal, case.head_dim**-0.5, forward)
+            forward, kind = case.configs
+            output, lse = hopper_attention(*leaves, kind == "deterministic", causal, case.head_dim**-0.5, forward)
+            if kind == "parts":
+                dividing = patch.object(backward, "divide_walks", divide)
         elif case.family.startswith("split"):
             from cs336_systems.attention.triton.split import launch_split_forward
 
@@ -165,7 +182,8 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
             return tensors, {"output": output, "lse": lse}, known
         else:
             output, lse = flash_attention(*leaves, is_causal=causal, **options)
-        grads = torch.autograd.grad((output, lse), leaves, (grad, torch.zeros_like(lse)))
+        with dividing:
+            grads = torch.autograd.grad((output, lse), leaves, (grad, torch.zeros_like(lse)))
         results = [output, lse, *grads]
     return tensors, dict(zip(("output", "lse", "grad_q", "grad_k", "grad_v"), results)), known
 

@@ -78,7 +78,7 @@ REFUSALS = [
     ("memory --model small --context 99999999999999", "batch and context_length must need at most"),
     ("memory --batch -1", "error: --batch must be a positive int, got -1"),
     ("memory --context 0", "error: --context must be a positive int, got 0"),
-    ("memory --fits many", "a size must be a number with one of B, "),
+    ("memory --fits many", "--fits must be a number with one of B, "),
     ("generate --out nowhere --length 0", "--length must be at least 1, got 0"),
     ("memory --model small --checkpoint half", "--checkpoint must be none, "),
     ("compare nothing nothing", "nothing: no such file or folder"),

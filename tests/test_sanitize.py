@@ -52,7 +52,7 @@ def test_every_row_of_a_table_is_called(target, dtype):
     dense, packed = ({one.name(order) for one in schedules for order in orders} for orders in (ORDERS, UNPAIRED))
     small, large = ({f"hopper_forward_{rows}x128_{order}" for order in UNPAIRED} for rows in (64, 128))
     for family in (*GROUPS["hopper"], *GROUPS["hopper_masked"]):
-        expected = packed if "varlen" in family else {"deterministic", "atomic", *dense}
+        expected = packed if "varlen" in family else {"deterministic", "atomic", "parts", *dense}
         if "blocks" in family:
             expected = small | large if family == "hopper_blocks128" else small
         assert called[family] == (expected if dtype == "bfloat16" else set()), family

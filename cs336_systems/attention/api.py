@@ -89,8 +89,9 @@ def flash_attention(
         deterministic: True makes every gradient the same to the last bit in each run. Without it only one may differ
             from run to run: dQ of `hopper` up to head_dim 128 (also where `auto` takes `hopper`), since atomic
             additions come in any order. True then adds in a fixed order, and the backward takes up to 8 %
-            longer, 16 % at 2,048 causal tokens; under a block_mask it takes the backward of `triton`. None: as
-            `torch.use_deterministic_algorithms` has set it.
+            longer, 16 % at 2,048 causal tokens; with few heads, whose work is then not divided, up to three times as
+            long. Under a block_mask it takes the backward of `triton`. None: as `torch.use_deterministic_algorithms`
+            has set it.
         backend: `auto`, `reference`, `compiled`, `tiled`, `triton_first`, `triton` or `hopper`. The first kernel takes
             lengths in whole tiles of 64, head dims of 16, 32, 64 and 128, and no block mask.
         config: tiles of the `triton` kernels, instead of the table's; `auto` then takes these kernels.
@@ -284,6 +285,9 @@ def explain_backend(
     `layout` is `block_mask` for a call with one, of this `block_size`, and `packed` for `flash_attention_varlen`, whose
     longest document has `longest` queries and keys. A `config` is for `triton` alone, which `auto` then takes.
     """
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if config is not None:
         if not isinstance(config, AttentionConfig):
             raise TypeError(f"config must be an AttentionConfig or None, got {type(config).__name__}")

@@ -91,6 +91,6 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B", text.strip(), re.IGNORECASE)
     if match is None:
         units = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
-        raise ValueError(f"a size must be a number with one of {units}, like 80GB, got {text!r}")
+        raise ValueError(f"--fits must be a number with one of {units}, like 80GB, got {text!r}")
     number, prefix, binary = match.groups()
     return int(float(number) * (2**10 if binary else 10**3) ** (" KMGT".index((prefix or " ").upper())))

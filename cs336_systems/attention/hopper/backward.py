@@ -52,8 +52,10 @@ differ in their walk alone, by what is `walked`: dense (None), `Parts` of dense 
 from memory, by keys, as it holds the scores: `light.py` has turned them.
 
 Walks that would leave multiprocessors idle are divided (`division.py`): those of a last round of tiles without a mask,
-or all of a small call. The parts have a kernel of their own, because steps that a program counts itself are 2 to 4 %
-slower. Its programs start as those of the main kernel end, and each leaves dK and dV of its part to `join`, in float32.
+or all of a small call; not along lists, of documents, in a fixed order of additions or at head dims from 65 to 96,
+whose sums are in two pieces, and not where causal queries see keys that do not exist. The parts have a kernel of their
+own, because steps that a program counts itself are 2 to 4 % slower. Its programs start as those of the main kernel end,
+and each leaves dK and dV of its part to `join`, in float32.
 
 Tiles that the diagonal cuts are masked, and where queries see keys that do not exist every tile is, in a kernel of its
 own, because choosing at run time costs registers. (A key that does not exist scores 0, and its P = exp2(-L) may be
@@ -64,7 +66,8 @@ head and writes nothing there.
 Sums: dK and dV over the queries, and over the query heads of a group, are one program's, or of its parts in a fixed
 order, and so bit-reproducible; the parts depend on how many heads a call has, and on the GPU. dQ's over the key tiles
 come in any order, and its last bits vary; unless ORDERED, where senders wait until a counter says that it is their
-program's turn, see `turn_of_tile`. That takes up to 8 % more time, 16 % at 2,048 causal tokens.
+program's turn, see `turn_of_tile`. That takes up to 8 % more time, 16 % at 2,048 causal tokens; where walks would be
+divided up to three times as much.
 
 Sources: FlashAttention-2 (Dao 2023), algorithm 2; FlashAttention-3 (Shah et al. 2024) for the partitions, the senders
 and the turns.
@@ -146,7 +149,7 @@ HALF = gl.constexpr(64)  # rows and columns of a consumer's part of a dQ tile
 WORDS_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 # Such a part leaves as rows of 32 numbers, in the order in which threads hold them: see `_in_thread_order`.
 SENT_ROWS, SENT_COLUMNS = gl.constexpr(128), gl.constexpr(32)
-SLOTS = gl.constexpr(2)  # as many as fit: 194 KiB of the 227 that a program can have
+SLOTS = gl.constexpr(2)  # as many as fit: 194 to 227 KiB of the 227 that a program can have
 QUERY_TILES = {64: 128, 128: 64}  # by head tile: S and dP of a step take 128 or 64 registers of a thread
 # The ways of dQ: without sender warps, with them, and a step late with them.
 ALONE, BY_SENDERS, LATE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -187,7 +190,7 @@ class _Shared(NamedTuple):
 def _await_preprocess(walked, PLAN: gl.constexpr):
     """Wait for L, delta, a mask's words, the zeros that dQ is added to, and the turns.
 
-    Programs that follow those of whole walks start when all of these have waited for it.
+    Parts behind whole walks need not: the main kernel lets them start, in `_produce`, when it has waited itself.
     """
     if PLAN.split:
         if walked.WHOLE == 0:
@@ -499,7 +502,7 @@ def _consume(
         for member in range(PLAN.group):
             head_row = row_of_member(member, tile, PLAN)
             walk = walk_of(member, tile, problem, walked, PLAN)
-            for j in range(MASKED_STEPS):  # of a part behind the first one nothing is masked
+            for j in range(MASKED_STEPS):  # in a walk's later parts the mask hides nothing
                 first_query, _ = place_of_step(j, walk, tile, problem, walked, PLAN)
                 dK, dV, S_T = _step(
                     shared, problem, walked, dQ_desc, dK, dV, S_T, member * walk.steps + j, last_step, head_row,
@@ -629,15 +632,15 @@ def hopper_backward_kernel(
     _run(Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, turns_ptr, problem, None, PLAN)
 
 
-@gluon.jit(do_not_specialize=[*NUMBERS, "WHOLE", "PARTS"])
+@gluon.jit(do_not_specialize=[*NUMBERS, "WHOLE", "SHARE"])
 def hopper_split_backward_kernel(
     Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, sums_ptr,
-    N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2, WHOLE, PARTS,
+    N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2, WHOLE, SHARE,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """The same of divided walks, whose sums `join` adds up; if there are WHOLE ones their kernel comes before this."""
     problem = Problem(N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2)
-    parts = Parts(sums_ptr, WHOLE, PARTS)
+    parts = Parts(sums_ptr, WHOLE, SHARE)
     _run(Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, rows_ptr, problem, parts, PLAN)
 
 
@@ -686,7 +689,7 @@ def hopper_backward(
     """Contiguous gradients of q, k, v in their dtype, bfloat16 or float16; head_dim at most 256, nothing empty.
 
     `lse` is contiguous, the others have any strides, and what TMA cannot read is copied first. dK and dV are
-    bit-reproducible; dQ too if `deterministic`, for some per cent of time. `lists`, with neither `deterministic` nor
+    bit-reproducible; dQ too if `deterministic`, which takes longer. `lists`, with neither `deterministic` nor
     `is_causal`, are those of a `BlockMask` whose tiles hold whole tiles of the kernel's.
     """
     head_dim = q.shape[-1]
@@ -713,7 +716,7 @@ def hopper_backward(
         *block_size,
     )  # fmt: skip
     division = Division(num_key_tiles * batch * kv_heads, 1, 0)
-    in_one_piece = columns_of(width) == head_tile(width)  # dK and dV of a consumer
+    in_one_piece = columns_of(width) == head_tile(width)  # the sums of a consumer
     if lists is None and not deterministic and in_one_piece and (not is_causal or num_queries <= num_keys):
         division = divide_walks(
             key_tiles=num_key_tiles, batch_heads=batch * kv_heads, steps=num_rows // query_tile, group=group,
@@ -744,7 +747,7 @@ def hopper_backward(
             if division.programs:
                 launch(
                     hopper_split_backward_kernel, (division.programs,), (*tiles, part_sums),
-                    (*numbers, division.whole, division.parts), _options(plan._replace(split=True), q),
+                    (*numbers, division.whole, division.share), _options(plan._replace(split=True), q),
                 )  # fmt: skip
         else:
             walked = (

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from cs336_systems.attention.hopper import division
 from cs336_systems.attention.hopper.walk import Sequence, document_of_slot, sequence_of, slots_of_documents
 
 KEY_TILE = gl.constexpr(128)  # the two consumers' 64 rows of a wgmma each
@@ -76,7 +77,7 @@ class Parts(NamedTuple):
 
     sums: gl.tensor  # (programs, consumers, dK and dV, 64 * head tile), float32, in the order of threads
     WHOLE: gl.tensor  # tiles of keys whose walks are not divided
-    PARTS: gl.tensor  # of a walk; of a causal one the most blocks of KEY_TILE queries that a part has
+    SHARE: gl.tensor  # parts of a walk; of a causal one the most blocks of KEY_TILE queries that a part has
 
 
 class Tile(NamedTuple):
@@ -88,7 +89,7 @@ class Tile(NamedTuple):
     query_tiles: gl.tensor  # of the sequence, those of its padding included
     head_rows: gl.tensor  # of dQ's accumulator, a head
     first_row: gl.tensor  # of them the sequence's first
-    steps: gl.tensor  # of all its walks; 0 where no query sees the keys, and of masks alone
+    steps: gl.tensor  # of all its walks; 0 where no query sees the keys, under a mask or of documents
     masked: gl.tensor  # steps with the bits of a partial tile: the first so many
     exists: gl.tensor  # whether there are keys
     part: gl.tensor  # the program's of `parts` of each of the walks
@@ -118,37 +119,33 @@ def tile_of_program(program, num_programs, num_tiles, HEADS_TOGETHER):
     return position // width, first_head + position % width
 
 
-@gluon.jit
-def parts_before(length, PARTS):
-    """Parts of the causal walks of a head that are shorter than `length` blocks, see `part_of_program`."""
-    parts = (length + PARTS - 1) // PARTS
-    return PARTS * (parts * (parts - 1) // 2) + (length - 1 - (parts - 1) * PARTS) * parts
+parts_before = gluon.jit(division.parts_before)
 
 
 @gluon.jit
-def part_of_program(program, num_tiles, WHOLE, PARTS, IS_CAUSAL: gl.constexpr):
+def part_of_program(program, num_tiles, WHOLE, SHARE, IS_CAUSAL: gl.constexpr):
     """(key tile, index into batch and key heads, part, parts of each walk) of a program, of `num_tiles` tiles a head.
 
-    Without a mask walks are equally long: the tiles behind the WHOLE first ones have PARTS programs each. Causal ones
-    of 1, 2, ... blocks of KEY_TILE queries have as many programs as it takes for parts of at most PARTS blocks.
+    Without a mask walks are equally long: the tiles behind the WHOLE first ones have SHARE programs each. Causal ones
+    of 1, 2, ... blocks of KEY_TILE queries have as many programs as it takes for parts of at most SHARE blocks.
     """
     if IS_CAUSAL:
-        programs = parts_before(num_tiles + 1, PARTS)
+        programs = parts_before(num_tiles + 1, SHARE)
         batch_head = program // programs
         rest = programs - 1 - program % programs  # the longest walks of a head start first
         parts = 1
-        while rest >= PARTS * parts:
-            rest -= PARTS * parts
+        while rest >= SHARE * parts:
+            rest -= SHARE * parts
             parts += 1
-        return num_tiles - 1 - (parts - 1) * PARTS - rest // parts, batch_head, rest % parts, parts
+        return num_tiles - 1 - (parts - 1) * SHARE - rest // parts, batch_head, rest % parts, parts
     else:
-        tile = WHOLE + program // PARTS
-        return tile % num_tiles, tile // num_tiles, program % PARTS, PARTS
+        tile = WHOLE + program // SHARE
+        return tile % num_tiles, tile // num_tiles, program % SHARE, SHARE
 
 
 @gluon.jit
 def part_of_walk(steps, part, parts):
-    """(steps of a walk before a part, its own); of each there is at least one, as there are not more parts."""
+    """(steps of a walk before a part, its own), which are at least one, as there are not more parts than steps."""
     done = steps * part // parts
     return done, steps * (part + 1) // parts - done
 
@@ -259,7 +256,7 @@ def own_tile(problem, walked, PLAN: gl.constexpr):
         program, part, parts = gl.program_id(0), 0, 1
         if PLAN.split:
             tile_number, batch_head, part, parts = part_of_program(
-                program, num_tiles, walked.WHOLE, walked.PARTS, PLAN.is_causal
+                program, num_tiles, walked.WHOLE, walked.SHARE, PLAN.is_causal
             )
         elif PLAN.is_causal or PLAN.query_block:
             tile_number, batch_head = tile_of_program(program, gl.num_programs(0), num_tiles, problem.HEADS_TOGETHER)

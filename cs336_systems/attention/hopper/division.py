@@ -2,7 +2,7 @@
 
 A program has a multiprocessor to itself, and a walk is one program's. So a call of few tiles of keys leaves
 multiprocessors idle, a causal one also while its longest walk ends; and without a mask, where walks are equally long,
-the last round of programs takes as long as any, though it be of four. Parts of walks end sooner, but each program takes
+the last round of programs takes as long as any, even if it has four. Parts of walks end sooner, but each program takes
 time to start, and the sums of parts go through memory to a kernel that joins them.
 """
 
@@ -13,8 +13,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 MULTIPROCESSORS = 132  # of an H100, where kernels are compiled without one
-# Of programs, at most, that have parts, since the sums of each are up to 128 KiB; and of whole causal walks, as with
-# more rounds the longest ones, which start first, end with the others.
+# Rounds of programs that have parts, at most, as each one's sums take up to 128 KiB. Causal calls of more rounds are
+# whole, too: their longest walks, which start first, end with the others.
 MAX_ROUNDS = 4
 # In steps: what a program takes beside them, and, of 64 columns, the kernel that joins, and a part's sums to memory and
 # back. Fitted to 18 calls without a mask of 1 to 64 heads on an H100, triton 3.6.0, 2026-11-26. Of 44 calls that were
@@ -23,11 +23,17 @@ START_STEPS, JOIN_STEPS, PART_STEPS = 4, 1, 1 / 40
 LEAST_GAIN = 2  # steps, since one or two more launches take the host 5 µs each
 
 
+def parts_before(length, share):
+    """Parts, of at most `share` blocks, of walks of 1, 2, ... length - 1 blocks; kernels compute it, too."""
+    parts = (length + share - 1) // share
+    return share * (parts * (parts - 1) // 2) + (length - 1 - (parts - 1) * share) * parts
+
+
 class Division(NamedTuple):
     """How the walks of all heads are divided."""
 
     whole: int  # tiles of keys whose walks are not
-    parts: int  # `backward_walk.Parts.PARTS`
+    share: int  # parts of each of the others; of causal walks the most blocks of queries that a part has
     programs: int  # that have parts
 
 
@@ -42,7 +48,7 @@ def divide_walks(
     is_causal: bool,
     num_multiprocessors: int,
 ) -> Division:
-    """The division that ends soonest, of `group` walks a tile of keys of `batch_heads` key heads.
+    """The division that ends soonest. A tile of keys has `group` walks, and `batch_heads` key heads have tiles.
 
     Without a mask every walk has `steps`; causal ones have 1, 2, ... `key_tiles` blocks of queries, and the longest
     `steps`. `num_multiprocessors` is 0 where there is no GPU.
@@ -57,7 +63,7 @@ def divide_walks(
         division, time = estimate
         return time + (JOIN_STEPS + division.programs * PART_STEPS) * head_tile / 64 * (division.programs > 0)
 
-    undivided = next(divisions)
+    undivided = next(divisions)  # which both yield first
     fastest = min(divisions, key=time_of, default=undivided)
     return (fastest if time_of(fastest) + LEAST_GAIN < time_of(undivided) else undivided)[0]
 
@@ -78,8 +84,7 @@ def _causal_divisions(key_tiles: int, batch_heads: int, block: int, places: int)
     work = tiles * block * (key_tiles + 1) / 2
     yield Division(tiles, 1, 0), max(block * key_tiles + START_STEPS, (work + tiles * START_STEPS) / places)
     for size in range(1, key_tiles) if tiles <= MAX_ROUNDS * places else ():
-        full, rest = divmod(key_tiles, size)
-        programs = batch_heads * (size * full * (full + 1) // 2 + rest * (full + 1))
+        programs = batch_heads * parts_before(key_tiles + 1, size)
         longest, busy = block * size, (work + programs * START_STEPS) / places
         if programs <= MAX_ROUNDS * places:
             yield Division(0, size, programs), longest + START_STEPS if programs <= places else busy + longest / 2

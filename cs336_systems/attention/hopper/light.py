@@ -118,15 +118,15 @@ def hopper_backward_convert_kernel(
 
 
 @triton.jit
-def parts_before(length, PARTS):
-    """`backward_walk.parts_before`."""
-    parts = (length + PARTS - 1) // PARTS
-    return PARTS * (parts * (parts - 1) // 2) + (length - 1 - (parts - 1) * PARTS) * parts
+def parts_before(length, SHARE):
+    """`division.parts_before`, where Triton's interpreter finds its language."""
+    parts = (length + SHARE - 1) // SHARE
+    return SHARE * (parts * (parts - 1) // 2) + (length - 1 - (parts - 1) * SHARE) * parts
 
 
-@triton.jit(do_not_specialize=["WHOLE", "PARTS", "N_KEYS", "N_TILES"])
+@triton.jit(do_not_specialize=["WHOLE", "SHARE", "N_KEYS", "N_TILES"])
 def hopper_backward_join_kernel(
-    parts_ptr, dK_ptr, dV_ptr, WHOLE, PARTS, N_KEYS, N_TILES, scale,
+    parts_ptr, dK_ptr, dV_ptr, WHOLE, SHARE, N_KEYS, N_TILES, scale,
     IS_CAUSAL: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dK and dV (batch, kv_heads, keys, D), contiguous, of the tiles of keys behind the WHOLE first of N_TILES a head.
@@ -139,11 +139,11 @@ def hopper_backward_join_kernel(
     is_dV, consumer, tile = place % 2, place // 2 % 2, WHOLE + place // 4
     head, number = (tile // N_TILES).to(tl.int64), tile % N_TILES
     if IS_CAUSAL:
-        num_parts = (N_TILES - number + PARTS - 1) // PARTS
-        first_part = (head + 1) * parts_before(N_TILES + 1, PARTS) - parts_before(N_TILES - number + 1, PARTS)
+        num_parts = (N_TILES - number + SHARE - 1) // SHARE
+        first_part = (head + 1) * parts_before(N_TILES + 1, SHARE) - parts_before(N_TILES - number + 1, SHARE)
     else:
-        num_parts = PARTS
-        first_part = (tile - WHOLE).to(tl.int64) * PARTS
+        num_parts = SHARE
+        first_part = (tile - WHOLE).to(tl.int64) * SHARE
     index = tl.arange(0, 16 * ROWS)
     part = tl.arange(0, 8)
     first = parts_ptr + first_part * (4 * ROWS * D_TILE)
@@ -212,7 +212,7 @@ def join(
     tiles = batch * kv_heads * key_tiles - division.whole
     launch(
         hopper_backward_join_kernel, (tiles * 4 * (head_tile(width) // 16),), (parts, grad_k, grad_v),
-        (division.whole, division.parts, num_keys, key_tiles, scale),
+        (division.whole, division.share, num_keys, key_tiles, scale),
         {"IS_CAUSAL": is_causal, **_options(width), **overlap_options(grad_k.device, follows=True)},
     )  # fmt: skip
 
