@@ -89,9 +89,8 @@ def flash_attention(
         deterministic: True makes every gradient the same to the last bit in each run. Without it only one may differ
             from run to run: dQ of `hopper` up to head_dim 128 (also where `auto` takes `hopper`), since atomic
             additions come in any order. True then adds in a fixed order, and the backward takes up to 8 %
-            longer, 16 % at 2,048 causal tokens; with few heads, whose work is then not divided, up to three times as
-            long. Under a block_mask it takes the backward of `triton`. None: as `torch.use_deterministic_algorithms`
-            has set it.
+            longer, 16 % at 2,048 causal tokens; with few heads, whose work is then not divided, more. Under a
+            block_mask it takes the backward of `triton`. None: as `torch.use_deterministic_algorithms` has set it.
         backend: `auto`, `reference`, `compiled`, `tiled`, `triton_first`, `triton` or `hopper`. The first kernel takes
             lengths in whole tiles of 64, head dims of 16, 32, 64 and 128, and no block mask.
         config: tiles of the `triton` kernels, instead of the table's; `auto` then takes these kernels.

@@ -66,8 +66,8 @@ head and writes nothing there.
 Sums: dK and dV over the queries, and over the query heads of a group, are one program's, or of its parts in a fixed
 order, and so bit-reproducible; the parts depend on how many heads a call has, and on the GPU. dQ's over the key tiles
 come in any order, and its last bits vary; unless ORDERED, where senders wait until a counter says that it is their
-program's turn, see `turn_of_tile`. That takes up to 8 % more time, 16 % at 2,048 causal tokens; where walks would be
-divided up to three times as much.
+program's turn, see `turn_of_tile`. That takes up to 8 % more time, 16 % at 2,048 causal tokens, and more where walks
+would be divided.
 
 Sources: FlashAttention-2 (Dao 2023), algorithm 2; FlashAttention-3 (Shah et al. 2024) for the partitions, the senders
 and the turns.

@@ -17,8 +17,8 @@ MULTIPROCESSORS = 132  # of an H100, where kernels are compiled without one
 # whole, too: their longest walks, which start first, end with the others.
 MAX_ROUNDS = 4
 # In steps: what a program takes beside them, and, of 64 columns, the kernel that joins, and a part's sums to memory and
-# back. Fitted to 18 calls without a mask of 1 to 64 heads on an H100, triton 3.6.0, 2026-11-26. Of 44 calls that were
-# measured there, causal ones too, none was slower than with whole walks.
+# back. Fitted to 18 calls without a mask of 1 to 64 heads on an H100, triton 3.6.0, 2026-11-26. No call that these
+# divide and that was measured, causal ones too, was slower than with whole walks.
 START_STEPS, JOIN_STEPS, PART_STEPS = 4, 1, 1 / 40
 LEAST_GAIN = 2  # steps, since one or two more launches take the host 5 µs each
 
