@@ -156,6 +156,7 @@ def main() -> None:
     hopper = partial(reports.HopperRequest, head_dim=64, dtype="bfloat16")
     for request in (
         hopper(kernel="forward", is_causal=True, config=SCHEDULES[64][0].name("dynamic")),
+        hopper(kernel="forward", is_causal=True, walk="split"),
         hopper(kernel="forward", is_causal=False, walk="listed", query_block=64),
         hopper(kernel="forward", is_causal=True, walk="packed"),
         hopper(kernel="wide_dkdv", is_causal=True, head_dim=256),

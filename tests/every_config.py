@@ -14,8 +14,8 @@ import argparse
 import os
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.attention.hopper.division import Division, parts_before
+from cs336_systems.attention.hopper.schedule import ForwardPlan, plan_forward
 
 HEADS, KV_HEADS = 2, 1
 QUERIES, KEYS = 197, 203  # cut by every tile, and no multiple of 16
@@ -83,7 +84,8 @@ def hopper_configs(family: str, head_dim: int) -> list[tuple[str, ...]]:
     if "blocks" in family or "varlen" in family:
         return [(one.name(order),) for one in schedules for order in UNPAIRED]
     forwards = [one.name(order) for one in schedules for order in ORDERS]
-    parts = [(forwards[0], "parts")] if head_dim <= 128 else []  # wide heads have none
+    unpaired = [one.name(order) for one in schedules for order in UNPAIRED]
+    parts = [(forward, "parts") for forward in unpaired if head_dim <= 128]  # wide heads have none
     return [(forwards[0], "deterministic"), *parts, *((forward, "atomic") for forward in forwards)]
 
 
@@ -92,6 +94,14 @@ def divide(*, key_tiles: int, batch_heads: int, is_causal: bool, **_: int) -> Di
     if is_causal:
         return Division(0, 1, batch_heads * parts_before(key_tiles + 1, 1))
     return Division(1, 2, 2 * (batch_heads * key_tiles - 1))
+
+
+def divide_forward(**call: Any) -> ForwardPlan:
+    """The forward's, where it can have them."""
+    plan = plan_forward(**call)
+    if call["head_dim"] not in (64, 128) or plan.schedule.masked_tiles(plan.is_causal) > 1:
+        return plan
+    return replace(plan, part_tiles=1, whole=int(not plan.is_causal), num_programs=0)
 
 
 def block_size(family: str) -> tuple[int, int]:
@@ -158,20 +168,21 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
         q, k, v, grad = (draw(1, heads, rows, case.head_dim) for heads, rows in shapes)
         leaves, tensors = [x.requires_grad_() for x in (q, k, v)], [x.detach() for x in (q, k, v, grad)]
         known = {"is_causal": causal}
-        dividing: Any = nullcontext()
+        dividing = ExitStack()
         if "blocks" in case.family:
             known = {"mask": token_mask(device)}
             options["block_mask"] = BlockMask.from_dense(token_mask(device), block_size(case.family))
         if hopper and "blocks" in case.family:
             output, lse = flash_attention(*leaves, **(options | {"backend": "hopper"}))
         elif hopper:
-            from cs336_systems.attention.hopper import backward
+            from cs336_systems.attention.hopper import backward, forward
             from cs336_systems.attention.hopper.function import hopper_attention
 
-            forward, kind = case.configs
-            output, lse = hopper_attention(*leaves, kind == "deterministic", causal, case.head_dim**-0.5, forward)
+            schedule, kind = case.configs
             if kind == "parts":
-                dividing = patch.object(backward, "divide_walks", divide)
+                dividing.enter_context(patch.object(backward, "divide_walks", divide))
+                dividing.enter_context(patch.object(forward, "plan_forward", divide_forward))
+            output, lse = hopper_attention(*leaves, kind == "deterministic", causal, case.head_dim**-0.5, schedule)
         elif case.family.startswith("split"):
             from cs336_systems.attention.triton.split import launch_split_forward
 

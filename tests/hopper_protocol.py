@@ -149,8 +149,13 @@ def items_of_program(launch: ForwardPlan, program: int) -> Iterator[tuple[int, i
         yield from tiles_of_item(launch, item)
 
 
-def tiles_of_item(launch: ForwardPlan, item: int) -> list[tuple[int, int]]:
+def tiles_of_item(launch: ForwardPlan, item: int) -> list[tuple[int, Any]]:
+    """Of a divided call (index, (tile, part)), with -1 for a whole walk; none for a part that a tile has not."""
     in_turn = (launch.num_tiles, launch.batch_heads, launch.heads_together, launch.paired, launch.is_causal)
+    if launch.part_tiles:
+        item, part = kernel.part_of_item.fn(item, launch.num_tiles, launch.batch_heads, launch.whole)
+        tile, head = kernel.tile_of_item.fn(item, 0, *in_turn)
+        return [(head, (tile, part))] if keys_of_part(launch, tile, part) else []
     sides = range(kernel.tiles_of_item.fn(item, launch.num_tiles, launch.paired))
     return [kernel.tile_of_item.fn(item, side, *in_turn)[::-1] for side in sides]
 
@@ -172,6 +177,13 @@ def key_tiles(launch: ForwardPlan, tile: int) -> list[int]:
     live = kernel.live_key_tiles.fn(first_query(launch, tile), *lengths, *sizes, launch.is_causal)
     dead = max(0, schedule.masked_tiles(launch.is_causal) - live)
     return [launch.num_keys] * dead + [i * schedule.key_tile for i in reversed(range(live))]
+
+
+def keys_of_part(launch: ForwardPlan, tile: int, part: int) -> list[int]:
+    """First keys of the key tiles that a part of a tile's walk takes, in its order."""
+    walk = key_tiles(launch, tile)
+    first, steps = kernel.range_of_part.fn(part, len(walk), launch.part_tiles)
+    return [i * launch.schedule.key_tile for i in reversed(range(first, first + max(0, steps)))]
 
 
 def skips_first_key_tile(launch: ForwardPlan, tile: int, consumer: int) -> bool:

@@ -31,7 +31,7 @@ from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.hopper import function
 from cs336_systems.attention.hopper.backward import QUERY_TILES
 from cs336_systems.attention.hopper.division import divide_walks
-from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES
+from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES, plan_forward
 from cs336_systems.attention.operator import _passes_of
 from cs336_systems.attention.tiled import tiled_backward, tiled_forward
 from cs336_systems.attention.tiles import head_tile
@@ -335,6 +335,27 @@ def test_divided_walks(is_causal, kv_heads, length, head_dim):
     assert_contract(*tensors, **options)
     first, second = (run(*tensors, **options) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in ("grad_k", "grad_v"))
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "is_causal, heads, length", [(True, 1, 1024), (True, 2, 3001), (False, 1, 3001), (False, 0, 8000)]
+)
+def test_divided_walks_of_the_forward(is_causal, heads, length, head_dim):
+    """Small and large tiles, all in parts; or those of the last round, beside whole ones. Sums have one order."""
+    places = torch.cuda.get_device_properties(0).multi_processor_count
+    heads = heads or places // 18
+    launch = plan_forward(
+        head_dim=head_dim, is_causal=is_causal, num_queries=length, num_keys=length, batch_heads=heads, group=1,
+        num_multiprocessors=places,
+    )  # fmt: skip
+    assert launch.part_tiles and bool(launch.whole) == (length == 8000)
+    tensors = inputs(1, heads, heads, length, length, head_dim, torch.bfloat16, "cuda")
+    options = {"is_causal": is_causal, "backend": "hopper"}
+    assert_contract(*tensors, **options)
+    first, second = (run(*tensors, **options) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in ("output", "lse"))
 
 
 @on_hopper

@@ -52,6 +52,7 @@ KERNELS = {
     "block_sparse_dkdv_kernel": DKDV,
     "block_sparse_dq_kernel": DQ,
     "hopper_forward_kernel": ALONE,
+    "hopper_split_forward_kernel": ALONE,
     "hopper_listed_forward_kernel": ALONE,
     "hopper_packed_forward_kernel": ALONE,
     "hopper_counter_kernel": ALONE,
@@ -131,6 +132,7 @@ def overwrite_free_memory() -> None:
 
 SHAPES = {
     "split": (1, 1, 1, 2048, 2048, 64),
+    "hopper-split": (1, 2, 1, 2048, 2048, 128),  # all walks of both passes are divided
     "hopper-parts": (1, 2, 2, 2048, 256, 64),  # all walks of the backward are divided
     "hopper-last-parts": (67, 2, 1, 1000, 256, 64),  # those of two tiles, on 132 multiprocessors
     "hopper-causal-parts": (1, 16, 1, 256, 256, 128),
@@ -147,7 +149,7 @@ def overlapping_call(family: str) -> Callable[[], dict[str, Tensor]]:
     shape = SHAPES.get(family, (2, 8, 4, 1000, 1000, 64))
     options: dict[str, Any] = {"backend": backend, "enable_gqa": True}
     options["is_causal"] = family not in ("dense", "hopper-parts", "hopper-last-parts")
-    if family == "hopper":
+    if family in ("hopper", "hopper-split"):
         options["deterministic"] = True  # else dQ's last bits vary, where more than two tiles of keys add to it
     if family.endswith("block-sparse"):
         mask = BlockMask.causal(1000, block_size=128, device="cuda")
@@ -159,7 +161,7 @@ def overlapping_call(family: str) -> Callable[[], dict[str, Tensor]]:
 
 
 FAMILIES = ["dense", "causal", "float32", "split", "varlen", "block-sparse"]
-FAMILIES += ["hopper", "hopper-parts", "hopper-last-parts", "hopper-causal-parts", "hopper-varlen"]
+FAMILIES += ["hopper", "hopper-split", "hopper-parts", "hopper-last-parts", "hopper-causal-parts", "hopper-varlen"]
 FAMILIES += ["hopper-block-sparse"]
 
 

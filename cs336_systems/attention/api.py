@@ -96,8 +96,8 @@ def flash_attention(
         config: tiles of the `triton` kernels, instead of the table's; `auto` then takes these kernels.
 
     Where queries are too few to fill a GPU, as in one head or one generated token, the forward of `triton` splits the
-    keys among programs, and meanwhile holds a float32 output for each part, at most 128. The backward of `hopper`
-    likewise divides the queries, and holds float32 sums of at most 66 MiB on 132 multiprocessors.
+    keys among programs, and meanwhile holds a float32 output for each part, at most 128. `hopper` likewise divides
+    the keys, with at most 34 MiB on 132 multiprocessors, and in the backward the queries, with at most 66 MiB.
 
     Inputs must be finite. A NaN or infinity in a row of K or V makes wrong every query that attends this key, and its
     gradients. One in V also reaches the queries that do not attend the key but share a tile with it: their weight for

@@ -1,4 +1,5 @@
 """Which walks of the Hopper backward are divided among programs, and how finely, on plain numbers: no GPU, no Triton.
+(For the forward `schedule.plan_forward` says it.)
 
 A program has a multiprocessor to itself, and a walk is one program's. So a call of few tiles of keys leaves
 multiprocessors idle, a causal one also while its longest walk ends; and without a mask, where walks are equally long,

@@ -45,9 +45,13 @@ Tiles of queries end where the queries end; rows to spare are in the first tile,
 order of tiles is `schedule.plan_forward`'s: one program a tile, or programs that stay and take tiles in pairs or from a
 counter, whose copier starts on the next tile as soon as a slot is free.
 
-Three kernels differ in their walk alone (`walk.py`), by what is `walked`: dense (None), `Lists` of a `BlockMask`,
-packed `Documents`. Of a mask's partial tiles the copier brings the bits beside the keys, and `_hide_keys` applies them;
-a dead tile is never read, and a tile without a key takes one step of zeros.
+Walks that would leave multiprocessors idle are divided: without a mask those of the last round of tiles, as it would
+take as long as any, or all of a small call, causal ones too. Each part leaves the state of its online softmax, and
+`flash_merge_kernel` of the Triton forward that splits keys ends what they began.
+
+Four kernels differ in their walk alone (`walk.py`), by what is `walked`: dense (None), `Parts` of dense walks, `Lists`
+of a `BlockMask`, packed `Documents`. Of a mask's partial tiles the copier brings the bits beside the keys, and
+`_hide_keys` applies them; a dead tile is never read, and a tile without a key takes one step of zeros.
 
 Sources: FlashAttention-3 (Shah et al. 2024) for warp specialisation and overlap, FlashAttention-4 for rescaling lazily.
 """
@@ -95,6 +99,7 @@ from cs336_systems.attention.hopper.walk import (
     ROWS,
     Documents,
     Lists,
+    Parts,
     Problem,
     key_place,
     listed_tile,
@@ -107,8 +112,10 @@ from cs336_systems.attention.hopper.walk import (
     work_of_call,
 )
 from cs336_systems.attention.masks.tiles import BITS, TileLists
+from cs336_systems.attention.tiles import seen_keys
 from cs336_systems.attention.triton.launch import empty, empty_like, launch, log_launch
 from cs336_systems.attention.triton.operands import empty_results, num_multiprocessors
+from cs336_systems.attention.triton.split import merge
 from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST
 from cs336_systems.measure.stages import stage
 
@@ -182,7 +189,8 @@ def _copy_tiles(Q_desc, K_desc, V_desc, counter_ptr, shared, problem, walked, PL
                 _copy_words(words, tile.masked > 0, K_desc.block_type.nbytes, shared, walked, slot)
             else:  # a tile that nobody sees is read from behind the end, as zeros
                 mbarrier.expect(shared.full.index(slot), K_desc.block_type.nbytes)
-                first_key = gl.where(tile.key_tiles > tile.live, sequence.num_keys, (tile.live - 1) * K_TILE_SIZE)
+                first_key = tile.first_key + (tile.live - 1) * K_TILE_SIZE
+                first_key = gl.where(tile.key_tiles > tile.live, sequence.num_keys, first_key)
             tma.async_copy_global_to_shared(
                 K_desc, key_place(kv_head, first_key, batch, sequence, PLAN),
                 shared.full.index(slot), shared.K_ring.index(slot),
@@ -209,7 +217,7 @@ def _copy_tiles(Q_desc, K_desc, V_desc, counter_ptr, shared, problem, walked, PL
                     _copy_words(words, j < tile.masked, both, shared, walked, slot)
                 else:
                     mbarrier.expect(shared.full.index(slot), K_desc.block_type.nbytes + V_desc.block_type.nbytes)
-                    first_key = (tile.key_tiles - 1 - j) * K_TILE_SIZE
+                    first_key = tile.first_key + (tile.key_tiles - 1 - j) * K_TILE_SIZE
                 tma.async_copy_global_to_shared(
                     K_desc, key_place(kv_head, first_key, batch, sequence, PLAN),
                     shared.full.index(slot), shared.K_ring.index(slot),
@@ -255,7 +263,7 @@ def _hide_keys(S, last_key, first_key, words, PLAN: gl.constexpr):
     or one for all."""
     if PLAN.key_block:
         return keep_attended(S, words)
-    elif PLAN.is_causal:
+    elif PLAN.is_causal or PLAN.split:
         return hide_columns(S, last_key - first_key)
     else:
         columns = gl.arange(0, S.shape[1], gl.SliceLayout(0, S.type.layout))[None, :]
@@ -376,6 +384,40 @@ def _step(
 
 
 @gluon.jit
+def _store_part(O, m, rest, l, first_row, tile, problem, walked, D_TILE: gl.constexpr):
+    """Leave the online softmax's state at a part's end for `flash_merge_kernel`, where `split.parts_of` says."""
+    factor = gl.exp2(rest)
+    first = (tile.part * walked.NUM_ROWS).to(gl.int64) - walked.FIRST_ROW
+    first += tile.batch_head.to(gl.int64) * problem.N_QUERIES + first_row
+    m_states = walked.states + walked.NUM_PARTS.to(gl.int64) * walked.NUM_ROWS * D_TILE
+    l_states = m_states + walked.NUM_PARTS.to(gl.int64) * walked.NUM_ROWS
+    row = gl.arange(0, ROWS, m.type.layout)
+    gl.store(m_states + first + row, m, mask=row < problem.N_QUERIES - first_row)
+    gl.store(l_states + first + row, l * factor, mask=row < problem.N_QUERIES - first_row)
+    LAYOUT: gl.constexpr = O.type.layout
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+    column = gl.arange(0, D_TILE, gl.SliceLayout(0, LAYOUT))[None, :]
+    O = O * gl.convert_layout(factor, gl.SliceLayout(1, LAYOUT))[:, None]
+    gl.store(walked.states + first * D_TILE + (row * D_TILE + column), O, mask=row < problem.N_QUERIES - first_row)
+
+
+@gluon.jit
+def _store_tile(
+    O, L, inverse, first_row, rows, tile, sequence, O_desc, O_tile, L_ptr, problem, D_TILE: gl.constexpr,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """Rows past the last query are cut off."""
+    O = O * gl.convert_layout(inverse, gl.SliceLayout(1, O.type.layout))[:, None]
+    tma.store_wait(0)  # the last tile's O has left shared memory
+    O_tile.store(gl.reshape(O.to(O_desc.dtype), [ROWS, D_TILE]))
+    fence_async_shared()
+    batch, head = tile.batch_head // problem.N_HEADS, tile.batch_head % problem.N_HEADS
+    tma.async_copy_shared_to_global(O_desc, query_place(head, first_row, batch, sequence, PLAN), O_tile)
+    L_rows = L_ptr + tile.batch_head.to(gl.int64) * problem.N_QUERIES + sequence.first_row
+    gl.store(L_rows + rows, L, mask=rows < sequence.num_queries)
+
+
+@gluon.jit
 def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN: gl.constexpr):
     """A consumer: rows [consumer * ROWS, (consumer + 1) * ROWS) of each tile of queries."""
     D_TILE: gl.constexpr = PLAN.head_tile
@@ -407,6 +449,8 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
             last_key = sequence.num_keys - 1
             if PLAN.is_causal:
                 last_key = gl.minimum(rows, last_key)
+            elif PLAN.split:
+                last_key = gl.full([ROWS], last_key, gl.int32, ROW_LAYOUT)
             if PLAN.softmax_overlaps:
                 m = gl.full([ROWS, 4], LOWEST, gl.float32, THREAD_LAYOUT)
                 l = gl.full([ROWS, 4], 0.0, gl.float32, THREAD_LAYOUT)
@@ -423,7 +467,7 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
             Q = in_parts(Q_tile, PLAN.columns)
             if PLAN.softmax_overlaps and not IS_WIDE:
                 Q = load_parts(Q, Q_LAYOUT)
-            first_key = (tile.key_tiles - 1) * K_TILE_SIZE
+            first_key = tile.first_key + (tile.key_tiles - 1) * K_TILE_SIZE
             if MASKED_TILES == 1:
                 P, m, l = _first_step(
                     Q, m, l, tile, last_key, first_key, zero, shared, problem, slot, consumer, P_LAYOUT, PLAN
@@ -474,17 +518,14 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
             O = warpgroup_mma_wait(0, [O_pending])
             mbarrier.arrive(shared.empty.index(slot), count=1)
             step += 1
-            O = O * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
-
-            # store; rows past the last query are cut off
-            tma.store_wait(0)  # the last tile's O has left shared memory
-            O_tile.store(gl.reshape(O.to(O_desc.dtype), [ROWS, D_TILE]))
-            fence_async_shared()
-            batch, head = tile.batch_head // problem.N_HEADS, tile.batch_head % problem.N_HEADS
-            place = query_place(head, first_row, batch, sequence, PLAN)
-            tma.async_copy_shared_to_global(O_desc, place, O_tile)
-            L_rows = L_ptr + tile.batch_head.to(gl.int64) * problem.N_QUERIES + sequence.first_row
-            gl.store(L_rows + rows, L, mask=rows < sequence.num_queries)
+            stored = (first_row, rows, tile, sequence, O_desc, O_tile, L_ptr, problem)
+            if PLAN.split:
+                if tile.part >= 0:
+                    _store_part(O, m, rest, l, first_row, tile, problem, walked, D_TILE)
+                else:
+                    _store_tile(O, L, inverse, *stored, D_TILE, PLAN)
+            else:
+                _store_tile(O, L, inverse, *stored, D_TILE, PLAN)
             if IS_WIDE:
                 tma.store_wait(0)
                 mbarrier.arrive(shared.q_empty.index(consumer), count=1)
@@ -581,6 +622,19 @@ def hopper_forward_kernel(
     _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, None, PLAN)
 
 
+@gluon.jit(do_not_specialize=[*NUMBERS, "WHOLE", "SHARE", "NUM_PARTS", "FIRST_ROW", "NUM_ROWS"])
+def hopper_split_forward_kernel(
+    Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, states_ptr,
+    N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2,
+    WHOLE, SHARE, NUM_PARTS, FIRST_ROW, NUM_ROWS,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """The same, where walks are divided among programs; what parts have come to is in `states_ptr` (`walk.Parts`)."""
+    problem = Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
+    walked = Parts(states_ptr, WHOLE, SHARE, NUM_PARTS, FIRST_ROW, NUM_ROWS)
+    _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, walked, PLAN)
+
+
 @gluon.jit(do_not_specialize=[*NUMBERS, "MASK_BATCHES", "MASK_HEADS", "WIDTH", "FULL_WIDTH", "WORD_ROWS"])
 def hopper_listed_forward_kernel(
     Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr,
@@ -637,7 +691,8 @@ def hopper_forward(
 
     Inputs are validated, non-empty, of 16 bits, with a head_dim up to 256, and on the current device, of sm_90.
     `config` may name a schedule and an order of tiles (`schedule.plan_forward`); other kernels' configurations in it
-    are left alone. A causal row's last bits may depend on the schedule, and so on how many heads a call has.
+    are left alone. A row's last bits may depend on the schedule and on the parts of its walk, and so on how many heads
+    a call has and on the GPU. Parts take up to 34 MiB meanwhile.
     `lists`, without `is_causal`, are those of a `BlockMask` whose tiles hold whole tiles of the kernel's.
     """
     head_dim = q.shape[-1]
@@ -646,7 +701,7 @@ def hopper_forward(
     num_keys, group = k.shape[2], heads // k.shape[1]
     plan = plan_forward(
         head_dim=width, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, batch_heads=batch * heads,
-        group=group, num_multiprocessors=num_multiprocessors(q.device) or 1, config=config,
+        group=group, num_multiprocessors=num_multiprocessors(q.device), config=config,
         block_size=None if lists is None else lists.block_size,
     )  # fmt: skip
     schedule = plan.schedule
@@ -657,6 +712,13 @@ def hopper_forward(
         num_queries, num_keys, heads, group, batch * heads, plan.heads_together, scale * LOG2_E.value
     )  # fmt: skip
     kernel = hopper_forward_kernel
+    first_row = plan.first_divided_row
+    num_rows = batch * heads * num_queries - first_row
+    if plan.part_tiles:
+        kernel = hopper_split_forward_kernel
+        states = empty((plan.num_parts * num_rows * (width + 2),), torch.float32, q.device)
+        tensors += (states,)
+        numbers += (plan.whole, plan.part_tiles, plan.num_parts, first_row, num_rows)
     if lists is not None:
         kernel = hopper_listed_forward_kernel
         words = lists.token_bits.flatten(0, 1)
@@ -673,6 +735,12 @@ def hopper_forward(
             kernel, (plan.num_programs,), tensors, numbers,
             {"PLAN": plan.kernel_plan, **schedule.launch_options},
         )  # fmt: skip
+        if plan.part_tiles:
+            rows, ends = (output, lse) if is_causal else (output.view(1, 1, -1, width), lse.view(1, 1, -1))
+            merge(
+                states, rows[:, :, first_row:], ends[:, :, first_row:], seen_keys(num_queries, num_keys, is_causal),
+                plan.part_tiles * schedule.key_tile, is_causal,
+            )  # fmt: skip
     return (output if width == head_dim else output[..., :head_dim].contiguous()), lse
 
 
@@ -694,7 +762,7 @@ def hopper_packed_forward(
     documents = len(cu_seqlens_q) - 1
     plan = plan_packed_forward(
         head_dim=width, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, heads=heads, group=group,
-        documents=documents, max_seqlens=max_seqlens, num_multiprocessors=num_multiprocessors(q.device) or 1,
+        documents=documents, max_seqlens=max_seqlens, num_multiprocessors=num_multiprocessors(q.device),
         config=config,
     )  # fmt: skip
     schedule = plan.schedule

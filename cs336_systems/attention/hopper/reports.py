@@ -155,6 +155,10 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
             for order, is_causal in product(ORDERS, (True, False)):
                 requests.append(forward(is_causal=is_causal, config=schedule.name(order)))
             requests.append(forward(is_causal=True, config=schedule.name("tiles"), walk="packed"))
+        if columns in (64, 128):
+            few, many = partial(forward, walk="split"), 131_072  # the last round of large tiles, by a counter
+            requests += [few(is_causal=mask, seqlen=n) for mask, n in ((True, 1024), (True, 2048), (False, 2048))]
+            requests.append(few(is_causal=False, seqlen=many))
         if columns > 128:
             requests += [
                 HopperRequest(kernel=kernel, head_dim=columns, is_causal=is_causal)
@@ -212,8 +216,9 @@ def _launch(request: HopperRequest) -> None:
     def empty(heads: int, rows: int) -> torch.Tensor:
         return torch.empty((BATCH, heads, rows, request.head_dim), dtype=getattr(torch, request.dtype), device="meta")
 
-    q = empty(HEADS, request.seqlen)
-    k = empty(HEADS // request.group, request.seqlen if request.whole_key_tiles else request.seqlen - 1)
+    heads = 1 if request.function == "hopper_split_forward_kernel" else HEADS
+    q = empty(heads, request.seqlen)
+    k = empty(heads // request.group, request.seqlen if request.whole_key_tiles else request.seqlen - 1)
     options = (request.is_causal, 1 / math.sqrt(request.head_dim))
     if request.walk == "packed":
         packed_q, packed_k = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k))

@@ -6,13 +6,14 @@ one: it runs the protocol between the warp that copies and those that compute fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import NamedTuple
 
 import numpy as np
 
+from cs336_systems.attention.hopper.division import MAX_ROUNDS, MULTIPROCESSORS
 from cs336_systems.attention.tiles.config import HALF_L2_SHARE_BYTES, L2_SHARE_BYTES, head_tile
 
 CONSUMER_ROWS = 64  # rows of queries of a warp group
@@ -31,6 +32,9 @@ BYTES_PER_ELEMENT = 2
 TILE_COST_STEPS = {"tiles": 1.7, "pairs": 0.8, "dynamic": 0.8}
 # And once for a program of a dynamic order, which begins as one of the order `tiles` does, after the counter's kernel.
 START_COST_STEPS = TILE_COST_STEPS["tiles"] - TILE_COST_STEPS["dynamic"] + 2
+# What merging divided walks takes, in steps: at all, and for each part of 128 rows. Fitted to 20 calls of 1 to 8 heads
+# on an H100, triton 3.6.0, 2026-11-27; the first is a step more than they take, as a launch keeps the host, too.
+MERGE_STEPS, PART_STEPS = 3, 1 / 32
 
 
 def columns_of(width: int) -> int:
@@ -130,6 +134,7 @@ class KernelPlan(NamedTuple):
     query_block: int = 0
     key_block: int = 0
     packed: bool = False
+    split: bool = False  # walks are divided, as `walk.Parts` says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +151,8 @@ class ForwardPlan:
     heads_together: int  # whose tiles are taken in turns, so that the L2 cache holds their keys and values
     block_size: tuple[int, int] = (0, 0)  # of a mask whose lists are walked
     documents: int | None = None  # that are packed into the queries and keys
+    part_tiles: int = 0  # key tiles of a part, where walks are divided
+    whole: int = 0  # tiles whose walks then are not
     num_programs: int = 0  # 0: one for each item
 
     def __post_init__(self) -> None:
@@ -165,7 +172,19 @@ class ForwardPlan:
     @property
     def num_items(self) -> int:
         """What programs are handed, of all heads: in the order `pairs` pairs of tiles, in the others tiles."""
-        return (-(-self.num_tiles // 2) if self.paired else self.num_tiles) * self.batch_heads
+        items = (-(-self.num_tiles // 2) if self.paired else self.num_tiles) * self.batch_heads
+        return self.whole + (items - self.whole) * self.num_parts
+
+    @property
+    def num_parts(self) -> int:
+        """Of a divided walk, at most; a causal tile has those that it sees."""
+        return -(-int(_steps_of_tiles(self)[-1]) // self.part_tiles) if self.part_tiles else 1
+
+    @property
+    def first_divided_row(self) -> int:
+        """Of the rows of all heads; the divided tiles have those from it on."""
+        head, tile = divmod(self.whole, self.num_tiles)
+        return head * self.num_queries + max(0, self.first_query(tile))
 
     def first_query(self, tile: int) -> int:
         """The first row of a tile of queries, below 0 where the first tile has rows to spare.
@@ -189,7 +208,7 @@ class ForwardPlan:
             softmax_overlaps=schedule.softmax_overlaps, masked_tiles=schedule.masked_tiles(self.is_causal),
             is_causal=self.is_causal, paired=self.paired, dynamic=self.order == "dynamic",
             alignment=self.alignment, query_block=self.block_size[0],
-            key_block=self.block_size[1], packed=self.documents is not None,
+            key_block=self.block_size[1], packed=self.documents is not None, split=self.part_tiles > 0,
         )  # fmt: skip
 
 
@@ -208,7 +227,8 @@ def plan_forward(
 ) -> ForwardPlan:
     """The plan of a call: as `config` names it (`hopper_forward_128x128_pairs`), or as it is estimated best.
 
-    `group` query heads share a key head. Orders, with as many places for programs as multiprocessors hold at a time:
+    `group` query heads share a key head; `num_multiprocessors` is 0 where there is no GPU. Orders, with as many places
+    for programs as multiprocessors hold at a time:
       tiles   one program a tile, the longest causal ones first, and the GPU balances them by handing them out.
       pairs   as many programs as places, each taking pairs of tiles, under a causal mask a long and a short
               one; the next tile's copies run under the last one's end. That wants enough pairs to go round.
@@ -216,7 +236,11 @@ def plan_forward(
               with the copies of `pairs`. A kernel before it sets the counter to 0.
               Above 128 columns it is up to 7 % slower than `tiles` and not chosen.
     A block mask's lists, of which the host knows no length, and packed documents take `tiles` or `dynamic`.
+
+    Heads of 64 and 128 columns whose walks would leave multiprocessors idle may have them divided into parts, with as
+    many further items; not by name, along lists or of documents.
     """
+    num_multiprocessors = num_multiprocessors or MULTIPROCESSORS
     schedules: Sequence[ForwardSchedule] = SCHEDULES[head_tile(head_dim)]
     named = [name for name in config.split(",") if name.startswith(PREFIX)]
     if block_size is None and head_tile(head_dim) > 128 and not named:
@@ -245,9 +269,26 @@ def plan_forward(
         )
         for schedule, order in ([possible[named[0]]] if named else possible.values())
     ]  # fmt: skip
+    if not named and block_size is None and orders is ORDERS and head_dim in (64, 128):
+        plans += [divided for plan in plans for divided in _divided(plan, num_multiprocessors)]
     # Rounded, so that of equal ones the first is taken and not what the last bit says.
     plan = min(plans, key=lambda plan: round(estimated_steps(plan, num_multiprocessors), 6))
     return _with_programs(plan, num_multiprocessors)
+
+
+def _divided(plan: ForwardPlan, num_multiprocessors: int) -> Iterator[ForwardPlan]:
+    """The plan with the walks of its last round divided, or of a causal call all, if that has few.
+
+    `_store_part` writes whole head tiles, and the part with the diagonal has one masked step.
+    """
+    places, longest = num_multiprocessors * plan.schedule.resident, int(_steps_of_tiles(plan)[-1])
+    divided = plan.num_items if plan.is_causal else plan.num_items % places
+    in_one_step = plan.schedule.masked_tiles(plan.is_causal) == 1
+    if plan.paired or not in_one_step or not divided:
+        return
+    most = MAX_ROUNDS * places // divided  # parts
+    for part_tiles in sorted({-(-longest // parts) for parts in range(2, min(longest, most) + 1)}):
+        yield replace(plan, part_tiles=part_tiles, whole=plan.num_items - divided, num_programs=0)
 
 
 def _with_programs(plan: ForwardPlan, num_multiprocessors: int) -> ForwardPlan:
@@ -270,6 +311,7 @@ def plan_packed_forward(
     config: str = "",
 ) -> ForwardPlan:
     """The plan for packed documents: that of as many of the longest as there may be, over slots for any lengths."""
+    num_multiprocessors = num_multiprocessors or MULTIPROCESSORS
     longest, longest_keys = max(1, min(max_seqlens[0], num_queries)), max(1, min(max_seqlens[1], num_keys))
     like = plan_forward(
         head_dim=head_dim, is_causal=is_causal, num_queries=longest, num_keys=longest_keys,
@@ -289,13 +331,22 @@ def estimated_steps(plan: ForwardPlan, num_multiprocessors: int) -> float:
     schedule, steps = plan.schedule, _steps_of_tiles(plan) + TILE_COST_STEPS[plan.order]
     places = num_multiprocessors * schedule.resident  # for programs that run at a time
     turns = -(-plan.num_items // places)
-    if plan.paired:
+    merging = 0.0
+    if plan.part_tiles:
+        walks, cost = _steps_of_tiles(plan), TILE_COST_STEPS[plan.order]
+        parts = int((-(-walks // plan.part_tiles)).sum()) * plan.batch_heads - plan.whole * plan.num_parts
+        own_steps = plan.part_tiles + cost
+        if plan.whole + parts > places:
+            work = float(walks.sum()) * plan.batch_heads + (plan.whole + parts) * cost
+            own_steps = work / places + own_steps / 2
+        merging = MERGE_STEPS + PART_STEPS * parts * schedule.query_tile / 128
+    elif plan.paired:
         own_steps = turns * float((steps + steps[::-1]).max())
     elif plan.is_causal and turns > 1:  # handed out longest first, they end within a short tile of one another
         own_steps = max(float(steps[-1]), float(steps.sum()) * plan.batch_heads / places + float(steps[0]))
     else:
         own_steps = turns * float(steps[-1])
-    return schedule.step_cost * (own_steps + START_COST_STEPS * (plan.order == "dynamic"))
+    return schedule.step_cost * (own_steps + START_COST_STEPS * (plan.order == "dynamic")) + merging
 
 
 def _steps_of_tiles(plan: ForwardPlan) -> np.ndarray:

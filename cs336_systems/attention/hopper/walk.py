@@ -1,9 +1,10 @@
 """Which tiles of queries a program of the Hopper forward computes, and which key tiles each of them walks.
 
 Arithmetic on integers, which copier and consumers do alike. A work item is a tile of queries of one head, or a pair of
-them; a program takes one or several. Three walks share the rest:
+them; a program takes one or several. Four walks share the rest:
 
   dense    from the last visible key tile to the first
+  parts    of dense walks, each an item
   lists    of a `BlockMask`'s row of tiles: the partial ones, then the full ones
   packed   the dense walk within the document that a program finds by its slot
 
@@ -47,6 +48,8 @@ class Tile(NamedTuple):
     live: gl.tensor  # those that some query sees, or the entries of the lists
     masked: gl.tensor  # steps in which some query does not see some key: the first so many
     list_number: gl.tensor
+    first_key: gl.tensor  # of its part of the keys
+    part: gl.tensor  # its number, -1 if that is all
 
 
 class Sequence(NamedTuple):
@@ -66,6 +69,17 @@ class Documents(NamedTuple):
     cu_seqlens_q: gl.tensor
     cu_seqlens_k: gl.tensor
     N_DOCUMENTS: gl.tensor
+
+
+class Parts(NamedTuple):
+    """Divided walks: WHOLE tiles of queries are items, and of the others each part of SHARE key tiles is one."""
+
+    states: gl.tensor  # O, m and l of NUM_PARTS parts of NUM_ROWS rows, as `split.parts_of` has them
+    WHOLE: gl.tensor
+    SHARE: gl.tensor
+    NUM_PARTS: gl.tensor
+    FIRST_ROW: gl.tensor  # of the rows of all heads
+    NUM_ROWS: gl.tensor
 
 
 class Lists(NamedTuple):
@@ -159,7 +173,26 @@ def work_of_call(problem, walked, PLAN: gl.constexpr):
     num_tiles = (problem.N_QUERIES + Q_TILE_SIZE - 1) // Q_TILE_SIZE
     if PLAN.packed:
         num_tiles = slots_of_documents(problem.N_QUERIES, walked.N_DOCUMENTS, Q_TILE_SIZE)
-    return num_tiles, num_work_items(num_tiles, problem.BATCH_HEADS, PLAN.paired)
+    num_items = num_work_items(num_tiles, problem.BATCH_HEADS, PLAN.paired)
+    if PLAN.split:
+        num_items = walked.WHOLE + (num_items - walked.WHOLE) * walked.NUM_PARTS
+    return num_tiles, num_items
+
+
+@gluon.jit
+def part_of_item(item, num_tiles, BATCH_HEADS, WHOLE):
+    """(item of a tile, number of its part or -1) of an item of a divided call: of all tiles the first parts first."""
+    divided = max(num_tiles * BATCH_HEADS - WHOLE, 1)
+    place = max(item - WHOLE, 0)
+    is_part = item >= WHOLE
+    return item - (item - WHOLE - place % divided) * is_part, (place // divided + 1) * is_part - 1
+
+
+@gluon.jit
+def range_of_part(part, live, SHARE):
+    """(first key tile, number of them) of a part of a walk of `live` key tiles; none of a part that it has not."""
+    first = max(part, 0) * SHARE
+    return first, min(live - first, SHARE + live * (part < 0))
 
 
 @gluon.jit
@@ -239,7 +272,11 @@ def open_item(item, num_tiles, problem, walked, PLAN: gl.constexpr):
         return exists.to(gl.int32), sequence
     else:
         sequence = Sequence(0, problem.N_QUERIES, 0, problem.N_KEYS, 0, 0)
-        return tiles_of_item(item, num_tiles, PLAN.paired), sequence
+        if PLAN.split:
+            tile = tile_of_work(item, 0, num_tiles, sequence, problem, walked, PLAN)
+            return (tile.key_tiles > 0).to(gl.int32), sequence
+        else:
+            return tiles_of_item(item, num_tiles, PLAN.paired), sequence
 
 
 @gluon.jit
@@ -251,6 +288,9 @@ def tile_of_work(item, side, num_tiles, sequence, problem, walked, PLAN: gl.cons
         tile, batch_head = sequence.tile, sequence.head
         num_tiles = (sequence.num_queries + Q_TILE_SIZE - 1) // Q_TILE_SIZE
     else:
+        part = -1
+        if PLAN.split:
+            item, part = part_of_item(item, num_tiles, problem.BATCH_HEADS, walked.WHOLE)
         tile, batch_head = tile_of_item(
             item, side, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, PLAN.paired,
             PLAN.is_causal or IS_LISTED,
@@ -263,12 +303,16 @@ def tile_of_work(item, side, num_tiles, sequence, problem, walked, PLAN: gl.cons
         )  # fmt: skip
         num_partial, num_full = gl.load(walked.num_partial + number), gl.load(walked.num_full + number)
         masked, steps = steps_of_lists(num_partial, num_full, PLAN.key_block // PLAN.key_tile)
-        return Tile(batch_head, first_query, steps, num_partial + num_full, masked, number.to(gl.int64))
+        return Tile(batch_head, first_query, steps, num_partial + num_full, masked, number.to(gl.int64), 0, -1)
     else:
         live = live_key_tiles(
             first_query, sequence.num_queries, sequence.num_keys, Q_TILE_SIZE, PLAN.key_tile, PLAN.is_causal
         )
-        return Tile(batch_head, first_query, max(live, PLAN.masked_tiles), live, PLAN.masked_tiles, 0)
+        if PLAN.split:  # where a tile has no more rows than a key tile has keys, and so a live one
+            first, steps = range_of_part(part, live, walked.SHARE)
+            return Tile(batch_head, first_query, steps, steps, PLAN.masked_tiles, 0, first * PLAN.key_tile, part)
+        else:
+            return Tile(batch_head, first_query, max(live, PLAN.masked_tiles), live, PLAN.masked_tiles, 0, 0, -1)
 
 
 @gluon.jit

@@ -543,7 +543,7 @@ def hopper_wide_backward(
         )  # fmt: skip
     plan = plan_forward(
         head_dim=width, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, batch_heads=batch * heads,
-        group=group, num_multiprocessors=num_multiprocessors(q.device) or 1, config="hopper_forward_128x64_tiles",
+        group=group, num_multiprocessors=num_multiprocessors(q.device), config="hopper_forward_128x64_tiles",
     )  # fmt: skip
     with stage("dq"):
         launch(

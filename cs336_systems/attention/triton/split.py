@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile, seen_keys
 from cs336_systems.attention.triton.forward import visit_keys
@@ -42,6 +43,7 @@ from cs336_systems.attention.triton.steps import (
     LOG2_E,
     LOWEST,
     Problem,
+    Tiles,
     await_previous,
     head_of,
     heads_together,
@@ -203,11 +205,18 @@ def launch_split_forward(
              num_keys, part_size, scale * LOG2_E.value, 0.0),
             {"GROUP": heads // k.shape[1], **tiling, "IS_CAUSAL": is_causal, **overlap_options(q.device)},
         )  # fmt: skip
-        merging = merge_options(lse.numel(), num_parts, head_dim)
-        launch(
-            flash_merge_kernel, (num_tiles(num_queries, merging["ROWS"]) * batch * heads,),
-            (parts, output, lse), (num_queries, num_keys, part_size),
-            {"TILES": tiling["TILES"], **merging, "IS_CAUSAL": is_causal,
-             **overlap_options(q.device, follows=True)},
-        )  # fmt: skip
+        merge(parts, output.view(rows.shape), lse.view(rows.shape[:3]), num_keys, part_size, is_causal)
     return output, lse
+
+
+def merge(parts: Tensor, output: Queries, lse: Rows, num_keys: int, part_size: int, is_causal: bool) -> None:
+    """End in `output` and `lse`, contiguous, what `parts` of `part_size` keys have begun."""
+    batch, heads, num_queries, head_dim = output.shape
+    num_parts = num_tiles(num_keys, part_size)
+    merging = merge_options(lse.numel(), num_parts, head_dim)
+    launch(
+        flash_merge_kernel, (num_tiles(num_queries, merging["ROWS"]) * batch * heads,),
+        (parts, output, lse), (num_queries, num_keys, part_size),
+        {"TILES": Tiles(head_dim, head_tile(head_dim), 0, 0, ""), **merging, "IS_CAUSAL": is_causal,
+         **overlap_options(output.device, follows=True)},
+    )  # fmt: skip
