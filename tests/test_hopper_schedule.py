@@ -1,5 +1,6 @@
 """The Hopper forward's order of work and its protocol between warps, without a GPU: `attention/hopper/schedule.py`."""
 
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 
 pytest.importorskip("cs336_systems.attention.hopper.walk", reason="this triton has no Gluon for Hopper")
 
+from cs336_systems.attention.hopper import forward
 from cs336_systems.attention.hopper import walk as kernel
 from cs336_systems.attention.hopper.schedule import (
     CONSUMER_ROWS,
@@ -24,6 +26,8 @@ from cs336_systems.attention.hopper.schedule import (
     plan_packed_forward,
 )
 from cs336_systems.attention.masks import BlockMask
+from cs336_systems.attention.triton import split
+from cs336_systems.attention.triton.launch import launch
 from tests.hopper_protocol import (
     first_query,
     forward_arrivals,
@@ -286,6 +290,53 @@ def test_parts_are_walked_whole_and_the_protocol_ends(schedule, is_causal, order
             assert all(sorted(keys) == sorted(key_tiles(launch, tile)) for (_, tile), keys in walks.items())
             is_whole = [part < 0 for _, (_, part) in done]
             assert sum(is_whole) == whole
+
+
+@pytest.mark.parametrize("whole", [0, 1, 7])
+@EACH_MASK
+def test_parts_are_merged_where_their_rows_are(is_causal, whole, monkeypatch):
+    """What the kernel leaves of parts, here by torch; NaN where it writes nothing. The merging kernel is interpreted.
+
+    It is given O and L themselves and not their ends, of which a replay would not know the tensor.
+    """
+    q, k, v = torch.randn(3, 1, 3, 300, 64, generator=torch.Generator().manual_seed(0)).half()
+    scores = (q.float() @ k.float().mT) / 8
+    if is_causal:
+        scores.masked_fill_(~torch.ones(300, 300, dtype=torch.bool).tril(), -torch.inf)
+
+    def divided(**call):
+        tiles = plan_forward(**(call | {"config": SCHEDULES[64][1].name("tiles")}))
+        return replace(tiles, part_tiles=1, whole=0 if is_causal else whole, num_programs=0)
+
+    def run(kernel, grid, tensors, numbers, options):
+        states, (num_parts, first_row, num_rows) = tensors[-1].fill_(torch.nan), numbers[-3:]
+        O, m, l = states.split([num_parts * num_rows * 64, num_parts * num_rows, num_parts * num_rows])
+        for part in range(num_parts):
+            keys = slice(part * 128, (part + 1) * 128)
+            own = scores[..., keys] / math.log(2)
+            top = own.amax(-1, keepdim=True)
+            seen = (top > -torch.inf).view(-1)[first_row:, None]
+            P = torch.exp2(own - top)
+            for state, values in ((O, P @ v[..., keys, :].float()), (m, top), (l, P.sum(-1, keepdim=True))):
+                state = state.view(num_parts, num_rows, -1)[part]
+                state[:] = torch.where(seen, values.flatten(0, 2)[first_row:], torch.nan)
+        merged.append(first_row)
+
+    def merge(kernel, grid, tensors, *rest):
+        given.extend(tensors)
+        launch(kernel, grid, tensors, *rest)
+
+    merged, given = [], []
+    monkeypatch.setattr(forward, "plan_forward", divided)
+    monkeypatch.setattr(forward, "launch", run)
+    monkeypatch.setattr(split, "launch", merge)
+    output, lse = forward.hopper_forward(q, k, v, is_causal, 1 / 8)
+    (first_row,) = merged
+    assert first_row == (0 if is_causal else {0: 0, 1: 64, 7: 428}[whole])
+    expected = (torch.softmax(scores, -1) @ v.float()).flatten(0, 2)[first_row:]
+    torch.testing.assert_close(output.float().flatten(0, 2)[first_row:], expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(lse.flatten()[first_row:], scores.logsumexp(-1).flatten()[first_row:])
+    assert given[1] is output and given[2] is lse
 
 
 # Along the lists of a block mask

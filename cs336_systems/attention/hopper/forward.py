@@ -736,11 +736,9 @@ def hopper_forward(
             {"PLAN": plan.kernel_plan, **schedule.launch_options},
         )  # fmt: skip
         if plan.part_tiles:
-            rows, ends = (output, lse) if is_causal else (output.view(1, 1, -1, width), lse.view(1, 1, -1))
-            merge(
-                states, rows[:, :, first_row:], ends[:, :, first_row:], seen_keys(num_queries, num_keys, is_causal),
-                plan.part_tiles * schedule.key_tile, is_causal,
-            )  # fmt: skip
+            last_rows = (batch * heads, num_queries) if is_causal else (1, num_rows)  # of which a head makes no matter
+            num_keys = seen_keys(num_queries, num_keys, is_causal)
+            merge(states, output, lse, last_rows, num_keys, plan.part_tiles * schedule.key_tile, is_causal)
     return (output if width == head_dim else output[..., :head_dim].contiguous()), lse
 
 

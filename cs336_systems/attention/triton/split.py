@@ -122,13 +122,18 @@ def flash_split_forward_kernel(
         tl.store(l_parts + row_base + query_rows, l, mask=query_rows < N_QUERIES)
 
 
-@triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "PART_SIZE"])  # lengths change with every generated token
+@triton.jit(do_not_specialize=["FIRST_ROW", "N_QUERIES", "N_KEYS", "PART_SIZE"])  # every generated token changes them
 def flash_merge_kernel(
-    Parts_ptr, O_ptr, L_ptr, N_QUERIES, N_KEYS, PART_SIZE,
+    Parts_ptr, O_ptr, L_ptr, FIRST_ROW, N_QUERIES, N_KEYS, PART_SIZE,
     TILES: tl.constexpr, ROWS: tl.constexpr, MAX_PARTS: tl.constexpr, AT_A_TIME: tl.constexpr,
     IS_CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """O and L of ROWS queries of one head, out of at most MAX_PARTS parts; all are contiguous."""
+    """O and L of ROWS queries of one head, out of at most MAX_PARTS parts; all are contiguous.
+
+    The heads begin at FIRST_ROW of the rows of O and L.
+    """
+    O_ptr += FIRST_ROW.to(tl.int64) * TILES.D
+    L_ptr += FIRST_ROW
     D: tl.constexpr = TILES.D
     D_TILE: tl.constexpr = TILES.D_TILE
     await_previous(OVERLAP)
@@ -205,18 +210,21 @@ def launch_split_forward(
              num_keys, part_size, scale * LOG2_E.value, 0.0),
             {"GROUP": heads // k.shape[1], **tiling, "IS_CAUSAL": is_causal, **overlap_options(q.device)},
         )  # fmt: skip
-        merge(parts, output.view(rows.shape), lse.view(rows.shape[:3]), num_keys, part_size, is_causal)
+        merge(parts, output, lse, (batch * heads, num_queries), num_keys, part_size, is_causal)
     return output, lse
 
 
-def merge(parts: Tensor, output: Queries, lse: Rows, num_keys: int, part_size: int, is_causal: bool) -> None:
-    """End in `output` and `lse`, contiguous, what `parts` of `part_size` keys have begun."""
-    batch, heads, num_queries, head_dim = output.shape
-    num_parts = num_tiles(num_keys, part_size)
-    merging = merge_options(lse.numel(), num_parts, head_dim)
+def merge(
+    parts: Tensor, output: Queries, lse: Rows, last_rows: tuple[int, int], num_keys: int, part_size: int,
+    is_causal: bool,
+) -> None:  # fmt: skip
+    """End in `output` and `lse`, contiguous, what `parts` of `part_size` keys have begun of their last rows, of so many
+    heads and queries."""
+    (heads, num_queries), head_dim = last_rows, output.shape[-1]
+    merging = merge_options(heads * num_queries, num_tiles(num_keys, part_size), head_dim)
     launch(
-        flash_merge_kernel, (num_tiles(num_queries, merging["ROWS"]) * batch * heads,),
-        (parts, output, lse), (num_queries, num_keys, part_size),
+        flash_merge_kernel, (num_tiles(num_queries, merging["ROWS"]) * heads,), (parts, output, lse),
+        (lse.numel() - heads * num_queries, num_queries, num_keys, part_size),
         {"TILES": Tiles(head_dim, head_tile(head_dim), 0, 0, ""), **merging, "IS_CAUSAL": is_causal,
          **overlap_options(output.device, follows=True)},
     )  # fmt: skip
