@@ -101,7 +101,8 @@ def divide_forward(**call: Any) -> ForwardPlan:
     plan = plan_forward(**call)
     if call["head_dim"] not in (64, 128) or plan.schedule.masked_tiles(plan.is_causal) > 1:
         return plan
-    return replace(plan, part_tiles=1, whole=int(not plan.is_causal), num_programs=0)
+    plan = replace(plan, part_tiles=1, whole=int(not plan.is_causal), num_programs=0)
+    return replace(plan, num_programs=2) if plan.order == "dynamic" else plan
 
 
 def block_size(family: str) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from cs336_systems.attention.hopper.backward import (
     hopper_packed_backward,
 )
 from cs336_systems.attention.hopper.backward_walk import QUERY_PADDING
+from cs336_systems.attention.hopper.descriptors import padded_width
 from cs336_systems.attention.hopper.forward import hopper_forward, hopper_packed_forward
 from cs336_systems.attention.hopper.schedule import plan_forward
 from cs336_systems.attention.hopper.wide_backward import WIDE_BACKWARD
@@ -122,7 +123,7 @@ def kernel_names(q: Tensor, k: Tensor, *, is_causal: bool) -> str:
     """What runs for q and k (batch, heads, seq, head_dim) on their GPU: both passes' tiles, the forward's order."""
     batch, heads, num_queries, head_dim = q.shape
     plan = plan_forward(
-        head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=k.shape[2],
+        head_dim=padded_width(q), is_causal=is_causal, num_queries=num_queries, num_keys=k.shape[2],
         batch_heads=batch * heads, group=heads // k.shape[1], num_multiprocessors=num_multiprocessors(q.device),
     )  # fmt: skip
     if head_tile(head_dim) in QUERY_TILES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ START_COST_STEPS = TILE_COST_STEPS["tiles"] - TILE_COST_STEPS["dynamic"] + 2
 # What merging divided walks takes, in steps: at all, and for each part of 128 rows. Fitted to 20 calls of 1 to 8 heads
 # on an H100, triton 3.6.0, 2026-11-27; the first is a step more than they take, as a launch keeps the host, too.
 MERGE_STEPS, PART_STEPS = 3, 1 / 32
+NUMBERS_OF_PARTS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64, 128)  # that are tried
 
 
 def columns_of(width: int) -> int:
@@ -212,6 +214,7 @@ class ForwardPlan:
         )  # fmt: skip
 
 
+@lru_cache(maxsize=4096)
 def plan_forward(
     *,
     head_dim: int,
@@ -284,10 +287,10 @@ def _divided(plan: ForwardPlan, num_multiprocessors: int) -> Iterator[ForwardPla
     places, longest = num_multiprocessors * plan.schedule.resident, int(_steps_of_tiles(plan)[-1])
     divided = plan.num_items if plan.is_causal else plan.num_items % places
     in_one_step = plan.schedule.masked_tiles(plan.is_causal) == 1
-    if plan.paired or not in_one_step or not divided:
-        return
-    most = MAX_ROUNDS * places // divided  # parts
-    for part_tiles in sorted({-(-longest // parts) for parts in range(2, min(longest, most) + 1)}):
+    if plan.order != ("tiles" if divided == plan.num_items else "dynamic") or not in_one_step or not divided:
+        return  # where parts are of a few rounds at most, a counter would save nothing
+    most = min(longest, MAX_ROUNDS * places // divided)
+    for part_tiles in {-(-longest // parts) for parts in NUMBERS_OF_PARTS if parts <= most}:
         yield replace(plan, part_tiles=part_tiles, whole=plan.num_items - divided, num_programs=0)
 
 
@@ -351,8 +354,15 @@ def estimated_steps(plan: ForwardPlan, num_multiprocessors: int) -> float:
 
 def _steps_of_tiles(plan: ForwardPlan) -> np.ndarray:
     """The key tiles that each tile of queries of a head walks, at once: a call's first plan keeps the host waiting."""
-    schedule, ends = plan.schedule, np.full(plan.num_tiles, plan.num_keys)
-    if plan.is_causal:
-        rows = plan.first_query(0) + schedule.query_tile * np.arange(1, plan.num_tiles + 1)
-        ends = np.minimum(rows, min(plan.num_keys, plan.num_queries))
-    return np.maximum(-(-ends // schedule.key_tile), schedule.masked_tiles(plan.is_causal))
+    return _walks(plan.schedule, plan.is_causal, plan.num_tiles, plan.first_query(0), plan.num_queries, plan.num_keys)
+
+
+@lru_cache(maxsize=64)
+def _walks(
+    schedule: ForwardSchedule, is_causal: bool, num_tiles: int, first_query: int, num_queries: int, num_keys: int
+) -> np.ndarray:
+    ends = np.full(num_tiles, num_keys)
+    if is_causal:
+        rows = first_query + schedule.query_tile * np.arange(1, num_tiles + 1)
+        ends = np.minimum(rows, min(num_keys, num_queries))
+    return np.maximum(-(-ends // schedule.key_tile), schedule.masked_tiles(is_causal))
