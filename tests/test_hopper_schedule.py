@@ -14,6 +14,7 @@ pytest.importorskip("cs336_systems.attention.hopper.walk", reason="this triton h
 
 from cs336_systems.attention.hopper import forward
 from cs336_systems.attention.hopper import walk as kernel
+from cs336_systems.attention.hopper.function import kernel_names
 from cs336_systems.attention.hopper.schedule import (
     CONSUMER_ROWS,
     ORDERS,
@@ -261,6 +262,15 @@ def test_walks_are_divided_where_that_was_measured_faster(
     if parts > 1:
         assert launch.whole == whole
         assert launch.num_items == whole + (launch.num_tiles * batch_heads - whole) * parts <= whole + 4 * 132 * 2
+
+
+@pytest.mark.parametrize("head_dim, padded", [(124, 128), (60, 64)])
+def test_a_padded_head_is_named_as_it_runs(head_dim, padded):
+    """Rows are padded to whole 16 bytes before the plan is made; the name was that of the narrower head's plan."""
+    tensors = [torch.empty(1, 2, 2048, width, dtype=torch.bfloat16, device="meta") for width in (head_dim, padded)]
+    named, expected = (kernel_names(x, x, is_causal=False) for x in tensors)
+    assert named == expected
+    assert named.startswith(plan(padded, False, 2048, 2048, 2).schedule.name("tiles"))
 
 
 @pytest.mark.parametrize("order", UNPAIRED)
