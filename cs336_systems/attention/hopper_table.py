@@ -17,7 +17,8 @@ HOPPER_FROM: dict[tuple[str, bool], tuple[tuple[int, tuple[int, int] | None], ..
         (256, (512, 8192)),
     ),
     ("dense", True): (
-        (32, (1024, 16384)),
+        (16, None),
+        (32, (1448, 16384)),
         (64, (716, 8192)),
         (80, (512, 32768)),
         (96, (512, 32768)),

@@ -18,10 +18,11 @@ from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.turns import AttentionByTurns, Turn, graph_turn
 
 # Of the table; others are probes, of whether they can take the next larger one's row.
-HEAD_DIMS = (32, 64, 80, 96, 128, 160, 192, 256)
+HEAD_DIMS = (16, 32, 64, 80, 96, 128, 160, 192, 256)
 PROBES = (48, 112)
-MASKED_HEAD_DIMS = (64, 128)
+COMMON_HEAD_DIMS = (64, 128)  # measured also with few heads, whose walks are divided, and with masks and documents
 SIZES = ((16, 512), (64, 512), (4, 4096), (16, 4096), (16, 16384))  # heads, tokens
+FEW_SIZES = ((1, 1024), (1, 4096), (16, 1024))
 MASKED_SIZES = ((16, 2048), (16, 4096), (16, 16384))
 MASKS: tuple[dict[str, Any], ...] = ({"window": 1024}, {"documents": 1024})
 PACKED_SIZES = ((4, 16384), (16, 16384))
@@ -68,17 +69,18 @@ class BackendChoice(AttentionByTurns):
             return [small] if run.scale == "tiny" else [small, replace(small, layout="packed", documents=64)]
         either = (False, True)
         dense = [case(*size, dim, causal) for dim in HEAD_DIMS for size in SIZES for causal in either]
+        dense += [case(*size, dim, causal) for dim in COMMON_HEAD_DIMS for size in FEW_SIZES for causal in either]
         dense += [case(16, 4096, dim, causal) for dim in PROBES for causal in either]
         dense += [replace(case(16, 4096, 64, True), dtype="float16")]
         listed = [
             case(*size, dim, layout="block_mask", **mask)
-            for dim in MASKED_HEAD_DIMS
+            for dim in COMMON_HEAD_DIMS
             for size in MASKED_SIZES
             for mask in MASKS
         ]
         packed = [
             case(*size, dim, causal, layout="packed", documents=length)
-            for dim in MASKED_HEAD_DIMS
+            for dim in COMMON_HEAD_DIMS
             for size in PACKED_SIZES
             for causal in either
             for length in DOCUMENTS

@@ -156,7 +156,8 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
                 requests.append(forward(is_causal=is_causal, config=schedule.name(order)))
             requests.append(forward(is_causal=True, config=schedule.name("tiles"), walk="packed"))
         if columns in (64, 128):
-            few, many = partial(forward, walk="split"), 131_072  # the last round of large tiles, by a counter
+            few = partial(forward, walk="split")
+            many = 131_072  # of one head: more large tiles than multiprocessors, so that only the last round has parts
             requests += [few(is_causal=mask, seqlen=n) for mask, n in ((True, 1024), (True, 2048), (False, 2048))]
             requests.append(few(is_causal=False, seqlen=many))
         if columns > 128:

@@ -226,7 +226,7 @@ def plan_forward(
     num_multiprocessors: int,
     config: str = "",
     block_size: tuple[int, int] | None = None,
-    orders: Sequence[str] = ORDERS,
+    packed: bool = False,
 ) -> ForwardPlan:
     """The plan of a call: as `config` names it (`hopper_forward_128x128_pairs`), or as it is estimated best.
 
@@ -246,12 +246,12 @@ def plan_forward(
     num_multiprocessors = num_multiprocessors or MULTIPROCESSORS
     schedules: Sequence[ForwardSchedule] = SCHEDULES[head_tile(head_dim)]
     named = [name for name in config.split(",") if name.startswith(PREFIX)]
-    if block_size is None and head_tile(head_dim) > 128 and not named:
-        orders = [order for order in orders if order in WIDE]
+    orders: tuple[str, ...] = UNPAIRED if packed or block_size is not None else ORDERS
+    if head_tile(head_dim) > 128 and not named:
+        orders = tuple(order for order in orders if order in WIDE)
     if block_size is not None:
         fits = head_tile(head_dim) <= 128 and block_size[1] % schedules[0].key_tile == 0
         schedules = [one for one in schedules if fits and block_size[0] % one.query_tile == 0][:1]
-        orders = UNPAIRED
         if not schedules:
             raise ValueError(f"a mask's tiles of {block_size} hold no whole ones of the kernel at head_dim {head_dim}")
     possible = {schedule.name(order): (schedule, order) for schedule in schedules for order in orders}
@@ -272,7 +272,7 @@ def plan_forward(
         )
         for schedule, order in ([possible[named[0]]] if named else possible.values())
     ]  # fmt: skip
-    if not named and block_size is None and orders is ORDERS and head_dim in (64, 128):
+    if not (named or packed or block_size is not None) and head_dim in (64, 128):
         plans += [divided for plan in plans for divided in _divided(plan, num_multiprocessors)]
     # Rounded, so that of equal ones the first is taken and not what the last bit says.
     plan = min(plans, key=lambda plan: round(estimated_steps(plan, num_multiprocessors), 6))
@@ -319,7 +319,7 @@ def plan_packed_forward(
     like = plan_forward(
         head_dim=head_dim, is_causal=is_causal, num_queries=longest, num_keys=longest_keys,
         batch_heads=heads * max(1, num_queries // longest), group=group, num_multiprocessors=num_multiprocessors,
-        config=config, orders=UNPAIRED,
+        config=config, packed=True,
     )  # fmt: skip
     together = max(1, L2_SHARE_BYTES // (2 * num_keys * head_dim * BYTES_PER_ELEMENT)) * group
     plan = replace(
