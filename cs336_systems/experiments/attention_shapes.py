@@ -1,6 +1,6 @@
 """Our kernels beside the fastest of the libraries on shapes that models use, all taking turns.
 
-How fast are the kernels where a GPU is full: batches, heads and lengths of real training steps, head dims 64 and 128,
+How fast are the kernels where a GPU is full: batches, heads and lengths of real training steps, head dims 64 to 256,
 bfloat16. What calls take that are too short for that, `short_calls` measures.
 """
 
