@@ -278,19 +278,20 @@ LOSES_AT_MOST = 1.05
 
 def test_auto_takes_the_kernel_that_the_published_records_have_as_faster() -> None:
     """Row by row, of both passes. `auto` knows the least tokens and the least queries: it may take triton for a call
-    that hopper attends faster, where hopper is slower, by more than the table allows, for another of as many tokens,
-    with another mask or more heads."""
+    that hopper attends faster, where hopper is slower, by more than the table allows, for another with at least as
+    many of both."""
     cases = backend_table.measured(backend_table.CHOICE, *backend_table.OTHERS)
     assert len(cases) >= 90
 
-    def looks_alike(case: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(case[name] for name in ("layout", "is_causal", "head_dim", "dtype", "tokens"))
+    def hides(other: dict[str, Any], case: dict[str, Any]) -> bool:
+        same_row = all(other[name] == case[name] for name in ("layout", "is_causal", "head_dim", "dtype"))
+        return same_row and other["tokens"] >= case["tokens"] and other["queries"] >= case["queries"]
 
-    slower = {looks_alike(case) for case in cases if case["over_triton"] * backend_table.SLOWER < 1}
+    slower = [case for case in cases if case["over_triton"] * backend_table.SLOWER < 1]
     for case in cases:
         taken, over = taken_by_auto(case), case["over_triton"]
         if taken == "triton" and over > LOSES_AT_MOST:
-            assert looks_alike(case) in slower, case
+            assert any(hides(other, case) for other in slower), case
         else:
             assert (over if taken == "triton" else 1 / over) <= LOSES_AT_MOST, f"{taken} in {case}"
 
