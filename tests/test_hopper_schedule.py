@@ -479,3 +479,29 @@ def test_lists_of_tiles_that_hold_none_of_the_kernels_are_refused(head_dim, bloc
     """An operator called by itself: tiles of 64 keys were walked as one step of zeros."""
     with pytest.raises(ValueError, match=f"{block_size[1]}\\) hold no whole ones of the kernel at head_dim {head_dim}"):
         plan(head_dim, False, 512, 512, 4, 132, block_size=block_size)
+
+
+@EACH_MASK
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_divided_plans_keep_to_what_the_kernel_can(head_dim: int, is_causal: bool) -> None:
+    """One masked step a tile; heads one after the other without a mask, so that divided rows are the last ones; parts
+    of at most 34 MiB; and none of packed documents."""
+    divided = 0
+    for heads in (1, 2, 5, 16, 64):
+        for tokens in (1000, 2048, 4096, 8192, 16384):
+            plan = plan_forward(
+                head_dim=head_dim, is_causal=is_causal, num_queries=tokens, num_keys=tokens, batch_heads=heads,
+                group=1, num_multiprocessors=132,
+            )  # fmt: skip
+            packed = plan_packed_forward(
+                head_dim=head_dim, is_causal=is_causal, num_queries=tokens, num_keys=tokens, heads=heads, group=1,
+                documents=1, max_seqlens=(tokens, tokens), num_multiprocessors=132,
+            )  # fmt: skip
+            assert packed.part_tiles == 0
+            if plan.part_tiles:
+                divided += 1
+                assert plan.schedule.masked_tiles(is_causal) == 1
+                assert is_causal or plan.heads_together == 1
+                rows = heads * tokens - plan.first_divided_row
+                assert plan.num_parts * rows * (head_dim + 2) * 4 <= 34 * 2**20
+    assert divided >= 3
