@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.fsdp.plan import ShardedWeight
+from cs336_systems.distributed.fsdp.plan import ShardedWeight, whole_of
+from cs336_systems.distributed.fsdp.wrapper import plain_name
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, hyperparameters
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
@@ -37,9 +37,11 @@ class TrainingState:
         inner = getattr(model, "module", model)
         self.module: nn.Module = inner if isinstance(inner, nn.Module) else model
         self.optimizer = optimizer
-        self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
-        weights = [*model.weights.values()] if isinstance(model, FSDP) else []
-        self.shards: dict[Tensor, ShardedWeight] = {weight.shard: weight for weight in weights}
+        self.names: dict[Tensor, str] = {
+            parameter: plain_name(self.module, name) for name, parameter in self.module.named_parameters()
+        }
+        wholes = {parameter: whole_of(parameter) for parameter in self.names}
+        self.shards: dict[Tensor, ShardedWeight] = {one: weight for one, weight in wholes.items() if weight}
         groups = [] if optimizer is None else optimizer.param_groups
         # By the prefix of the names of its states, in the order in which state dicts number them.
         self.updated: dict[str, Tensor] = {self._prefix(one): one for group in groups for one in group["params"]}
@@ -69,7 +71,7 @@ class TrainingState:
                 raise ValueError(f"{name!r} cannot be kept: a checkpoint has parameters, buffers and optimizer states")
             if isinstance(value, Tensor) and id(value) not in seen:
                 seen.add(id(value))
-                parts[f"model.{name}"] = self._part(value, value.detach())
+                parts[f"model.{plain_name(self.module, name)}"] = self._part(value, value.detach())
         return parts
 
     def optimizer_parts(self) -> dict[str, Part]:

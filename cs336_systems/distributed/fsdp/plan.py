@@ -17,12 +17,14 @@ contiguous prefix of what arrives.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -168,8 +170,10 @@ class ShardedWeight:
     shard: nn.Parameter  # (own rows, ...) in the dtype of the master weights; the optimizer's
 
     def __init__(
-        self, name: str, like: nn.Parameter, homes: list[Home], place: Tensor, rank: int, num_ranks: int
+        self, name: str, like: nn.Parameter, homes: list[Home], place: Tensor, group: dist.ProcessGroup
     ) -> None:
+        self.group = group
+        rank, num_ranks = group.rank(), group.size()
         self.name = name  # of its first home, as in the unwrapped module
         self.shape = like.shape  # of the whole
         self.homes = homes
@@ -186,7 +190,8 @@ class ShardedWeight:
     def keep(self, values: Tensor) -> None:
         """Take this rank's rows of whole `values`; the modules see them from now on."""
         self.shard = nn.Parameter(values[self.rows].clone(), requires_grad=self.whole.requires_grad)
-        self.shard.is_rows = True  # type: ignore[attr-defined] # for optimizers that need whole weights
+        # For all who meet it, by whatever handle of the model: `whole_of` reads it. A cycle would keep both.
+        self.shard.is_rows = weakref.ref(self)  # type: ignore[attr-defined]
         for module, attribute in self.homes:
             module._parameters[attribute] = self.shard
 
@@ -198,3 +203,8 @@ class ShardedWeight:
             gradient = aside if gradient is None else aside.add_(gradient)
         assert gradient is not None
         return gradient
+
+
+def whole_of(parameter: Tensor) -> ShardedWeight | None:
+    """The weight of which FSDP has made `parameter` this rank's rows; None for one that is whole."""
+    return parameter.is_rows() if hasattr(parameter, "is_rows") else None

@@ -161,11 +161,16 @@ class Unit:
         self.weights: list[ShardedWeight] = []
         for (offset, shape, dtype), (name, parameter, homes) in zip(places, plan.parameters):
             place = memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            self.weights.append(ShardedWeight(name, parameter, homes, place, window.rank, window.num_ranks))
+            self.weights.append(ShardedWeight(name, parameter, homes, place, window.group))
         self._memory = memory.untyped_storage()  # under all wholes
+        self.storage_id = self._memory._cdata
         self._memory.resize_(0)
         # Those that are trained, when they were wrapped: hooks wait for their gradients.
         self.trainable = [weight for weight in self.weights if weight.whole.requires_grad]
+
+    def versions(self) -> list[int]:
+        """They rise where an optimizer changes the rows."""
+        return [weight.shard._version for weight in self.weights]
 
     @property
     def arrived(self) -> list[ShardedWeight]:
@@ -268,7 +273,7 @@ class ReadOutside(torch.autograd.Function):
     def forward(ctx: Any, shard: Tensor, weight: ShardedWeight, unit: Unit) -> Tensor:
         ctx.weight, ctx.unit = weight, unit
         unit.window.agree("gathers", unit)
-        return gather_copy(weight, weight.whole.dtype, unit.window.group)
+        return gather_copy(weight, weight.whole.dtype)
 
     @staticmethod
     @once_differentiable
@@ -280,10 +285,10 @@ class ReadOutside(torch.autograd.Function):
         return None, None, None  # to the shard it is added there, on another stream
 
 
-def gather_copy(weight: ShardedWeight, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+def gather_copy(weight: ShardedWeight, dtype: torch.dtype) -> Tensor:
     """A new tensor with the whole weight in `dtype`, on the current stream; collective."""
     rows = weight.shard.new_empty(weight.gathered.shape, dtype=dtype)
     chunk = weight.shard.new_zeros(weight.chunk.shape, dtype=dtype)
     chunk[: weight.shard.shape[0]].copy_(weight.shard.detach())
-    wait_for(gather_rows([rows], [chunk], group))
+    wait_for(gather_rows([rows], [chunk], weight.group))
     return rows[: weight.shape[0]]

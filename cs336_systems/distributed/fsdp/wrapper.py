@@ -25,8 +25,7 @@ Which weights are trained is what they say when they are wrapped.
 from __future__ import annotations
 
 import math
-import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from cs336_systems.distributed.collectives import as_group, broadcast_from_first, check_same_shapes, clip_shards
 from cs336_systems.distributed.ddp import (
@@ -45,7 +45,14 @@ from cs336_systems.distributed.ddp import (
     dense_gradient,
     watch_steps,
 )
-from cs336_systems.distributed.fsdp.plan import Granularity, ShardedWeight, UnitPlan, materialize, plan_units
+from cs336_systems.distributed.fsdp.plan import (
+    Granularity,
+    ShardedWeight,
+    UnitPlan,
+    materialize,
+    plan_units,
+    whole_of,
+)
 from cs336_systems.distributed.fsdp.reduce import average_replicated
 from cs336_systems.distributed.fsdp.unit import ExecutionOrder, State, Unit, Window, gather_copy
 
@@ -106,8 +113,6 @@ class FSDP(nn.Module, Accumulating):
         self._clock = 0  # counts beginnings and ends of calls
         self._backwards: list[int] = []  # under way: the engine's, and in it those of reentrant checkpoints
         self._float16 = False  # whether gradients may overflow
-        entries = {entry for unit in self.units for entry in unit.entries}
-        self._places = {entry: _places_of_attributes(entry, entries) for entry in entries}
         for unit in self.units:
             for entry in unit.entries:  # around the hooks of others, which may compute with the weights (weight_norm)
                 entry.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True, prepend=True)
@@ -162,7 +167,7 @@ class FSDP(nn.Module, Accumulating):
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._float16 = torch.float16 in (self.compute_dtype, autocast)
-        self._calls.clear()
+        self._end_calls()
         try:
             for unit in self.units:
                 unit.free()
@@ -177,6 +182,12 @@ class FSDP(nn.Module, Accumulating):
             raise
         finally:
             self._window.in_forward = False
+            self._end_calls()
+
+    def _end_calls(self) -> None:
+        """Of an error that calls no hooks, as KeyboardInterrupt: autograd saves as it did before."""
+        while self._calls:
+            self._calls.pop().stop_saving()
 
     def _forget_backward(self) -> None:
         """After a backward that raised: come to rest, drop the gradients that wait for the rest of their unit's."""
@@ -188,6 +199,7 @@ class FSDP(nn.Module, Accumulating):
             for weight in unit.weights:
                 weight.whole.grad = None
 
+    @torch.compiler.disable
     def _before_forward(self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, and let the modules see the wholes."""
         if self._window.in_forward:
@@ -197,8 +209,7 @@ class FSDP(nn.Module, Accumulating):
         self._window.make_room(unit)
         unit.wait()
         self._clock += 1
-        call = _Call(unit, state_before=unit.state, began=self._clock, casts=[])  # BACKWARD in a recomputation
-        self._calls.append(call)
+        call = _Call(unit, self._before_backward, unit.state, self._clock)  # BACKWARD in a recomputation
         for weight in unit.trainable:
             if weight.whole.requires_grad != weight.shard.requires_grad:  # which may be frozen for a while
                 weight.whole.requires_grad = weight.shard.requires_grad
@@ -206,33 +217,38 @@ class FSDP(nn.Module, Accumulating):
         if self.compute_dtype is not None:
             args = call.cast(args, self.compute_dtype)
             kwargs = {name: call.cast(value, self.compute_dtype) for name, value in kwargs.items()}
-        if torch.is_grad_enabled():
-            given = _tensors_in([*args, *kwargs.values(), *_attributes(self._places[entry])])
-            call.given = {id(tensor): (weakref.ref(tensor), _version(tensor)) for tensor in given}
+        call.given = {id(one) for one in (*_tensors_in(args), *_tensors_in(kwargs))}
+        self._calls.append(call)
+        call.start_saving()
         return args, kwargs
 
+    @torch.compiler.disable
     def _after_forward(
         self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Ask to be told when the backward comes here; free, and gather ahead. It comes after an error as well."""
+        """Free, and gather ahead. It comes after an error as well."""
         if not self._calls or self._calls[-1].unit is not unit:
             return  # the hook before has raised
         call = self._calls.pop()
+        call.stop_saving()
         self._clock += 1
+        call.ended = self._clock
         unit.become(call.state_before)
         if any(map(_version, call.casts)):
             raise RuntimeError(f"{unit.name!r} must not write into its arguments unless they are {self.compute_dtype}")
-        outputs: list[Tensor] = []
-        # What the module has put into a container or an attribute, or changed in place, is output as well.
-        if torch.is_grad_enabled():
-            made = _tensors_in([output, *args, *kwargs.values(), *_attributes(self._places[entry])])
-            outputs = [one for one in made if one.requires_grad and not call.was_given(one)]
-            _on_first_gradient(outputs, partial(self._before_backward, unit, call.began, self._clock))
+        call.casts.clear()  # what is saved holds the call
+        # Functions that keep a weight themselves, and hooks of the module's own for what is saved, are not asked.
+        for tensor in _tensors_in(output):
+            if tensor.layout is torch.strided and tensor.untyped_storage()._cdata == unit.storage_id:
+                raise RuntimeError(f"{unit.name!r} must not return its weights, or views of them: they are freed")
+            if tensor.requires_grad and id(tensor) not in call.given:
+                _ = tensor.grad_fn  # made anew where a view was written through: a hook on the old one crashes
+                tensor.register_hook(call.gradient_comes)
         in_forward = self._window.in_forward
         if self._window.in_backward and not in_forward:
             return  # recomputed: its backward comes soon
         order = self._forward_order
-        if in_forward and outputs and self.module.training and order.ends_with(unit):
+        if in_forward and call.has_saved and self.module.training and order.ends_with(unit):
             return  # the backward begins here, at once: gathering again would be waiting
         if unit.state is State.GATHERED:
             unit.free()
@@ -241,12 +257,13 @@ class FSDP(nn.Module, Accumulating):
 
     # Backward
 
-    def _before_backward(self, unit: Unit, began: int, ended: int) -> None:
-        """The backward comes to what a call of the unit has made, between two times of the clock: gather.
+    def _before_backward(self, call: _Call) -> None:
+        """The backward comes to what a call of the unit has saved: gather.
 
         The engine runs nodes in the reverse order of their making. So the units that began after that call are done
         with: free, and gather ahead.
         """
+        unit = call.unit
         if torch.is_grad_enabled():
             raise RuntimeError(f"create_graph=True is not supported: {unit.name!r} is freed before a second backward")
         order, backward = self._backward_order, torch._C._current_graph_task_id()
@@ -258,12 +275,12 @@ class FSDP(nn.Module, Accumulating):
                 for first in order.begin(default=reversed(self._forward_order.seen)):
                     self._window.gather_ahead(first)
         for other in list(self._window.gathered):
-            if other.state is State.BACKWARD and other.began > ended and other is not unit:
+            if other.state is State.BACKWARD and other.began > call.ended and other is not unit:
                 other.free()
                 self._window.gather_ahead(order.ahead(other))
         self._window.make_room(unit)
         order.visit(unit)
-        unit.began, unit.backward = began, backward
+        unit.began, unit.backward = call.began, backward
         unit.wait()
         if unit.state is State.GATHERED:  # while a forward runs the wholes are shown already
             unit.become(State.BACKWARD)
@@ -343,46 +360,114 @@ class FSDP(nn.Module, Accumulating):
 
     # Whole parameters
 
-    @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Copies of the whole parameters, in their master dtype, by their names in the unwrapped module; collective."""
-        full = {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
-        return full | {name: gather_copy(one, one.shard.dtype, self.group) for name, one in self.weights.items()}
+        """As the function of that name, of the unwrapped module."""
+        return gather_full_params(self.module)
 
-    @torch.no_grad()
     def load_full_params(self, full: dict[str, Tensor]) -> None:
-        """Take this rank's rows from whole parameters by name. ValueError naming one that is missing or misshapen."""
-        for name, parameter in self.module.named_parameters():
-            weight = self.weights.get(name)
-            shape = parameter.shape if weight is None else weight.shape
-            if name not in full or full[name].shape != shape:
-                got = f"got {tuple(full[name].shape)}" if name in full else "it is missing"
-                raise ValueError(f"full must hold {name!r} of shape {tuple(shape)}, {got}")
-            parameter.copy_(full[name] if weight is None else full[name][weight.rows])
+        """As the function of that name, of the unwrapped module."""
+        load_full_params(self.module, full)
 
     def gathered_units(self) -> list[str]:
         """Names of the units whose wholes have memory now."""
         return [unit.name for unit in self.units if unit.state is not State.REST]
 
 
-# What goes into a module and comes out of it
+# Whole parameters, of any module that holds wrapped ones, is held by one, or both
 
 
-@dataclass
+def plain_name(handle: nn.Module, name: str) -> str:
+    """`name` in `handle` without what wrappers (FSDP, the DDPs, torch.compile) add: that of the unwrapped model."""
+    kept, at = [], handle
+    for part in name.split("."):
+        if not isinstance(at, Accumulating | DistributedDataParallel) and part != "_orig_mod":
+            kept.append(part)
+        at = getattr(at, part, None)  # type: ignore[assignment]
+    return ".".join(kept)
+
+
+@torch.no_grad()
+def gather_full_params(handle: nn.Module) -> dict[str, Tensor]:
+    """Copies of the whole parameters, in their master dtype, by their names in the unwrapped model; collective."""
+    full = {}
+    for name, parameter in handle.named_parameters():
+        weight = whole_of(parameter)
+        copy = parameter.detach().clone() if weight is None else gather_copy(weight, parameter.dtype)
+        full[plain_name(handle, name)] = copy
+    return full
+
+
+@torch.no_grad()
+def load_full_params(handle: nn.Module, full: dict[str, Tensor]) -> None:
+    """Take this rank's rows from whole parameters by name. ValueError naming one that is missing or misshapen."""
+    for path, parameter in handle.named_parameters():
+        name, weight = plain_name(handle, path), whole_of(parameter)
+        shape = parameter.shape if weight is None else weight.shape
+        if name not in full or full[name].shape != shape:
+            got = f"got {tuple(full[name].shape)}" if name in full else "it is missing"
+            raise ValueError(f"full must hold {name!r} of shape {tuple(shape)}, {got}")
+        parameter.copy_(full[name] if weight is None else full[name][weight.rows])
+
+
+# What a unit's forward saves for its backward
+
+
+@dataclass(eq=False)
 class _Call:
-    """A forward of a unit's entry."""
+    """A forward of a unit's entry: what autograd saves in it, the backward asks for here, and the unit is gathered.
+
+    A user's own hooks (save_on_cpu, a checkpoint around the unit) keep their part: only the top ones are ever called.
+    """
 
     unit: Unit
+    need: Callable[[_Call], None]
     state_before: State
     began: int
-    casts: list[Tensor]
-    # The tensors that were there before, by id, which another may have once one is gone, with their versions.
-    given: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
+    ended: float = math.inf
+    casts: list[Tensor] = field(default_factory=list)
+    has_saved: bool = False
+    versions: list[int] = field(default_factory=list)  # of the shards
+    given: set[int] = field(default_factory=set)  # ids of arguments: what is handed through is no output
+    below: Any = None  # the user's hooks that were there before
 
-    def was_given(self, tensor: Tensor) -> bool:
-        """Whether it was there before the forward, as it is now."""
-        before = self.given.get(id(tensor))
-        return before is not None and before[0]() is tensor and before[1] == _version(tensor)
+    def start_saving(self) -> None:
+        self.versions = self.unit.versions()
+        self.below = _AUTOGRAD._top_saved_tensors_default_hooks(False)
+        if self.below is not None and isinstance(outer := getattr(self.below[0], "__self__", None), _Call):
+            self.below = outer.below
+        _AUTOGRAD._push_saved_tensors_default_hooks(self.pack, self.unpack)
+
+    def stop_saving(self) -> None:
+        _AUTOGRAD._pop_saved_tensors_default_hooks()
+
+    def pack(self, tensor: Tensor) -> Any:
+        self.has_saved = True
+        if self.below is not None:
+            return self.below[0](tensor)
+        # Detached, as a node must not hold its own output; that has the same version counter.
+        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+
+    def unpack(self, packed: Any) -> Tensor:
+        self.gradient_comes()
+        if self.below is not None:
+            return self.below[1](packed)
+        tensor, version = packed
+        if tensor.untyped_storage()._cdata == self.unit.storage_id and self.versions != self.unit.versions():
+            raise RuntimeError(f"the weights of {self.unit.name!r} were changed between this forward and its backward")
+        if tensor._version != version:  # autograd leaves this to hooks
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.unit.name!r} saved a tensor of shape {tuple(tensor.shape)} at version {version}, "
+                f"which is at version {tensor._version}"
+            )
+        return tensor
+
+    def gradient_comes(self, _: Tensor | None = None) -> None:
+        unit = self.unit
+        if unit.state is State.BACKWARD and unit.began == self.began:
+            return
+        if unit.window.in_backward and unit.state is not State.FORWARD:
+            self.need(self)
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         """`value` in `dtype` if it is a floating-point tensor, or a tuple with such tensors so."""
@@ -395,72 +480,19 @@ class _Call:
         return value
 
 
+_AUTOGRAD = torch._C._autograd
+
+
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _places_of_attributes(entry: nn.Module, others: set[nn.Module]) -> list[dict[str, Any]]:
-    """Where the modules of an entry keep their attributes, but for those within `others`, which are entries too."""
-    found, left = [], [entry]
-    while left:
-        module = left.pop()
-        found.append(vars(module))
-        left += (inner for inner in module.children() if inner not in others)
-    return found
-
-
-def _attributes(places: list[dict[str, Any]]) -> list[Any]:
-    """What modules keep on themselves, but for what torch does: a router's loss, say."""
-    return [
-        value
-        for place in places
-        for name, value in place.items()
-        if name[0] != "_" and not isinstance(value, _HOLD_NO_TENSORS)
-    ]
-
-
 def _tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in containers, dataclasses and plain objects, in any depth."""
-    found: list[Tensor] = []
-    seen: set[int] = set()
-    left = [value]
-    while left:
-        value = left.pop()
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif id(value) not in seen and not isinstance(value, _HOLD_NO_TENSORS):
-            seen.add(id(value))
-            if isinstance(value, dict):
-                left += value.values()
-            elif isinstance(value, _CONTAINERS):
-                left += value
-            if type(value) not in _BUILT_IN:
-                left += (getattr(value, name, None) for name in getattr(value, "__dataclass_fields__", ()))
-                left += getattr(value, "__dict__", {}).values()
-    return found
-
-
-_HOLD_NO_TENSORS = (type(None), int, float, str, type, nn.Module)
-_CONTAINERS = (list, tuple, set, frozenset, deque)
-_BUILT_IN = {dict, *_CONTAINERS}
-
-
-def _on_first_gradient(tensors: list[Tensor], callback: Callable[[], None]) -> None:
-    """Call back once a backward, before the first node that has to do with `tensors` runs.
-
-    `register_multi_grad_hook` does the same at twice the cost, which a unit a layer feels.
-    """
-    called_in = -1  # backward
-
-    def hook(_: Tensor) -> None:
-        nonlocal called_in
-        if called_in != (task := torch._C._current_graph_task_id()):
-            called_in = task
-            callback()
-
-    for tensor in tensors:
-        _ = tensor.grad_fn  # made anew where a view was written through: a hook on the old one crashes
-        tensor.register_hook(hook)
-        # What changes a view in place puts another node into its place, and leaves that of its base.
-        if tensor._is_view() and tensor._base is not None and tensor._base.requires_grad:
-            tensor._base.register_hook(hook)
+    """The tensors in nested containers and dataclasses."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        value = [getattr(value, name) for name in getattr(value, "__dataclass_fields__", ())]
+    return [tensor for item in value for tensor in _tensors_in(item)]
