@@ -120,6 +120,43 @@ def test_the_second_step_sends_in_the_order_of_the_first_ones_gradients():
         assert {*early_again[:2]} == {16, 8 * 16} and {*early_again[-2:]} == {4, 128} and not late_again
 
 
+@TWO_RANKS.check
+def test_a_module_that_is_cast_between_steps_is_averaged_or_refused_by_name(rank: int, ranks: int) -> None:
+    """Buckets trusted that a gradient is their view, which had memory of its own now: 0 and 2 in the place of 1."""
+    for name, wrap in WRAPPERS.items():
+        wrapped = wrap(nn.Linear(2, 2))
+        for mean, dtype in ((1.0, torch.float32), (2.0, torch.float64)):  # the second is added to the first
+            wrapped.to(dtype)
+            refused = "bucketed" in name and dtype == torch.float64
+            message = r"parameter '(weight|bias)' was moved or cast after it was wrapped: wrap again"
+            with pytest.raises(RuntimeError, match=message) if refused else nullcontext():
+                wrapped(torch.full((1, 2), 2.0 * rank, dtype=dtype)).sum().backward()
+                wrapped.finish_gradient_synchronization()
+                assert wrapped.module.weight.grad.tolist() == [[mean, mean], [mean, mean]], name
+
+
+@TWO_RANKS.check
+def test_a_gradient_that_is_replaced_after_it_was_sent_is_refused_by_name(rank: int, ranks: int) -> None:
+    """The mean went to a tensor that nobody saw, and each rank stepped by its own."""
+
+    def cast(module: nn.Module) -> None:
+        module.double()
+
+    def scale(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad * 1.0
+
+    for (name, wrap), change in product(WRAPPERS.items(), (cast, scale)):
+        wrapped = wrap(nn.Linear(2, 2))
+        wrapped(torch.full((1, 2), 2.0 * rank)).sum().backward()
+        change(wrapped.module)
+        message = r"gradient of parameter '(weight|bias)' was moved, cast or replaced between the backward"
+        with nullcontext() if name in ("naive", "flat") else pytest.raises(RuntimeError, match=message):
+            wrapped.finish_gradient_synchronization()
+            assert wrapped.module.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]], name
+
+
 def test_buckets_go_backwards_fill_up_and_do_not_mix_dtypes():
     def parameter(size: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
         return nn.Parameter(torch.zeros(size, dtype=dtype))
@@ -367,6 +404,32 @@ def test_a_module_has_one_wrapper(wrapper, alone_in_a_group):
     del first, second, wrapped
     assert not plain.weight._post_accumulate_grad_hooks  # which FSDP would refuse
     FSDP(plain)
+
+
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "fsdp"])
+@pytest.mark.parametrize("change", ["added", "replaced", "a module of its own"])
+def test_a_parameter_that_comes_after_wrapping_is_refused_by_name(wrapper, change, alone_in_a_group):
+    """It had gradients of its own on each rank, and the ranks parted without a word."""
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    wrapped: Any = WRAPPERS.get(wrapper, FSDP)(plain)
+    wrapped(torch.ones(1, 2)).sum().backward()
+    wrapped.finish_gradient_synchronization()
+    wrapped.zero_grad()
+    if change == "added":
+        plain[1].scale = nn.Parameter(torch.ones(2))
+    elif change == "replaced":
+        plain[1].bias = nn.Parameter(torch.ones(2))
+    else:
+        plain.append(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match=r"(?s)'(1\.scale|1\.bias|2\.weight)'.*after"):
+        wrapped(torch.ones(1, 2)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "fsdp"])
+def test_a_lazy_module_is_refused_with_what_to_do(wrapper, alone_in_a_group):
+    with pytest.raises(ValueError, match="parameter '0.weight' has no shape yet: call the module once before it is"):
+        WRAPPERS.get(wrapper, FSDP)(nn.Sequential(nn.LazyLinear(2)))
 
 
 @pytest.mark.parametrize("wrapper", ["overlap", "bucketed, one"])

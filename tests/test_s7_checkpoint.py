@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop
 
-from cs336_systems.distributed import checkpoint
+from cs336_systems.distributed import FSDP, OverlapDDP, checkpoint
 from cs336_systems.distributed.checkpoint import (
     CheckpointError,
     checkpoints,
@@ -26,6 +26,7 @@ from cs336_systems.distributed.checkpoint import (
     save_checkpoint,
     write_index,
 )
+from cs336_systems.distributed.fsdp.wrapper import gather_full_params, plain_name
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.model import AdamW
@@ -355,7 +356,7 @@ def test_damaged_and_hostile_checkpoints_are_refused_and_nothing_of_them_runs(tm
     assert not trap.exists()
 
     # Sound ones of others
-    refused(good, "has 'model.weight' of shape None, the model needs", nn.Linear(3, 3))
+    refused(good, "has no 'model.weight', which the model needs", nn.Linear(3, 3))
     wider = seeded(gated)
     wider.used = nn.Linear(5, 6)
     refused(good, r"has 'model.used.weight' of shape \(5, 5\), the model needs \(6, 5\)", wider)
@@ -399,3 +400,189 @@ def test_a_checkpoint_loads_under_other_settings_and_with_numbers_as_states(tmp_
     for place in range(2):
         step(place)
     torch.testing.assert_close(models[0].weight, models[1].weight)
+
+
+# Any handle of the model
+
+
+class Holder(nn.Module):
+    """A model with an attribute of the name that wrappers use, and a wrapped part."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.module = nn.Linear(3, 3)
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(self.module(x))
+
+
+def layers(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+def average_of(model: nn.Module) -> nn.Module:
+    return torch.optim.swa_utils.AveragedModel(model)
+
+
+HANDLES: dict[str, Callable[[int], nn.Module]] = {  # of a seed
+    "plain": layers,
+    "ddp": lambda seed: OverlapDDP(layers(seed)),
+    "ddp's module": lambda seed: OverlapDDP(layers(seed)).module,
+    "fsdp": lambda seed: FSDP(layers(seed)),
+    "fsdp's module": lambda seed: FSDP(layers(seed)).module,
+    "compiled": lambda seed: torch.compile(layers(seed), backend="eager"),
+    "compiled fsdp": lambda seed: torch.compile(FSDP(layers(seed)), backend="eager"),
+    "compiled ddp": lambda seed: torch.compile(OverlapDDP(layers(seed)), backend="eager"),
+    "fsdp inside": lambda seed: Holder(FSDP(layers(seed))),
+    "two fsdps": lambda seed: nn.ModuleDict({"a": FSDP(layers(seed)), "b": FSDP(layers(seed + 1))}),
+    "average": lambda seed: average_of(layers(seed)),
+    "own module": lambda seed: Holder(layers(seed)),
+}
+
+
+def contents(model: nn.Module) -> dict[str, Tensor]:
+    """Whole parameters and buffers by their names in the unwrapped model."""
+    buffers = {plain_name(model, name): buffer.clone() for name, buffer in model.named_buffers()}
+    return gather_full_params(model) | buffers
+
+
+def save_handles(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    found = {}
+    for name, build_handle in HANDLES.items():
+        model = build_handle(0)
+        for buffer in model.buffers():
+            buffer += 1
+        save_checkpoint(Path(folder) / name, 1, model)
+        found[name] = contents(model)
+    return found
+
+
+def load_handles(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    found = {}
+    for name, build_handle in HANDLES.items():
+        model = build_handle(7)
+        load_checkpoint(Path(folder) / name, model)
+        found[name] = contents(model)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_D17_a_checkpoint_of_any_handle_of_the_model_is_exact(saved_handles, num_ranks):
+    """Of `fsdp.module`, a compiled FSDP or one inside another module it held rank 0's rows as if they were all of
+    them; a model's own `.module`, and an average's, counted as a wrapper's, and the rest of the model was lost."""
+    folder, expected = saved_handles
+    results = [run_alone(load_handles, str(folder))] if num_ranks == 1 else run_ranks(load_handles, 3, str(folder))
+    for found in results:
+        for name in HANDLES:
+            assert found[name].keys() == expected[name].keys(), name
+            for path, value in found[name].items():
+                assert torch.equal(value, expected[name][path]), (name, path)
+
+
+@pytest.fixture(scope="module")
+def saved_handles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("handles")
+    return folder, run_ranks(save_handles, 2, str(folder))[0]
+
+
+def test_D17_a_checkpoint_of_one_handle_loads_into_another(tmp_path, alone):
+    save_checkpoint(tmp_path, 1, HANDLES["compiled fsdp"](0))
+    for name in ("plain", "ddp", "fsdp's module", "compiled"):
+        model = HANDLES[name](7)
+        load_checkpoint(tmp_path, model)
+        for path, value in contents(model).items():
+            assert torch.equal(value, contents(layers(0))[path]), (name, path)
+
+
+@pytest.fixture
+def alone():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+# Ranks that differ
+
+
+def differ(rank: int, num_ranks: int, folder: str) -> list[list[float]]:
+    """The buffers of a model that ranks had unlike, saved and loaded; then what goes wrong on one rank alone."""
+    found = []
+    for name in ("plain", "ddp", "fsdp"):
+        model = HANDLES[name](0)
+        for buffer in model.buffers():
+            buffer.fill_(rank + 1)
+        save_checkpoint(Path(folder) / name, 1, model)
+        load_checkpoint(Path(folder) / name, model)
+        found.append([float(buffer.float().mean()) for buffer in model.buffers()])
+    model, optimizer = layers(0), None
+    position = {"seen": {1, 2}} if rank else {}
+    with pytest.raises(TypeError if rank else RuntimeError, match="Object of type set is not JSON") as told:
+        save_checkpoint(Path(folder) / "plain", 2, model, position=position)
+    assert rank or str(told.value).startswith("rank 1: TypeError: ")
+    stranger = torch.optim.SGD([nn.Parameter(torch.ones(2, 7))] if rank else model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"the optimizer has a parameter of shape \(2, 7\) that is not the model's"):
+        save_checkpoint(Path(folder) / "plain", 2, model, stranger)
+    here = Path(folder) / ("absent" if rank else "plain")
+    with pytest.raises(CheckpointError, match="absent holds no complete checkpoint"):
+        load_checkpoint(here, model, optimizer)
+    with pytest.raises(CheckpointError, match="must be one folder .* rank 0 finds step-00000001, rank 1 step-00000001"):
+        load_checkpoint(Path(folder) / ("fsdp" if rank else "plain"), model)
+    assert [path.name for path in checkpoints(Path(folder) / "plain")] == ["step-00000001"]
+    return found
+
+
+def test_D17_ranks_that_differ_save_rank_0s_buffers_and_fail_together(tmp_path):
+    """One rank wrote the mean, the other the variance, each its own; and what failed on one rank left the others
+    waiting until their time-out."""
+    for found in run_ranks(differ, 2, str(tmp_path), timeout_s=30):
+        assert found == [[1.0, 1.0, 1.0]] * 3
+
+
+# What is told
+
+
+def test_D17_a_step_of_nine_digits_is_newer_than_one_of_eight(tmp_path):
+    """Sorted as text it was the oldest, and saving it removed it."""
+    model = nn.Linear(2, 2)
+    for step in (99_999_999, 100_000_000):
+        save_checkpoint(tmp_path, step, model, keep=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-100000000"]
+    assert load_checkpoint(tmp_path, model).step == 100_000_000
+
+
+def test_a_model_that_is_without_a_saved_parameter_is_refused(tmp_path):
+    """A larger model's checkpoint was loaded into a smaller one without a word."""
+    large, small = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    save_checkpoint(tmp_path / "large", 1, large)
+    with pytest.raises(CheckpointError, match="has 'model.1.weight', which the model is without"):
+        load_checkpoint(tmp_path / "large", small)
+    save_checkpoint(tmp_path / "small", 1, small)
+    with pytest.raises(CheckpointError, match="has no 'model.1.weight', which the model needs"):
+        load_checkpoint(tmp_path / "small", large)
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_one(tmp_path):
+    """It came back as a float, and a captured step went on with the old one."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5), capturable=False, foreach=False)
+    save_checkpoint(tmp_path, 1, model, optimizer)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    load_checkpoint(tmp_path, model, optimizer)
+    rate = optimizer.param_groups[0]["lr"]
+    assert isinstance(rate, Tensor) and float(rate) == 0.5
+
+
+@pytest.mark.parametrize("value", [{1, 2}, torch.ones(2), float("nan"), object()])
+def test_a_setting_that_is_no_json_is_refused_by_name(tmp_path, value):
+    model = nn.Linear(2, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["schedule"] = value
+    with pytest.raises(ValueError, match="the optimizer's setting 'schedule' must be JSON to be saved, got "):
+        save_checkpoint(tmp_path, 1, model, optimizer)
+
+
+def test_a_lazy_model_is_refused_with_what_to_do(tmp_path):
+    with pytest.raises(ValueError, match="parameter 'weight' has no shape yet: call the module once before"):
+        save_checkpoint(tmp_path, 1, nn.LazyLinear(2))

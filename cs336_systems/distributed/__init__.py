@@ -25,16 +25,16 @@ from cs336_systems.distributed.ddp_bucketed import BucketedDDP
 from cs336_systems.distributed.ddp_flat import FlatDDP
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
-from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
+from cs336_systems.distributed.fsdp import FSDP, gather_full_params, load_full_params, wrap_blocks
 from cs336_systems.distributed.launch import RankError, is_torchrun, launch, run_ranks
 from cs336_systems.distributed.loss_scale import LossScaler
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 
 __all__ = [
-    "FSDP", "BucketedDDP", "CheckpointError", "FlatDDP", "LossScaler", "NaiveDDP", "OverlapDDP", "RankError",
-    "ShardedOptimizer", "Zero1Optimizer", "all_gather_flat", "all_reduce_mean", "broadcast_parameters", "checkpoints",
-    "is_torchrun", "launch", "load_checkpoint", "merge_attention", "num_ranks", "rank_in", "reduce_scatter_mean_flat",
-    "ring_attention", "run_ranks", "save_checkpoint", "split_context", "wrap_blocks", "zigzag_join",
-    "zigzag_split",
+    "BucketedDDP", "CheckpointError", "FSDP", "FlatDDP", "LossScaler", "NaiveDDP", "OverlapDDP", "RankError",
+    "ShardedOptimizer", "Zero1Optimizer", "all_gather_flat", "all_reduce_mean", "broadcast_parameters",
+    "checkpoints", "gather_full_params", "is_torchrun", "launch", "load_checkpoint", "load_full_params",
+    "merge_attention", "num_ranks", "rank_in", "reduce_scatter_mean_flat", "ring_attention", "run_ranks",
+    "save_checkpoint", "split_context", "wrap_blocks", "zigzag_join", "zigzag_split",
 ]  # fmt: skip

@@ -13,10 +13,11 @@ Phases of saving: claim (rank 0 makes a hidden folder), share out (of what sever
 complete (rank 0 adds the index, gives the folder its name, in one step, and removes old checkpoints, hidden first). A
 process that is killed, or finds the disk full, at any point leaves the checkpoints before as they were.
 
-`model` is an FSDP, a plain module, or a wrapper with the plain one in `.module`; `optimizer` is any torch optimizer
-over its parameters, a ShardedOptimizer or a Zero1Optimizer. Saved are the state dict, the optimizer's state and
-settings, each rank's random generators, the step and the position in the data. A process without a process group saves
-and loads alone.
+`model` is any handle of the model: a wrapper, what it wraps, a compiled module, a module with wrapped ones inside.
+Names are those of the unwrapped model, and a parameter that FSDP has cut says so itself. `optimizer` is any torch
+optimizer over its parameters, a ShardedOptimizer or a Zero1Optimizer. Saved are the state dict, with rank 0's buffers,
+the optimizer's state and settings, each rank's random generators, the step and the position in the data. A process
+without a process group saves and loads alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, TypedDict, TypeVar
 
 import msgspec
 import torch
@@ -45,6 +46,7 @@ from cs336_systems.distributed.training_state import Part, TrainingState
 INDEX = "index.json"
 FORMAT = 3
 STEP_FOLDER = re.compile(r"step-\d{8,}")
+T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
@@ -60,8 +62,9 @@ class Progress:
 
 
 def checkpoints(folder: Path | str) -> list[Path]:
-    """The checkpoints in `folder`, oldest first."""
-    return sorted(path for path in Path(folder).glob("step-*") if STEP_FOLDER.fullmatch(path.name))
+    """The checkpoints in `folder`, by step."""
+    found = [path for path in Path(folder).glob("step-*") if STEP_FOLDER.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 @contextmanager
@@ -89,24 +92,42 @@ def errors_name(path: Path) -> Iterator[None]:
 
 
 def on_all_ranks(call: Callable[[], Any], group: Group = None) -> list[Any]:
-    """Every rank's result of `call`; a ValueError or OSError of one of them is raised on all."""
-    result, failed = None, None
+    """Every rank's result of `call`; an error of one of them is raised on all, for nobody to wait for that rank.
+
+    Elsewhere an error that is not Python's own or of this file is a RuntimeError with its text.
+    """
     try:
         result = call()
-    except (ValueError, OSError) as error:
-        failed = error
-    _, size = _rank_and_size(group)
-    outcomes: list[Any] = [(result, failed)] * size
-    if size > 1:
-        dist.all_gather_object(outcomes, (result, failed), group=group)
+    except Exception as error:
+        is_known = isinstance(error, ValueError | OSError) and type(error).__module__ in ("builtins", __name__)
+        rank, _ = _rank_and_size(group)
+        told = error if is_known else RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
+        _gather_objects((None, told), group)
+        raise
+    outcomes = _gather_objects((result, None), group)
     for _, failed in outcomes:
         if failed is not None:
             raise failed
     return [result for result, _ in outcomes]
 
 
+def _gather_objects(own: Any, group: Group) -> list[Any]:
+    """Every rank's `own`."""
+    everyone = [own] * _rank_and_size(group)[1]
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, own, group=group)
+    return everyone
+
+
+def together(call: Callable[[], T], group: Group = None) -> T:
+    """This rank's result of `call`, which stays here; an error of any rank is raised on all."""
+    kept: list[T] = []
+    on_all_ranks(lambda: kept.append(call()), group)
+    return kept[0]
+
+
 def on_rank_0(call: Callable[[], Any], group: Group = None) -> None:
-    """Have rank 0 alone make `call`; its ValueError or OSError is raised on all ranks."""
+    """Have rank 0 alone make `call`; its error is raised on all ranks."""
     on_all_ranks(call if _rank_and_size(group)[0] == 0 else lambda: None, group)
 
 
@@ -209,26 +230,32 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder`/step-<step> and remove all but the newest `keep` checkpoints; collective.
 
-    Raises on every rank ValueError for a negative step, keep below 1 and an optimizer whose state cannot be sharded,
-    TypeError for a position that is no JSON, FileExistsError where the step is there already, CheckpointError while
+    An error on one rank is raised on all. ValueError for a negative step, keep below 1, an optimizer with parameters
+    that are not the model's, with settings that are no JSON or with a state that cannot be sharded, TypeError for a
+    position that is no JSON, FileExistsError where the step is there already, CheckpointError while
     another process saves into `folder`, and OSError where it cannot be written.
     """
     if step < 0 or keep < 1:
         raise ValueError(f"step must not be negative, and keep at least 1, got {step} and {keep}")
     rank, size = _rank_and_size(process_group)
-    state = TrainingState(model, optimizer)
-    content = {"step": step, "position": position or {}, "num_ranks": size, "optimizer": state.settings()}
-    content = json.loads(json.dumps(content, allow_nan=False))  # as it will be read: keys are strings
     folder = Path(folder)
     final = folder / f"step-{step:08d}"
     aside = folder / f".{final.name}.partial"
     parts: dict[str, Part] = {}
 
+    def prepare() -> tuple[TrainingState, dict[str, Any]]:
+        state = TrainingState(model, optimizer)
+        content = {"step": step, "position": position or {}, "num_ranks": size, "optimizer": state.settings()}
+        parts.update(state.model_parts() | _generators(rank))
+        return state, json.loads(json.dumps(content, allow_nan=False))  # as it will be read: keys are strings
+
     def describe() -> dict[tuple[str, int], int]:
-        parts.update(state.model_parts() | state.optimizer_parts() | _generators(rank))
-        return {(name, part.start): part.tensor.nbytes for name, part in parts.items()}
+        parts.update(state.optimizer_parts())
+        of_all = {name: part for name, part in parts.items() if rank == 0 or not part.is_buffer}
+        return {(name, part.start): part.tensor.nbytes for name, part in of_all.items()}
 
     with ExitStack() as held, errors_name(folder):
+        state, content = together(prepare, process_group)
         on_rank_0(lambda: _claim(held, final, aside), process_group)
         mine = _share_out(on_all_ranks(describe, process_group))[rank]
         written = on_all_ranks(lambda: _write(aside / f"rank-{rank}.bin", parts, mine), process_group)
@@ -300,16 +327,28 @@ def load_checkpoint(
     CheckpointError where there is none, or where it is damaged, not ours or of another model or optimizer. What is
     wrong in the index is found before anything is loaded; a damaged chunk leaves the weights half loaded.
     """
-    found = [Path(folder)] if (Path(folder) / INDEX).exists() else checkpoints(folder)
-    if not found:
-        raise CheckpointError(f"{folder} holds no complete checkpoint")
-    path = found[-1]
-    content = read_index(path)
-    state = TrainingState(model, optimizer)
-    try:
-        parts = state.parts_to_load(content["optimizer"], content["tensors"])
-    except ValueError as error:
-        raise CheckpointError(f"{path} {error}") from None
+
+    def find() -> tuple[Path, dict[str, Any], TrainingState]:
+        found = [Path(folder)] if (Path(folder) / INDEX).exists() else checkpoints(folder)
+        if not found:
+            raise CheckpointError(f"{folder} holds no complete checkpoint")
+        return found[-1], read_index(found[-1]), TrainingState(model, optimizer)
+
+    path, content, state = together(find, process_group)
+    seen = on_all_ranks(lambda: (path.name, _content_crc32(content)), process_group)
+    for rank, other in enumerate(seen):
+        if other != seen[0]:
+            names = f"rank 0 finds {seen[0][0]}, rank {rank} {other[0]}"
+            raise CheckpointError(f"{folder} must be one folder with the same content for all ranks: {names}")
+
+    def prepare() -> dict[str, Part]:
+        try:
+            parts = state.parts_to_load(content["optimizer"], content["tensors"])
+        except ValueError as error:
+            raise CheckpointError(f"{path} {error}") from None
+        return parts
+
+    parts = together(prepare, process_group)
     generators = _generators(_rank_and_size(process_group)[0] % content["num_ranks"])
     generators = {name: part for name, part in generators.items() if name in content["tensors"]}
 
@@ -318,7 +357,7 @@ def load_checkpoint(
             _read(path, name, part, content["tensors"][name])
 
     on_all_ranks(read, process_group)
-    state.take(parts, content["optimizer"])
+    together(lambda: state.take(parts, content["optimizer"]), process_group)
     for name, part in generators.items():
         (torch.cuda.set_rng_state if ".cuda." in name else torch.set_rng_state)(part.tensor)
     return Progress(step=content["step"], position=content["position"])

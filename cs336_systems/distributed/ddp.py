@@ -21,11 +21,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from cs336_systems.distributed.collectives import (
@@ -85,12 +91,31 @@ class Accumulating(ABC):
 
 
 def check_unwrapped(module: nn.Module) -> None:
-    """ValueError if a wrapper in `module` averages the gradients already, or FSDP has cut its parameters."""
+    """ValueError if a wrapper in `module` averages the gradients already, or FSDP has cut its parameters.
+
+    And for a parameter without a shape, of a lazy module.
+    """
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(f"parameter {name!r} has no shape yet: call the module once before it is wrapped")
     for inner in module.modules():
         if isinstance(inner, Accumulating):
             raise ValueError(f"module must not be wrapped twice, and {type(inner).__name__} wraps it already")
     if any(hasattr(parameter, "is_rows") for parameter in module.parameters()):
         raise ValueError("module must be whole, and FSDP has cut its parameters into rows: build it anew")
+
+
+class Registrations:
+    """Counts the parameters and modules that any module of this process has been given since `watch_steps`.
+
+    Looking for new members of a model takes a walk over all its modules; while this number stays, there are none.
+    """
+
+    count: ClassVar[int] = 0
+
+    @classmethod
+    def add(cls, *_: Any) -> None:
+        cls.count += 1
 
 
 @cache
@@ -123,6 +148,8 @@ def watch_steps() -> None:
                 check_elementwise(type(optimizer), optimizer.defaults, rows=True)
             checked.add(optimizer)
 
+    register_module_parameter_registration_hook(Registrations.add)
+    register_module_module_registration_hook(Registrations.add)
     register_optimizer_step_pre_hook(check)
     register_optimizer_step_post_hook(check_averaged)  # of a closure's backward
 
@@ -130,8 +157,8 @@ def watch_steps() -> None:
 class DataParallel(nn.Module, Accumulating):
     """Base of the wrappers around `module`, the same on every rank of `group` but for its values.
 
-    Parameters that are trainable at construction are synchronised; one that is frozen or thawed later is refused, and
-    replacing one is not supported. With `find_unused_parameters` a step may leave some without a gradient, frozen ones
+    Parameters that are trainable at construction are synchronised; one that is frozen, thawed, added or replaced later
+    is refused. With `find_unused_parameters` a step may leave some without a gradient, frozen ones
     among them: ranks then vote at its end, which costs a message and a wait of the host, and a parameter that no rank
     has used keeps no gradient, as in one process. Without it such a step raises.
 
@@ -159,6 +186,7 @@ class DataParallel(nn.Module, Accumulating):
             for name, one in module.named_parameters()
             if not (one.requires_grad and find_unused_parameters)
         ]
+        self._members = set(module.parameters())
         for older in self.alive:
             if not set(older.trainable).isdisjoint(self.trainable):
                 older.sends = False
@@ -167,6 +195,7 @@ class DataParallel(nn.Module, Accumulating):
     def _hear_of_gradients(self) -> None:
         """Have what watches gradients and steps know this wrapper and its parameters."""
         self.alive.add(self)
+        self._registrations = -1  # that were counted when all members were known
         call_at_each_gradient(self, self.trainable[::-1], type(self)._arrive)
         watch_steps()
 
@@ -186,6 +215,8 @@ class DataParallel(nn.Module, Accumulating):
         return self.module(*args, **kwargs)
 
     def _finish(self) -> None:
+        self._check_members()
+        self._check_sent()
         unused = [index for index, parameter in enumerate(self.trainable) if parameter.grad is None]
         if unused and not self.find_unused_parameters:
             name = self.names[self.trainable[unused[0]]]
@@ -203,6 +234,21 @@ class DataParallel(nn.Module, Accumulating):
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
             for index in (votes == 0).nonzero().flatten().tolist():  # that no rank has used
                 self.trainable[index].grad = None
+
+    def _check_members(self) -> None:
+        """RuntimeError naming a parameter that the module has been given since it was wrapped."""
+        if self._registrations == Registrations.count:
+            return
+        for name, parameter in self.module.named_parameters():
+            if parameter not in self._members:
+                raise RuntimeError(
+                    f"parameter {name!r} was added or replaced after wrapping, so its gradient is this rank's own: "
+                    "wrap again, with a new optimizer"
+                )
+        self._registrations = Registrations.count
+
+    def _check_sent(self) -> None:
+        """RuntimeError naming a gradient that has been replaced since it was sent; here none is sent early."""
 
     @abstractmethod
     def _synchronize(self) -> None:
@@ -263,6 +309,7 @@ class SendQueue:
         self.names, self.group = names, group
         self.order, self.is_learned = [*range(len(messages))], False
         self.under_way: list[Work] = []
+        self.starts = [0, *accumulate(self.sizes)]  # of each message among `parameters`
         self.begin()
 
     def begin(self) -> None:
@@ -272,6 +319,7 @@ class SendQueue:
         self.missing = self.sizes.copy()  # gradients of each message, still
         self.complete: list[int] = []
         self.waiting = deque(self.order)
+        self.sent: list[tuple[int, int]] = []  # place of a parameter, and the address of its gradient
 
     def arrive(self, index: int, send: Callable[[int], Work]) -> None:
         """The gradient of `parameters[index]` is there, for the first time: `send` what is next and complete."""
@@ -288,7 +336,24 @@ class SendQueue:
         if not self.missing[message]:
             self.complete.append(message)
         while self.waiting and not self.missing[self.waiting[0]]:
-            self.under_way.append(send(self.waiting.popleft()))
+            number = self.waiting.popleft()
+            self.under_way.append(send(number))
+            places = range(self.starts[number], self.starts[number + 1])
+            self.sent += [(place, self.parameters[place].grad.data_ptr()) for place in places]  # type: ignore[union-attr]
+
+    def check_sent(self) -> None:
+        """RuntimeError naming a parameter whose gradient is not the one that was sent while the backward ran.
+
+        `Module.to` and an assignment to `.grad` leave this rank's own there, and the mean goes to a tensor that nobody
+        sees.
+        """
+        for place, address in self.sent:
+            gradient = self.parameters[place].grad
+            if gradient is None or gradient.data_ptr() != address:
+                raise RuntimeError(
+                    f"the gradient of parameter {self.names[self.parameters[place]]!r} was moved, cast or replaced "
+                    "between the backward, which has sent it, and finish_gradient_synchronization()"
+                )
 
     def finish(self, send: Callable[[int], Work]) -> None:
         """Send the messages that this step's backward has not completed, and those behind them; wait for all."""

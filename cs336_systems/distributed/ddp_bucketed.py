@@ -1,8 +1,8 @@
 """Data parallelism, fourth stage: gradients live in buckets, and a full bucket is all-reduced while the backward runs.
 
 Between one collective a parameter, whose latencies add up, and one for all, which overlaps with nothing. Buckets are
-filled in the reverse order of parameters, about the order in which a backward makes their gradients. A gradient is a
-view of its bucket, so that nothing is gathered before the all-reduce or copied back behind it.
+filled in the reverse order of parameters, about the order in which a backward makes their gradients. A new gradient is
+copied into its bucket and is a view of it from then on: one copy a step, and none back behind the all-reduce.
 """
 
 from __future__ import annotations
@@ -45,17 +45,23 @@ class BucketedDDP(DataParallel):
     def _arrive(self, index: int) -> None:
         """Take the gradient into its bucket, and send what is full."""
         super()._arrive(index)
-        number, place = self._queue.places[index]
-        self.buckets[number].take_gradient(place)
+        self._take_gradient(index)
         if self.sends:
             self._queue.arrive(index, self._send)
+
+    def _take_gradient(self, index: int) -> None:
+        number, place = self._queue.places[index]
+        self.buckets[number].take_gradient(place, self.names[self._queue.parameters[index]])
 
     def _send(self, message: int) -> Work:
         return all_reduce_mean(self.buckets[message].flat, self.group, async_op=True)
 
+    def _check_sent(self) -> None:
+        self._queue.check_sent()
+
     def _synchronize(self) -> None:
-        for number, place in self._queue.places:
-            self.buckets[number].take_gradient(place)  # where no backward of this step has
+        for index in range(len(self._queue.places)):
+            self._take_gradient(index)  # where no backward of this step has
         self._queue.finish(self._send)
         self._queue.begin()
 
@@ -68,18 +74,28 @@ class Bucket:
         *self.offsets, length = accumulate(map(aligned_size, parameters), initial=0)
         self.flat = parameters[0].detach().new_zeros(-(-length // multiple) * multiple)
         self.views = self.views_of(self.flat)
+        self.addresses = [view.data_ptr() for view in self.views]
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """The parameters' places in `flat`, in their shapes."""
         places = zip(self.offsets, self.parameters)
         return [flat[offset : offset + parameter.numel()].view(parameter.shape) for offset, parameter in places]
 
-    def take_gradient(self, place: int) -> None:
-        """Let the gradient of a parameter be its view; one that was made elsewhere is copied into it."""
+    def take_gradient(self, place: int, name: str) -> None:
+        """Let the gradient of a parameter be its view; one that was made elsewhere is copied into it.
+
+        RuntimeError naming one that the bucket does not hold any more: `Module.to` and its like give a parameter, and
+        the gradient that it has, memory of their own.
+        """
         parameter, view = self.parameters[place], self.views[place]
-        if parameter.grad is not view:
-            view.copy_(dense_gradient(parameter))
-            parameter.grad = view
+        is_taken = parameter.grad is view
+        if is_taken and view.data_ptr() == self.addresses[place]:
+            return
+        gradient = dense_gradient(parameter)
+        if is_taken or gradient.dtype != self.flat.dtype or gradient.device != self.flat.device:
+            raise RuntimeError(f"parameter {name!r} was moved or cast after it was wrapped: wrap again, at the end")
+        view.copy_(gradient)
+        parameter.grad = view
 
 
 def plan_buckets(parameters: Sequence[Tensor], limit_bytes: float) -> list[list[int]]:

@@ -32,6 +32,9 @@ class OverlapDDP(DataParallel):
     def _send(self, message: int) -> Work:
         return all_reduce_mean(dense_gradient(self._queue.parameters[message]), self.group, async_op=True)
 
+    def _check_sent(self) -> None:
+        self._queue.check_sent()
+
     def _synchronize(self) -> None:
         self._queue.finish(self._send)  # those that this backward has not reached, and those behind them
         self._queue.begin()

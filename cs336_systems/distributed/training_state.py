@@ -8,11 +8,13 @@ state.settings()              # of the optimizer, as JSON
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from cs336_systems.distributed.fsdp.plan import ShardedWeight, whole_of
 from cs336_systems.distributed.fsdp.wrapper import plain_name
@@ -28,18 +30,20 @@ class Part:
     tensor: Tensor
     shape: tuple[int, ...]  # of the whole
     start: int = 0
+    is_buffer: bool = False  # which ranks may have unlike: rank 0's is saved
 
 
 class TrainingState:
     """What `save_checkpoint` keeps of `model` and `optimizer`, and `load_checkpoint` gives back."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        inner = getattr(model, "module", model)
-        self.module: nn.Module = inner if isinstance(inner, nn.Module) else model
-        self.optimizer = optimizer
+        self.model, self.optimizer = model, optimizer
         self.names: dict[Tensor, str] = {
-            parameter: plain_name(self.module, name) for name, parameter in self.module.named_parameters()
+            parameter: plain_name(model, name) for name, parameter in model.named_parameters()
         }
+        for parameter, name in self.names.items():
+            if is_lazy(parameter):
+                raise ValueError(f"parameter {name!r} has no shape yet: call the module once before")
         wholes = {parameter: whole_of(parameter) for parameter in self.names}
         self.shards: dict[Tensor, ShardedWeight] = {one: weight for one, weight in wholes.items() if weight}
         groups = [] if optimizer is None else optimizer.param_groups
@@ -47,7 +51,12 @@ class TrainingState:
         self.updated: dict[str, Tensor] = {self._prefix(one): one for group in groups for one in group["params"]}
 
     def _prefix(self, parameter: Tensor) -> str:
-        return f"optimizer.{self.names[parameter]}"
+        return f"optimizer.{self._name(parameter)}"
+
+    def _name(self, parameter: Tensor) -> str:
+        if parameter not in self.names:
+            raise ValueError(f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's")
+        return self.names[parameter]
 
     def settings(self) -> dict[str, Any] | None:
         """Class, hyper-parameters and names of parameters of the optimizer, as JSON."""
@@ -57,21 +66,22 @@ class TrainingState:
         makes = self.optimizer.local if isinstance(self.optimizer, OptimizerOfShares) else self.optimizer
         groups = self.optimizer.param_groups
         settings = [
-            {key: value.item() if isinstance(value, Tensor) else value for key, value in hyperparameters(group).items()}
-            for group in groups
+            {key: _as_json(key, value) for key, value in hyperparameters(group).items()} for group in groups
         ]
-        names = [[self.names[parameter] for parameter in group["params"]] for group in groups]
+        names = [[self._name(parameter) for parameter in group["params"]] for group in groups]
         return {"kind": type(makes).__name__, "groups": settings, "names": names}
 
     def model_parts(self) -> dict[str, Part]:
         """Parameters and buffers, a tied one once; ValueError naming what a module's `get_extra_state` adds."""
         parts, seen = {}, set()
-        for name, value in self.module.state_dict(keep_vars=True).items():
+        for name, value in self.model.state_dict(keep_vars=True).items():
             if name.rpartition(".")[2] == "_extra_state" and value is not None:
                 raise ValueError(f"{name!r} cannot be kept: a checkpoint has parameters, buffers and optimizer states")
             if isinstance(value, Tensor) and id(value) not in seen:
                 seen.add(id(value))
-                parts[f"model.{plain_name(self.module, name)}"] = self._part(value, value.detach())
+                part = self._part(value, value.detach())
+                is_buffer = not isinstance(value, nn.Parameter)
+                parts[f"model.{plain_name(self.model, name)}"] = replace(part, is_buffer=is_buffer)
         return parts
 
     def optimizer_parts(self) -> dict[str, Part]:
@@ -101,9 +111,14 @@ class TrainingState:
         """Where a checkpoint's `entries` go; ValueError naming what is not as the model and optimizer need it."""
         parts = self.model_parts()
         for name, part in parts.items():
-            shape = tuple(entries[name]["size"]) if name in entries else None
+            if name not in entries:
+                raise ValueError(f"has no {name!r}, which the model needs")
+            shape = tuple(entries[name]["size"])
             if shape != part.shape:
                 raise ValueError(f"has {name!r} of shape {shape}, the model needs {part.shape}")
+        for name in entries:
+            if name.startswith("model.") and name not in parts:
+                raise ValueError(f"has {name!r}, which the model is without")
         own = self.settings()
         if own is None:
             return parts
@@ -136,8 +151,8 @@ class TrainingState:
                 key, _, number = key.partition(":")  # that of a state which is no tensor
                 states.setdefault(places[prefix], {})[key] = part.tensor.item() if number else part.tensor
         groups, start = [], 0
-        for group, names in zip(saved["groups"], saved["names"]):
-            settings = {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+        for group, names, now in zip(saved["groups"], saved["names"], self.optimizer.param_groups):
+            settings = {key: _as_it_is_now(value, now.get(key)) for key, value in group.items()}
             groups.append(settings | {"params": [*range(start, start := start + len(names))]})
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
@@ -147,3 +162,21 @@ class TrainingState:
         if weight is None or value.shape != parameter.shape:
             return Part(value, tuple(value.shape))
         return Part(value, tuple(weight.shape), weight.rows.start)
+
+
+def _as_json(name: str, value: Any) -> Any:
+    """A hyper-parameter as JSON has it; ValueError naming one that JSON cannot hold."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        raise ValueError(f"the optimizer's setting {name!r} must be JSON to be saved, got {value!r}") from None
+    return value
+
+
+def _as_it_is_now(value: Any, now: Any) -> Any:
+    """A saved hyper-parameter in the type of the optimizer's own: a learning rate that is a tensor stays one."""
+    if isinstance(now, Tensor) and isinstance(value, int | float):
+        return torch.full_like(now, value)
+    return tuple(value) if isinstance(value, list) else value

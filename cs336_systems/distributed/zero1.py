@@ -106,7 +106,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
     def _gradient_arrived(self, index: int) -> None:
         """Take the gradient into its bucket, and reduce the buckets that are full and whose turn it is."""
         number, place = self._queue.places[index]
-        self.buckets[number].take_gradient(place)
+        self.buckets[number].take_gradient(place, self._queue.names[self._queue.parameters[index]])
         if self.sends:
             self._queue.arrive(index, self._send)
 
@@ -203,13 +203,13 @@ class ShardedBucket(Bucket):
         self.master = nn.Parameter(self.part.float() if self.is_low else self.part)
         self.gradient = torch.zeros_like(self.master)  # of the slice, averaged over ranks
 
-    def take_gradient(self, place: int) -> None:
+    def take_gradient(self, place: int, name: str) -> None:
         """As a bucket's; RuntimeError for a parameter that is no view of it any more."""
         parameter, view = self.parameters[place], self.parameter_views[place]
         if parameter.numel() and parameter.data_ptr() != view.data_ptr():
             shape = tuple(parameter.shape)
             raise RuntimeError(f"a parameter of shape {shape} was moved or cast after Zero1Optimizer was built")
-        super().take_gradient(place)
+        super().take_gradient(place, name)
 
     def reduce(self) -> Work:
         """Start averaging; what no backward touched counts as zero."""

@@ -1,6 +1,6 @@
 """Fully sharded data parallelism, in the order of reading: plan, unit, wrapper, reduce."""
 
 from cs336_systems.distributed.fsdp.plan import wrap_blocks
-from cs336_systems.distributed.fsdp.wrapper import FSDP
+from cs336_systems.distributed.fsdp.wrapper import FSDP, gather_full_params, load_full_params
 
-__all__ = ["FSDP", "wrap_blocks"]
+__all__ = ["FSDP", "gather_full_params", "load_full_params", "wrap_blocks"]
