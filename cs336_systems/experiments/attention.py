@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +24,7 @@ from cs336_systems.experiments.axes import OF_THE_MASK
 from cs336_systems.experiments.implementations import PEERS, Built
 from cs336_systems.experiments.mask_implementations import build_case, is_plain, mask_of, masked_of, shape_of
 from cs336_systems.inputs import AttentionInputs, attention_inputs
-from cs336_systems.measure.memory import MIB, peak_cuda_bytes, release, saved_for_backward
+from cs336_systems.measure.memory import MIB, kept_for_a_case, peak_cuda_bytes, release, saved_for_backward
 from cs336_systems.measure.timing import MIN_SAMPLES, time_calls, time_once
 
 FORWARD = Row(mode="forward", quantity="time", unit="ms")
@@ -241,7 +241,7 @@ def checked_error(oracle: Oracle, results: Mapping[str, Tensor], implementation:
 
 
 # What the implementations of a case share, which a sweep visits one after the other.
-@lru_cache(maxsize=1)
+@kept_for_a_case
 def inputs_of(case: Any, run: RunConfig, sum_loss: bool = False) -> AttentionInputs:
     oracle_of.cache_clear()
     release(run.device)
@@ -251,7 +251,7 @@ def inputs_of(case: Any, run: RunConfig, sum_loss: bool = False) -> AttentionInp
     return inputs
 
 
-@lru_cache(maxsize=1)
+@kept_for_a_case
 def oracle_of(case: Any, run: RunConfig, sum_loss: bool = False) -> Oracle:
     release(run.device)
     oracle = oracle_on(case, run, inputs_of(case, run, sum_loss))

@@ -250,6 +250,7 @@ class Sweep:
                 error=None if sample.error is None else float(f"{sample.error:.4g}"),
                 kernel=sample.kernel,
                 seed=self.run.seed,
+                held_mib=None if outcome.held_bytes is None else round(outcome.held_bytes / 2**20, 1),
                 samples=[float(f"{value:.6g}") for value in sample.samples],
             )
             records.append(record)

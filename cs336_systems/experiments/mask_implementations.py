@@ -5,7 +5,7 @@ documents, a padded batch), so each says how inputs are packed and results unpac
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from cs336_systems.experiments.implementations import (
     taken_by,
 )
 from cs336_systems.experiments.spec import Unsupported
+from cs336_systems.measure.memory import kept_for_a_case
 
 
 def build_case(name: str, case: Any, run: RunConfig) -> Built:
@@ -57,7 +58,7 @@ def shape_of(case: Any) -> AttentionShape:
     return case.shape if isinstance(case, MaskCase) else case
 
 
-@lru_cache(maxsize=1)
+@kept_for_a_case
 def mask_of(case: MaskCase, run: RunConfig) -> BlockMask:
     """The mask that `case` names, on the run's device."""
     size = (case.query_block, case.key_block)

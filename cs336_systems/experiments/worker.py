@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -23,6 +23,9 @@ from cs336_systems.experiments.spec import Cell, Disagreement, Sample, Unsupport
 START_TIMEOUT_S = 300  # importing torch on a cold disk
 STOP_TIMEOUT_S = 10
 READY = "ready"
+USED_UP = "used up"  # a child's answer to a cell that it must not measure, since its memory is not empty
+# Of the GPU's memory, what a process may still hold when a case begins: workspaces of cuBLAS, of kernels, of Triton.
+MOST_HELD_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,7 @@ class Outcome:
     measurements: list[Sample] = field(default_factory=list)
     status: Status = "ok"  # of the rows without a measurement: ok (there are none), oom, failed or skipped
     message: str = ""
+    held_bytes: int | None = None  # of the GPU's memory, by the process as the cell began; None: not counted
 
 
 class Worker:
@@ -59,9 +63,12 @@ class Worker:
                 if isinstance(answer, Sample):
                     measurements.append(answer)
                     continue
+                if answer == USED_UP:  # which a new process is not
+                    self.stop()
+                    return self.measure(cell)
                 if answer.status == "failed" or cell.fresh_process:
                     self.stop()
-                return Outcome(measurements=measurements, status=answer.status, message=answer.message)
+                return replace(answer, measurements=measurements)
             message = f"no result within {self.run.cell_timeout_s} s"
         except (EOFError, ConnectionError):
             from cs336_systems.distributed.launch import exit_reason
@@ -157,13 +164,13 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
 
     from cs336_systems.experiments.spec import load
     from cs336_systems.experiments.tuning import TUNE_FLASH
-    from cs336_systems.measure.memory import one_out_of_memory_error, release
+    from cs336_systems.measure.memory import forget_case, held_bytes, one_out_of_memory_error, release
 
     # What is imported stays: left to the collector it would be gone through several times a cell, for 0.2 s each.
     gc.collect()
     gc.freeze()
     pipe.send(READY)
-    problem = ""
+    problem, case = "", None
     while True:
         try:
             cell = pipe.recv()
@@ -174,6 +181,15 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
         if cell.problem != problem:  # first calls compile, whatever another problem has compiled before
             problem = cell.problem
             torch._dynamo.reset()
+        if cell.case != case and case is not None:  # a case's implementations share tensors
+            forget_case()
+            release(run.device)
+            if (held_bytes(run.device) or 0) > MOST_HELD_BYTES:
+                print(f"{held_bytes(run.device):,} bytes are left of {case}: going on in a new process", flush=True)
+                pipe.send(USED_UP)
+                return
+        case = cell.case
+        held = held_bytes(run.device)
         outcome = Outcome()
         try:
             with one_out_of_memory_error():
@@ -184,10 +200,10 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
             outcome = outcome_of(error)  # the process is sound; where it failed it is ended all the same
         except BaseException as error:
             traceback.print_exc()
-            pipe.send(outcome_of(error))
+            pipe.send(replace(outcome_of(error), held_bytes=held))
             raise
         release(run.device)
-        pipe.send(outcome)
+        pipe.send(replace(outcome, held_bytes=held))
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,8 +1,12 @@
 """Memory of closures, in bytes: peaks read from CUDA's allocator, and what autograd keeps, on any device."""
 
+from __future__ import annotations
+
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import _lru_cache_wrapper, lru_cache
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +16,30 @@ from cs336_systems.measure.saved import saved_tensors
 MIB = 2**20
 CPU_ALLOCATOR = "DefaultCPUAllocator"  # in the message of the RuntimeError that it raises when the host is full
 PHASE_MARK = "cs336_systems.phase"  # the profiler's name of the moment at which a phase begins
+
+T = TypeVar("T")
+_kept: list[_lru_cache_wrapper[object]] = []  # all functions under `kept_for_a_case`
+
+
+def kept_for_a_case(function: Callable[..., T]) -> _lru_cache_wrapper[T]:
+    """Keep the latest result of `function` until it is asked for another one, or `forget_case` is called.
+
+    For tensors that the implementations of one case share: the measuring process forgets them when the case ends.
+    """
+    kept = lru_cache(maxsize=1)(function)
+    _kept.append(kept)
+    return kept
+
+
+def forget_case() -> None:
+    """Drop what the functions under `kept_for_a_case` keep."""
+    for kept in _kept:
+        kept.cache_clear()
+
+
+def held_bytes(device: str) -> int | None:
+    """Bytes of CUDA tensors that are alive in this process; None on a CPU, whose allocator does not count."""
+    return torch.cuda.memory_allocated() if device == "cuda" else None
 
 
 def release(device: str) -> None:

@@ -61,7 +61,7 @@ def saved_tensors(
     """
     skipped = {_identity(parameter) for parameter in parameters}
     found: dict[int, Saved] = {}
-    kept = []  # so that no storage is handed out twice
+    kept = []  # storages, so that no address is handed out twice
     current = _CurrentFunction()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -72,8 +72,10 @@ def saved_tensors(
             else:
                 operation = with_line(current.name or "autograd.Function")
             found[identity] = Saved(tensor.untyped_storage().nbytes(), operation)
-            kept.append(tensor)
-        return tensor
+            kept.append(tensor.untyped_storage())
+        # A tensor knows the graph that made it, and the graph keeps what this returns, and this function: a softmax's
+        # own output would be kept by itself for ever, in C++, where no garbage collector looks.
+        return tensor.detach()
 
     with nullcontext() if compiled else current, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = call()
