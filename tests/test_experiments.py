@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cs336_systems import __version__
 from cs336_systems.attention import attention_reference, contract
 from cs336_systems.commands.sweeps import measuring
-from cs336_systems.config import HANDOUT_SIZES, RunConfig
+from cs336_systems.config import HANDOUT_SIZES, MODEL_SIZES, SIZES_2025, SIZES_OF_BOTH, RunConfig
 from cs336_systems.experiments import attention, implementations
 from cs336_systems.experiments import harness as sweep_module
 from cs336_systems.experiments.harness import Provenance, Sweep, find_provenance, planned_cells
@@ -68,7 +68,8 @@ def test_handout_grids_are_the_handouts():
     }
     assert all(shape.batch == 8 and not shape.is_causal for shape in plain)
     script = planned_cells("benchmarking_script", HANDOUT)
-    assert {cell.case.model.name for cell in script} == set(HANDOUT_SIZES)
+    assert {cell.case.model.name for cell in script} == set(SIZES_OF_BOTH) == {*HANDOUT_SIZES, *SIZES_2025}
+    assert replace(MODEL_SIZES["2.7b-2025"], name="xl") == MODEL_SIZES["xl"], "measured under one name"
     assert all({row.case.warmup for row in cell.rows} == {0, 1, 2, 5} and cell.fresh_process for cell in script)
     (leader,) = {cell.case for cell in planned_cells("leaderboard_2025", HANDOUT)}
     assert (leader.batch, leader.heads, leader.seqlen_q, leader.head_dim) == (1, 16, 16384, 64)

@@ -1,13 +1,23 @@
 """Model cells: a model that does not work is never recorded as timed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cs336_systems.config import ModelCase, ModelConfig, RunConfig
 from cs336_systems.experiments import models
-from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, measure_model, wall_clock
-from cs336_systems.experiments.spec import Cell, Disagreement, Row
+from cs336_systems.experiments.models import (
+    MODEL_MODES,
+    TrainingStep,
+    first_calls,
+    model_rounds,
+    round_samples,
+    timed_modes,
+    wall_clock,
+)
+from cs336_systems.experiments.spec import Disagreement, Row, Sample, load
 from tests.broken_models import Bigram
 
 MODEL = ModelConfig(
@@ -66,8 +76,8 @@ def run_with(model: type[nn.Module]) -> RunConfig:
     return RunConfig(scale="tiny", device="cpu", model=f"{__name__}:{model.__name__}")
 
 
-def cell_of(*modes: str) -> Cell:
-    return Cell(case=CASE, implementation="eager", rows=tuple(Row(mode, "time", "ms", CASE) for mode in modes))
+def timed(model: type[nn.Module], *modes: str):
+    return timed_modes(TrainingStep(CASE, run_with(model)), modes, warmup=0, count=3)
 
 
 @pytest.mark.parametrize("mode", MODEL_MODES)
@@ -78,14 +88,14 @@ def test_a_broken_model_is_not_timed(model, message, mode, monkeypatch):
         wall_clock(TrainingStep(CASE, run_with(model)), mode, 2)
     monkeypatch.setattr(models, "time_calls", lambda *_, **__: pytest.fail("timed before it was checked"))
     with pytest.raises(Disagreement, match=message.format(what="logits")):
-        next(measure_model(cell_of(mode), run_with(model)))
+        next(timed(model, mode))
 
 
 def test_a_model_that_breaks_in_training_keeps_its_forward():
     measured = []
     with pytest.raises(Disagreement, match="the model's loss must be finite, got values from nan to nan"):
-        for measurement in measure_model(cell_of(*MODEL_MODES), run_with(NotFiniteInTraining)):
-            measured.append(measurement.row.mode)
+        for mode, _ in timed(NotFiniteInTraining, *MODEL_MODES):
+            measured.append(mode)
     assert measured == ["forward"]
 
 
@@ -109,6 +119,67 @@ def test_the_warmup_series_begins_with_the_models_first_step(monkeypatch):
 
 
 def test_a_working_model_is_timed_in_every_mode():
-    measured = list(measure_model(cell_of(*MODEL_MODES), run_with(Bigram)))
-    assert [measurement.row.mode for measurement in measured] == list(MODEL_MODES)
-    assert all(sample > 0 for measurement in measured for sample in measurement.samples)
+    measured = dict(timed(Bigram, *MODEL_MODES))
+    assert list(measured) == list(MODEL_MODES)
+    assert all(len(samples) == 3 and min(samples) > 0 for samples in measured.values())
+
+
+# By turns
+
+
+TINY = RunConfig(scale="tiny", device="cpu")
+
+
+def test_players_of_a_round_have_as_many_times_and_change_their_order():
+    order = []
+
+    def turn(player, modes):
+        order.append(player)
+        yield from ((mode, [1.0, 2.0]) for mode in modes)
+
+    samples, missing = model_rounds("abc", turn, ("forward", "train_step"), TINY)
+    assert order == [*"abc", *"cba"] and not missing
+    assert {len(taken) for taken in samples.values()} == {4} and len(samples) == 6
+
+
+def test_a_mode_that_does_not_fit_costs_neither_the_others_nor_the_other_players():
+    asked = []
+
+    def turn(player, modes):
+        asked.append((player, modes))
+        for mode in modes:
+            if (player, mode) == ("float32", "train_step"):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 82.00 MiB.")
+            yield mode, [1.0]
+
+    modes = ("forward", "train_step")
+    rows = {(name, mode): Row(mode, "time", "ms", name) for name in ("float32", "bfloat16") for mode in modes}
+    found = list(round_samples(rows, *model_rounds(["float32", "bfloat16"], turn, modes, TINY)))
+    assert [(sample.status, len(sample.samples)) for sample in found if sample.samples] == [("skipped", 2)] * 3
+    (without,) = (sample for sample in found if not sample.samples)
+    assert without.row == rows["float32", "train_step"] and without.status == "oom"
+    assert asked[-1] == ("float32", ("forward",)), "what does not fit is not tried again"
+
+
+def test_a_compiled_model_that_is_wrong_has_no_times_and_the_eager_one_has(monkeypatch):
+    """The compiled one used to have a cell of its own, so that a ratio was of two runs whenever one was repeated."""
+    problem = load("torch_compile")
+    run = RunConfig(scale="smoke", device="cpu")
+    (cell,) = (cell for cell in problem.cells(run) if isinstance(cell.case, ModelCase))
+    cell = replace(cell, case=CASE)
+    monkeypatch.setattr("torch.compile", lambda model: lambda tokens: 2 * model(tokens))
+    monkeypatch.setattr("cs336_systems.experiments.torch_compile.has_cxx_compiler", lambda: True)
+    found: dict[tuple[str, str, str], Sample] = {
+        (one.row.implementation, one.row.mode, one.row.quantity): one for one in problem.measure(cell, run)
+    }
+    assert len(found) == len(cell.rows)
+    for (name, _, _), sample in found.items():
+        assert bool(sample.samples) == (name == "eager")
+        assert sample.samples or (sample.status == "failed" and "compiled logits differ" in sample.message)
+
+
+def test_first_calls_leave_the_step_as_it_was():
+    step = TrainingStep(CASE, run_with(Bigram))
+    model = step.model
+    assert [mode for mode, _ in first_calls(step, model, TINY)] == ["forward", "forward_backward"]
+    assert step.model is model and all(parameter.grad is None for parameter in step.parameters)

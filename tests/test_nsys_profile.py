@@ -1,8 +1,11 @@
 """The problem `nsys_profile`: what its cells promise, and that its rows are what the profile holds."""
 
+from dataclasses import replace
+
 import pytest
 
-from cs336_systems.config import RunConfig
+from cs336_systems.accounting import model_peak_bytes
+from cs336_systems.config import MODEL_SIZES, SIZES_2025, ModelCase, Precision, RunConfig
 from cs336_systems.experiments.nsys_profile import measurements, profile_rows
 from cs336_systems.experiments.spec import Sample, load
 from cs336_systems.measure.kernels import CATEGORIES
@@ -12,6 +15,7 @@ from tests.test_trace import gpu_events
 COVERS = ("cs336_systems/measure", "cs336_systems/experiments/nsys_profile.py")
 NSYS = load("nsys_profile")
 TINY = RunConfig(scale="tiny", device="cpu")
+H200_BYTES = 150_109_880_320
 
 
 def by_name(found: list[Sample]) -> dict[tuple[str, str], Sample]:
@@ -21,6 +25,18 @@ def by_name(found: list[Sample]) -> dict[tuple[str, str], Sample]:
 @pytest.fixture(scope="module")
 def measured() -> dict[tuple[str, str], Sample]:
     return by_name(list(NSYS.measure(NSYS.cells(TINY)[0], TINY)))
+
+
+def test_cases_are_those_of_both_editions() -> None:
+    """2025 asks for every size at four contexts, 2026 for the longest context that fits: neither was all there."""
+    cases = [cell.case for cell in NSYS.cells(RunConfig(scale="handout", device="cuda"))]
+    plain = {(case.model.name, case.model.context_length) for case in cases if case.precision == Precision()}
+    assert {(size, context) for size in SIZES_2025 for context in (128, 256, 512, 1024)} <= plain
+    for size in ("small", "xl"):
+        contexts = sorted(context for name, context in plain if name == size)
+        fits = [replace(MODEL_SIZES[size], context_length=context) for context in contexts[-2:]]
+        needed = [model_peak_bytes(ModelCase(model=m, batch=4, attention="reference"), "train_step") for m in fits]
+        assert needed[0] < H200_BYTES < needed[1], "the longest that fits, and one that does not"
 
 
 def test_every_promised_row_is_measured_or_says_why_not(measured: dict[tuple[str, str], Sample]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cs336_systems.config import HANDOUT_SIZES, ModelCase, RunConfig
+from cs336_systems.config import SIZES_OF_BOTH, ModelCase, RunConfig
 from cs336_systems.experiments.benchmarking_mixed_precision import AutocastCase, NormCase, autocast_dtypes, norm_in
 from cs336_systems.experiments.spec import load
 
@@ -54,9 +54,10 @@ def test_squares_overflow_in_float16_alone():
 
 
 def test_every_size_is_timed_in_three_precisions():
-    cases = [cell.case for cell in EXPERIMENT.cells(HANDOUT)]
-    timed = [case for case in cases if isinstance(case, ModelCase)]
-    assert {case.model.name for case in timed} == set(HANDOUT_SIZES) and len(timed) == 3 * len(HANDOUT_SIZES)
+    cells = [cell for cell in EXPERIMENT.cells(HANDOUT) if isinstance(cell.case, ModelCase)]
+    assert [cell.case.model.name for cell in cells] == list(SIZES_OF_BOTH), "the precisions of a size take turns"
+    timed = [case for cell in cells for case in dict.fromkeys(row.case for row in cell.rows)]
+    assert len(timed) == 3 * len(SIZES_OF_BOTH)
     assert {(case.precision.parameters, case.precision.autocast) for case in timed} == {
         ("float32", None), ("float32", "bfloat16"), ("bfloat16", None),
     }  # fmt: skip

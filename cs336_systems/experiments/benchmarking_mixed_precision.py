@@ -1,6 +1,6 @@
 """Autocast's dtypes, a layer norm computed in one dtype, and step times in float32 and with bfloat16."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -9,9 +9,17 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cs336_systems.config import DTypeName, Precision, RunConfig
+from cs336_systems.config import SIZES_OF_BOTH, DTypeName, ModelCase, Precision, RunConfig
 from cs336_systems.experiments import Bars, Cell, Experiment, Pick, Pivot, Row, Sample, Wide, problem
-from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cases
+from cs336_systems.experiments.models import (
+    MODEL_MODES,
+    STEPS_A_TURN,
+    TrainingStep,
+    model_cases,
+    model_rounds,
+    round_samples,
+    timed_modes,
+)
 
 PRECISIONS = (Precision(), Precision(autocast="bfloat16"), Precision(parameters="bfloat16"))
 NORM_SCALES = (1.0, 100.0, 300.0, 1000.0)
@@ -20,10 +28,6 @@ NORM_DTYPES: tuple[DTypeName, ...] = ("float32", "float16", "bfloat16")
 LOW: tuple[DTypeName, ...] = ("float16", "bfloat16")
 AUTOCAST_TENSORS = ("parameters", "fc1 output", "layer norm output", "logits", "loss", "gradients")
 BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}
-# Of timed steps a mode, and the fewest: three precisions of five sizes are to fit in the time of one. `compare` needs
-# four samples.
-BUDGET_MS = {"cuda": 1000.0, "cpu": 250.0}
-MIN_STEPS = {"cuda": 4, "cpu": 5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,19 +109,21 @@ def norm_in(dtype: str, scale: float, *, device: str = "cpu") -> NormResult:
 
 @problem()
 class BenchmarkingMixedPrecision(Experiment):
+    by_turns = True  # the precisions of a size
+
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Autocast's dtypes, the norm's overflow, then the sizes in float32, under bfloat16 autocast, in bfloat16."""
+        """Autocast's dtypes, the norm's overflow, then each size in float32, under bfloat16 autocast, in bfloat16."""
         cells = [Cell(case=AutocastCase(dtype=dtype), implementation="eager", rows=DTYPES_SEEN) for dtype in LOW]
         norms = [NormCase(dtype=dtype, scale=scale) for dtype in NORM_DTYPES for scale in NORM_SCALES]
         cells += [Cell(case=norm, implementation="eager", rows=(OVERFLOW, NORM_ERROR)) for norm in norms]
         modes = MODEL_MODES if run.scale == "handout" else MODEL_MODES[:2]
-        times = tuple(Row(mode, "time", "ms") for mode in modes)
-        for case in model_cases(run):
+        for case in model_cases(run, SIZES_OF_BOTH):
             if run.scale != "handout" and not case.model.name.endswith("-proxy"):
                 continue  # a CPU without bfloat16 units takes many seconds for a step of a real model in it
             case = replace(case, warmup=2 if run.scale == "handout" else 0)
             of_precisions = [replace(case, precision=precision) for precision in PRECISIONS]
-            cells += [Cell(case=one, implementation="eager", rows=times) for one in of_precisions]
+            times = tuple(Row(mode, "time", "ms", one) for one in of_precisions for mode in modes)
+            cells.append(Cell(case=case, implementation="eager", rows=times))
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
@@ -130,7 +136,17 @@ class BenchmarkingMixedPrecision(Experiment):
             yield Sample(row=OVERFLOW, samples=[result.overflowing_squares])
             yield Sample(row=NORM_ERROR, samples=[result.error])
         else:
-            yield from measure_model(cell, run, budget_ms=BUDGET_MS[run.device], min_samples=MIN_STEPS[run.device])
+            yield from self._measure_precisions(cell, run)
+
+    def _measure_precisions(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        """Each precision in its turn: a model of its own, since no GPU holds three of `10b`, in all modes."""
+
+        def turn(case: ModelCase, modes: Sequence[str]) -> Iterator[tuple[str, list[float]]]:
+            yield from timed_modes(TrainingStep(case, run), modes, warmup=case.warmup, count=STEPS_A_TURN)
+
+        rows = {(row.case, row.mode): row for row in cell.rows}
+        players, modes = (list(dict.fromkeys(names)) for names in zip(*rows))
+        yield from round_samples(rows, *model_rounds(players, turn, modes, run))
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         return {

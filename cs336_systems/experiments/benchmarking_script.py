@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.config import RunConfig
+from cs336_systems.config import SIZES_OF_BOTH, RunConfig
 from cs336_systems.experiments import Bars, Cell, Difference, Experiment, Pick, Ratio, Row, Sample, Wide, problem
 from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cases, wall_clock
 
@@ -23,7 +23,7 @@ SETTLED = {"quantity": "time", "warmup": WARMUPS[-1]}
 class BenchmarkingScript(Experiment):
     def cells(self, run: RunConfig) -> list[Cell]:
         cells = []
-        for case in model_cases(run):
+        for case in model_cases(run, SIZES_OF_BOTH):
             for mode in MODEL_MODES:
                 cases = [replace(case, warmup=warmup) for warmup in WARMUPS]
                 rows = tuple(Row(mode, "time", "ms", one) for one in cases)

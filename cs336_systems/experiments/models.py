@@ -1,35 +1,45 @@
-"""Cells that time a language model, eager or compiled: forward, forward and backward, full training step."""
+"""Cells that time a language model: forward, forward and backward, full training step.
+
+What is compared takes turns in one cell: a GPU's clock and a host's load change between two cells, by more than some of
+the differences that are asked for.
+"""
 
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from cs336_systems.config import HANDOUT_SIZES, MODEL_SIZES, ModelCase, RunConfig, proxy_model
-from cs336_systems.device import has_cxx_compiler
-from cs336_systems.experiments import Cell, Disagreement, Sample, Unsupported
+from cs336_systems.experiments import Disagreement, Row, Sample
+from cs336_systems.experiments.turns import in_order
+from cs336_systems.experiments.worker import Outcome, outcome_of
 from cs336_systems.inputs import token_batch
-from cs336_systems.measure.memory import release
-from cs336_systems.measure.timing import MIN_SAMPLES, time_calls, time_once
+from cs336_systems.measure.memory import one_out_of_memory_error, release
+from cs336_systems.measure.timing import time_calls, time_once
 from cs336_systems.model import AdamW, build_model, cross_entropy
 
 MODEL_MODES = ("forward", "forward_backward", "train_step")
-BUDGET_MS = {"cuda": 3000.0, "cpu": 1000.0}  # of timed steps a mode, at least five and at most a hundred of them
+STEPS_A_TURN = 3  # timed, of each mode
+LEAST_ROUNDS, MOST_ROUNDS = 2, {"tiny": 2, "smoke": 2, "handout": 6}  # `compare` needs four samples
+ROUNDS_BUDGET_S = {"cpu": 20.0, "cuda": 30.0}  # in which a further round must end
 # A compiled model may reorder float32 sums: its logits and its loss agree with eager's within this times the largest.
 TOLERANCE = 1e-3
+P = TypeVar("P")
 
 
-def model_cases(run: RunConfig) -> list[ModelCase]:
-    """A case for each size at the run's scale, in float32 with plain attention.
+def model_cases(run: RunConfig, sizes: Sequence[str] = HANDOUT_SIZES) -> list[ModelCase]:
+    """A case for each of `sizes` at the run's scale, in float32 with plain attention.
 
-    handout: the handout's five sizes, batch 4, context 512. smoke: the real small model at context 128, batch 1, and
+    handout: all of them, batch 4, context 512. smoke: the real small model at context 128, batch 1, and
     a narrow proxy of medium (another would say nothing new in a laptop's minutes). tiny: one narrow proxy.
     """
-    models = [MODEL_SIZES[size] for size in HANDOUT_SIZES]
+    models = [MODEL_SIZES[size] for size in sizes]
     if run.scale == "tiny":
         models = [replace(proxy_model("small", 64), context_length=32, vocab_size=256)]
     if run.scale == "smoke":
@@ -106,48 +116,89 @@ class TrainingStep:
         return torch.autocast(self.device, dtype=getattr(torch, self.autocast))
 
 
-def measure_model(
-    cell: Cell, run: RunConfig, *, budget_ms: float | None = None, min_samples: int = MIN_SAMPLES
-) -> Iterator[Sample]:
-    """Time every promised mode, for `budget_ms` of timed steps each (default: the device's), at least `min_samples`.
+def timed_modes(
+    step: TrainingStep, modes: Sequence[str], *, warmup: int, count: int
+) -> Iterator[tuple[str, list[float]]]:
+    """Yield each of `modes` with the milliseconds of `count` of its passes, after `warmup` that are not timed.
 
-    A model is timed only if its logits, and in the other modes its loss, are finite and of the right shape; a compiled
-    one is also compared with the eager one on the same weights and batch. Raises Disagreement where it is not so.
+    Disagreement, before anything is timed, unless the logits and, in the other modes, the loss are finite.
     """
-    case: ModelCase = cell.case
-    if cell.implementation == "compiled" and run.device == "cpu" and not has_cxx_compiler():
-        raise Unsupported("no C++ compiler")
-    release(run.device)
-    step = TrainingStep(case, run)
-    rows = {(row.mode, row.quantity): row for row in cell.rows}
-    logits = step.forward()
-    require_finite("logits", logits)
-    expected: dict[str, Tensor] = {}  # of the compiled model
-    if cell.implementation == "compiled":
-        expected = {"forward": logits, "forward_backward": step.forward_backward()}
-        require_finite("loss", expected["forward_backward"])
-        step.reset()
-        step.model = torch.compile(step.model)
-    del logits
-    for mode in MODEL_MODES:
-        call: Callable[[], Tensor] = getattr(step, mode)
-        if (mode, "time") not in rows:
-            continue
-        if mode in expected:
-            results: list[Tensor] = []
-            seconds = time_once(lambda: results.append(call()), run.device) / 1e3  # noqa: B023
-            _agree("logits" if mode == "forward" else "loss", results.pop(), expected.pop(mode))
-            if row := rows.get((mode, "compile_time")):
-                yield Sample(row=row, samples=[seconds])
-        elif mode != "forward":
+    require_finite("logits", step.forward())
+    for mode in modes:
+        if mode != "forward":
             step.reset()
             require_finite("loss", step.forward_backward())
-        budget = BUDGET_MS[run.device] if budget_ms is None else budget_ms
-        samples = time_calls(
-            call, device=run.device, warmup=case.warmup, before=step.reset, budget_ms=budget, min_samples=min_samples
-        )  # fmt: skip
+        call: Callable[[], Tensor] = getattr(step, mode)
+        samples = time_calls(call, device=step.device, warmup=warmup, before=step.reset, num_samples=count)
         step.reset()
-        yield Sample(row=rows[mode, "time"], samples=samples)
+        yield mode, samples
+
+
+def model_rounds(
+    players: Sequence[P],
+    turn: Callable[[P, Sequence[str]], Iterator[tuple[str, list[float]]]],
+    modes: Sequence[str],
+    run: RunConfig,
+) -> tuple[dict[tuple[P, str], list[float]], dict[tuple[P, str], Outcome]]:
+    """Milliseconds by (player, mode), of turns that the players take round by round, and why some have none.
+
+    `turn(player, modes)` yields modes with their times, the same number of times for every player. A mode that it does
+    not come to, for want of memory or because a result is wrong, is left out of the later rounds.
+    Rounds go on for ROUNDS_BUDGET_S, at least LEAST_ROUNDS of them and at most MOST_ROUNDS.
+    """
+    samples: dict[tuple[P, str], list[float]] = defaultdict(list)
+    missing: dict[tuple[P, str], Outcome] = {}
+    began = time.monotonic()
+    for number in range(MOST_ROUNDS[run.scale]):
+        round_began = time.monotonic()
+        for player in in_order(players, number):
+            left = [mode for mode in modes if (player, mode) not in missing]
+            try:
+                with one_out_of_memory_error():
+                    for mode, taken in turn(player, tuple(left)) if left else ():
+                        samples[player, mode] += taken
+                        left.remove(mode)
+            except (torch.OutOfMemoryError, Disagreement) as error:
+                missing |= {(player, mode): outcome_of(error) for mode in left}
+            release(run.device)
+        now = time.monotonic()
+        if number + 1 >= LEAST_ROUNDS and now - began + (now - round_began) > ROUNDS_BUDGET_S[run.device]:
+            break
+    return samples, missing
+
+
+def round_samples(
+    rows: Mapping[tuple[P, str], Row], samples: Mapping[tuple[P, str], list[float]],
+    missing: Mapping[tuple[P, str], Outcome],
+) -> Iterator[Sample]:  # fmt: skip
+    """The promised `rows`, by player and mode, as `model_rounds` has found them."""
+    for key, row in rows.items():
+        if key in missing:
+            yield Sample(row=row, status=missing[key].status, message=missing[key].message)
+        else:
+            yield Sample(row=row, samples=samples[key])
+
+
+def first_calls(step: TrainingStep, compiled: Any, run: RunConfig) -> Iterator[tuple[str, float]]:
+    """Yield forward and forward_backward with the seconds of the `compiled` model's first call of each.
+
+    Disagreement if its logits or its loss are not those of the model of `step`, on the same weights and batch.
+    """
+    eager = step.model
+    expected = {"forward": step.forward(), "forward_backward": step.forward_backward()}
+    require_finite("logits", expected["forward"])
+    require_finite("loss", expected["forward_backward"])
+    step.reset()
+    step.model = compiled
+    try:
+        for mode in ("forward", "forward_backward"):
+            results: list[Tensor] = []
+            seconds = time_once(lambda: results.append(getattr(step, mode)()), run.device) / 1e3  # noqa: B023
+            _agree("logits" if mode == "forward" else "loss", results.pop(), expected.pop(mode))
+            yield mode, seconds
+    finally:
+        step.model = eager
+        step.reset()
 
 
 def wall_clock(step: TrainingStep, mode: str, count: int) -> list[float]:

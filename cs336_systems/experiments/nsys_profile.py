@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.config import MODEL_SIZES, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
+from cs336_systems.config import MODEL_SIZES, SIZES_2025, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments import Bars, Cell, Experiment, Listing, Pick, Ratio, Row, Sample, Wide, problem
 from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, wall_clock
 from cs336_systems.measure.capture import capture
@@ -23,6 +23,10 @@ from cs336_systems.measure.ranges import SCORES, SOFTMAX, VALUES, annotate
 from cs336_systems.measure.trace import Trace
 
 WALL_CLOCK_STEPS = 5  # `compare` needs four
+CONTEXTS = (128, 256, 512, 1024)
+# The longest context with which a full step fits an H200, and the next, with which it does not.
+LONGEST = {"small": (6144, 7168), "xl": (1536, 2048)}
+WITH_AUTOCAST = ("small", "xl")  # at the context 512
 NUM_PROFILED_STEPS = {"tiny": 1, "smoke": 2, "handout": 2}
 RANKED, RANKS = ("kernel", "other_kernel"), range(1, 6)  # the five longest kernels, and those that are no matmul
 CATEGORY_WORDS = {"gemm": "matmul"}
@@ -30,13 +34,15 @@ ATTENTION_PARTS = {"scores": SCORES, "softmax": SOFTMAX, "values": VALUES}
 
 
 def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:
-    """(model, batch): the smallest and the largest size that trains on one GPU, proxies of them below handout scale."""
+    """(model, batch) of both editions' cases; proxies of the smallest and the largest below handout scale.
+
+    2025: every size at each of CONTEXTS. 2026: two sizes and three contexts, the last the longest that trains on the
+    GPU: of `small` and `xl` those of LONGEST.
+    """
     if run.scale == "handout":
-        return [
-            (replace(MODEL_SIZES[size], context_length=context), 4)
-            for size in ("small", "xl")
-            for context in (256, 512, 1024)
-        ]
+        asked = [(size, context) for size in SIZES_2025 for context in CONTEXTS]
+        asked += [(size, context) for size, contexts in LONGEST.items() for context in contexts]
+        return [(replace(MODEL_SIZES[size], context_length=context), 4) for size, context in asked]
     if run.scale == "tiny":
         model = replace(proxy_model("small", 64), vocab_size=256)
         return [(replace(model, context_length=context), 1) for context in (16, 32)]
@@ -105,7 +111,8 @@ class NsysProfile(Experiment):
         cases = [ModelCase(model=model, batch=batch, attention="reference", warmup=2) for model, batch in models(run)]
         if run.scale == "handout":
             autocast = Precision(autocast="bfloat16")
-            cases += [replace(case, precision=autocast) for case in cases if case.model.context_length == 512]
+            middle = [case for case in cases if case.model.context_length == 512 and case.model.name in WITH_AUTOCAST]
+            cases += [replace(case, precision=autocast) for case in middle]
         rows = tuple(row for mode in MODEL_MODES for row in profile_rows(mode))
         return [Cell(case=case, implementation="eager", rows=rows) for case in cases]
 

@@ -1,53 +1,124 @@
-"""torch.compile on plain attention, and on the whole model: eager beside compiled."""
+"""torch.compile on plain attention, and on the whole model: eager and compiled by turns."""
 
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cs336_systems.config import ModelCase, RunConfig, proxy_model
-from cs336_systems.experiments import Bars, Cell, Experiment, Pivot, Row, Sample, problem
-from cs336_systems.experiments.attention import BACKWARD, FORWARD
-from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cases
-from cs336_systems.experiments.pytorch_attention import PyTorchAttention
+import torch
+
+from cs336_systems.accounting import eager_attention_bytes
+from cs336_systems.config import AttentionShape, ModelCase, RunConfig, proxy_model
+from cs336_systems.device import has_cxx_compiler
+from cs336_systems.experiments import Bars, Cell, Pivot, Row, Sample, Unsupported, problem
+from cs336_systems.experiments.attention import BACKWARD, FORWARD, HEAD_DIMS, sized_shape
+from cs336_systems.experiments.models import (
+    MODEL_MODES,
+    STEPS_A_TURN,
+    TrainingStep,
+    first_calls,
+    model_cases,
+    model_rounds,
+    round_samples,
+    timed_modes,
+)
+from cs336_systems.experiments.pytorch_attention import BATCH, LENGTHS, LONGEST_OF_HANDOUT
+from cs336_systems.experiments.spec import turns_cell
+from cs336_systems.experiments.turns import AttentionByTurns
+from cs336_systems.experiments.worker import Outcome, outcome_of
+from cs336_systems.measure.memory import one_out_of_memory_error, release
 
 IS_SHAPE, IS_MODEL = {"case_type": "AttentionShape"}, {"case_type": "ModelCase"}
 SPEED = (("compiled", "eager"),)
-PLAIN = PyTorchAttention()
 
 
 @problem()
-class TorchCompile(Experiment):
+class TorchCompile(AttentionByTurns):
     implementations = ("eager", "compiled")
+    rows = (FORWARD, BACKWARD)
+    rounds = {"cpu": 3, "cuda": 6}
     speeds = {"speed_over_eager": {"implementation": "eager"}}
 
+    def names(self, run: RunConfig) -> Sequence[str]:
+        """Nothing is compiled at the smallest scale."""
+        return self.implementations if run.scale != "tiny" else ("eager",)
+
+    def cases(self, run: RunConfig) -> list[AttentionShape]:
+        """The handout's grid of attention: batch 8, one head, no mask, float32."""
+        return [
+            replace(sized_shape(run, BATCH, 1, seqlen, head_dim, False), dtype="float32")
+            for head_dim in HEAD_DIMS[run.scale]
+            for seqlen in LENGTHS[run.scale]
+            if seqlen <= LONGEST_OF_HANDOUT
+        ]
+
     def cells(self, run: RunConfig) -> list[Cell]:
-        """(a) the same attention, eager and compiled; (b) whole models, eager and compiled."""
+        """(a) attention; (b) whole models, compiled once and timed by turns with the same weights."""
         cells = [
-            Cell(case=shape, implementation=name, rows=(FORWARD, BACKWARD))
-            for shape in PLAIN.cases(run)
-            for name in self.implementations
-            if name == "eager" or run.scale != "tiny"
+            # On a CPU, which swaps where a GPU raises, eager's four matrices of scores decide; each keeps its graph.
+            replace(cell, predicted_bytes=2 * eager_attention_bytes(cell.case, "forward_backward"))
+            for cell in super().cells(run)
         ]
         if run.scale == "tiny":
             return cells
-        compile_rows = tuple(Row(mode=mode, quantity="compile_time", unit="s") for mode in MODEL_MODES[:2])
-        times = tuple(Row(mode, "time", "ms") for mode in MODEL_MODES)
+        compile_rows = [Row(mode, "compile_time", "s", implementation="compiled") for mode in MODEL_MODES[:2]]
+        times = [Row(mode, "time", "ms") for mode in MODEL_MODES]
         cases = [replace(case, warmup=2) for case in model_cases(run)]
         if run.scale == "smoke":  # compiling takes a laptop longer the more blocks there are, and shows no more
             narrow = proxy_model("medium", 128)  # by a name of its own: other problems' proxy is wider and deeper
             narrow = replace(narrow, name="medium-2-layer-proxy", num_layers=2, context_length=128)
             cases = [replace(cases[0], model=narrow, warmup=1)]
         for case in cases:
-            cells.append(Cell(case=case, implementation="eager", rows=times))
-            cells.append(Cell(case=case, implementation="compiled", rows=compile_rows + times))
+            cell = turns_cell(case, self.implementations, times)
+            cells.append(replace(cell, rows=(*cell.rows, *compile_rows)))
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         if isinstance(cell.case, ModelCase):
-            return measure_model(cell, run)
-        return PLAIN.measure(cell, run)
+            return self._measure_model(cell, run)
+        return super().measure(cell, run)
+
+    def _measure_model(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        """The first calls of the compiled model, checked against the eager one, then both by turns.
+
+        One that cannot be compiled, or is wrong when it is, has rows that say so, and the eager one is timed alone.
+        """
+        rows = {(row.implementation, row.mode): row for row in cell.rows if row.quantity == "time"}
+        compile_rows = {row.mode: row for row in cell.rows if row.quantity == "compile_time"}
+        step = TrainingStep(cell.case, run)
+        models = {"eager": step.model}
+        found: list[Row] = []  # of the first calls
+        broken: Outcome | None = None
+        try:
+            if run.device == "cpu" and not has_cxx_compiler():
+                raise Unsupported("no C++ compiler")
+            compiled = torch.compile(step.model)
+            with one_out_of_memory_error():
+                for mode, seconds in first_calls(step, compiled, run):
+                    found.append(compile_rows[mode])
+                    yield Sample(row=found[-1], samples=[seconds])
+            models["compiled"] = compiled
+        except Exception as error:  # noqa: BLE001 - the compiler may raise anything on a reader's own model
+            broken = outcome_of(error)
+            traceback.print_exc()
+        if broken is not None:
+            of_compiled = [row for row in cell.rows if row.implementation == "compiled" and row not in found]
+            yield from (Sample(row=row, status=broken.status, message=broken.message) for row in of_compiled)
+            rows = {key: row for key, row in rows.items() if key[0] == "eager"}
+            release(run.device)
+
+        def turn(name: str, modes: Sequence[str]) -> Iterator[tuple[str, list[float]]]:
+            step.model = models[name]
+            try:
+                yield from timed_modes(step, modes, warmup=cell.case.warmup, count=STEPS_A_TURN)
+            finally:  # nothing of a step that did not fit is the next one's
+                step.optimizer = None
+                step.reset()
+
+        yield from round_samples(rows, *model_rounds(list(models), turn, MODEL_MODES, run))
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Head dim and length as the handout calls them."""
         return {"S": row.get("seqlen_q"), "d": f"d = {row.get('head_dim')}"}
 
     tables = {
