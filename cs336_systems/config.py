@@ -86,7 +86,8 @@ MODEL_SIZES: dict[str, ModelConfig] = {
     )
 }
 HANDOUT_SIZES = ("small", "medium", "large", "xl", "10b")  # of the 2026 edition
-SIZES_2025 = ("small", "medium", "large", "xl-2025", "xl")  # the last is that edition's 2.7b, by the shape that it shares
+# The 2025 edition's, whose 2.7b is called xl here: they have one shape.
+SIZES_2025 = ("small", "medium", "large", "xl-2025", "xl")
 SIZES_OF_BOTH = ("small", "medium", "large", "xl-2025", "xl", "10b")  # each shape once, by the number of parameters
 
 

@@ -7,23 +7,21 @@ constant `COVERS` and the module itself. An ordinary run compares the hashes and
 
 from __future__ import annotations
 
-import ast
 import fcntl
 import hashlib
 import json
 import os
-import tokenize
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.measure.sources import code_of
+
 PUBLISHED_RECORDS = "results/nvidia-*/tests.jsonl"  # one a GPU, relative to the repository's root
 CHANGED = "sources changed since"
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,31 +66,10 @@ def source_hash(root: Path, test_file: str, covers: Sequence[str]) -> str:
         files |= found
     digest = hashlib.sha256()
     for name, file in sorted((file.relative_to(root).as_posix(), file) for file in files):
-        content = _code_of(file.read_text(encoding="utf-8"), file.suffix).encode()
+        content = code_of(file.read_text(encoding="utf-8"), file.suffix).encode()
         digest.update(f"{name}\0{len(content)}\0".encode())  # the length keeps content from passing as a name
         digest.update(content)
     return digest.hexdigest()
-
-
-@cache
-def _code_of(source: str, suffix: str) -> str:
-    """Python without comments, docstrings and empty lines, which no test judges; other sources as they are.
-
-    Cut out of the text, since what ast or tokenize would write differs between versions of Python.
-    """
-    if suffix != ".py":
-        return source
-    lines = source.splitlines(keepends=True)
-    for token in tokenize.generate_tokens(iter(lines).__next__):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-            text = node.body[0]
-            if not lines[text.lineno - 1][: text.col_offset].strip():
-                lines[text.lineno - 1 : text.end_lineno] = [""] * (text.end_lineno - text.lineno + 1)
-    return "".join(f"{line.rstrip()}\n" for line in lines if line.strip())
 
 
 def read_rows(path: Path) -> dict[str, GpuRow]:

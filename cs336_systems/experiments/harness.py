@@ -27,6 +27,7 @@ from cs336_systems.experiments.axes import CHOSEN, choose_cells
 from cs336_systems.experiments.records import Record, Run, append_records, case_to_dict, latest, read_records
 from cs336_systems.experiments.spec import Cell, Sample, load
 from cs336_systems.experiments.worker import Outcome, Worker
+from cs336_systems.measure.sources import sources_hash
 
 # Of the machine's memory, what a CPU cell may be predicted to need before it is skipped.
 USABLE_MEMORY = 0.8
@@ -250,6 +251,7 @@ class Sweep:
                 error=None if sample.error is None else float(f"{sample.error:.4g}"),
                 kernel=sample.kernel,
                 seed=self.run.seed,
+                sources=sources_hash(cell.problem),
                 held_mib=None if outcome.held_bytes is None else round(outcome.held_bytes / 2**20, 1),
                 samples=[float(f"{value:.6g}") for value in sample.samples],
             )

@@ -27,7 +27,9 @@ from cs336_systems.experiments.frames import calculated_frame, dicts, digits, in
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.spec import Calculation, Experiment, experiments
 from cs336_systems.experiments.tables import ABSENT, Table
+from cs336_systems.experiments.worker import MOST_HELD_BYTES
 from cs336_systems.handout import HANDOUT
+from cs336_systems.measure.sources import older_hashes, reached, sources_hash
 
 PAGES = "writeup"  # the folder of templates
 DOCUMENT = "writeup.md"
@@ -41,6 +43,9 @@ DIGESTS = "digests.json"  # of the figures beside it
 MOST_LINES = 14  # of a table on a page
 MOST_WORDS = 25_000  # of the document
 ANSWER_WITHIN = 10  # lines of a page
+# How a line of age ends, and how it begins.
+UNCHANGED, CHANGED = "kernels unchanged since", "older than the code that they measure"
+AGE = re.compile(r"^\*.+, records of \d{4}-", re.MULTILINE)
 ANSWER = "> **Answer.**"
 # A number with a unit in which something is measured. Digits in code, formulas, links and placeholders do not count.
 TYPED = re.compile(r"(?<![\w.])[−-]?\d[\d,.]*\s?(?:ms|µs|us|s|MiB|GiB|MB/s|GB/s|TB/s|TFLOP/s|%|×|times)(?![\w/])")
@@ -85,8 +90,29 @@ class Book:
         heading, _, rest = text.partition("\n")
         if heading != f"# {name}":
             raise ValueError(f"{PAGES}/{name}.md: must begin with '# {name}', has {heading[:80]!r}")
+        if name in experiments() and not AGE.search(text):
+            before, _, last = rest.rstrip().rpartition("\n\n")  # no table: above the links that end a page
+            rest = "\n\n".join(filter(None, (before, self.age(name), last)))
         rest = LINK.sub(r"](#\1)", rest.rstrip()).replace("](../", "](")
         return f"## {name}\n{rest}\n"
+
+    def age(self, name: str, rows: pd.DataFrame | None = None) -> str:
+        """What a page says below a table: the device and the dates of its `rows`, and whether they are older than the
+        code that they measure. All records of the experiment `name` without `rows`; "" where there are none.
+        """
+        rows = self.frame(name) if rows is None else rows
+        if isinstance(experiments()[name], Calculation) or rows.empty:
+            return ""
+        older = older_hashes(self.folder_of(name) / "records").get(name, {})
+        known = dicts(rows[["sources", "run"]].drop_duplicates())
+        hashes = {row["sources"] or older.get(row["run"], "") for row in known}
+        days = sorted({f"{run[:4]}-{run[4:6]}-{run[6:8]}" for run in rows["run"]})
+        dates = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+        held = pd.to_numeric(rows["held_mib"]).max()
+        more = f"; up to {held / 1024:.1f} GiB were held before" if held * 2**20 > MOST_HELD_BYTES else ""
+        age = UNCHANGED if hashes == {sources_hash(name)} else CHANGED
+        age = f", {age}" if reached(name) else ""  # else PyTorch's own operations are measured
+        return f"*{rows['device'].iloc[0]}, records of {dates}{age}{more}.*"
 
     def document(self) -> str:
         """`writeup.md`: a list of all pages with section, editions and points, then the pages."""
@@ -336,10 +362,12 @@ class Page:
         """The table `name`, or those `lines` (texts of the first column) and `columns` (headings) of it."""
         if name not in self._experiment.tables:
             raise ValueError(f"no table {name!r}; there are {', '.join(self._experiment.tables)}")
-        table: Table = self._experiment.tables[name].build(self._frame).only(lines, columns)
+        spec = self._experiment.tables[name]
+        table: Table = spec.build(self._frame).only(lines, columns)
         if len(table.lines) > MOST_LINES:
             raise ValueError(f"table {name!r} has over {MOST_LINES} lines, {len(table.lines)}: choose with lines=[...]")
-        return f"**{table.title}**\n\n{table.markdown()}" if table.title else table.markdown()
+        age = self._book.age(self._problem, pick(self._frame, spec.where))
+        return "\n\n".join(filter(None, (f"**{table.title}**" if table.title else "", table.markdown(), age)))
 
     def figure(self, name: str) -> str:
         """The figure `name` as an image, its title as the text for those who cannot see it."""

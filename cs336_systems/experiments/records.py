@@ -58,6 +58,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: float | None = None  # largest ratio of |result - oracle| to its bound, over all checked outputs; <= 1
     kernel: str = ""  # what really ran or was found, where a name says it: a kernel, tiles, a dtype, a line of source
     seed: int = 0
+    sources: str = ""  # hash of the operations that were measured (sources.py)
     held_mib: float | None = None  # of the GPU's memory, by the measuring process as the cell began
     samples: list[float] = []  # raw, in measured order; empty unless status is ok
 
