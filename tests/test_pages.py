@@ -262,6 +262,25 @@ def test_a_page_that_cannot_be_made_names_itself(book, tmp_path):
             Book(tmp_path, book.folder).page("attention_shapes")
 
 
+def test_one_quantity_with_two_values_is_found(book, tmp_path):
+    """An overlapped step took 252 ms on its page and 248 on that of the turns."""
+    (tmp_path / "writeup").mkdir()
+    where = 'num_ranks=2, precision="bfloat16 autocast", model="xl", mode="train_step"'
+    shown = {
+        "data_parallel_turns": f'{{{{ time("overlap", {where}) }}}}',
+        "ddp_overlap_individual_parameters_benchmarking": f'{{{{ time("overlap", {where}) }}}}',
+    }
+    for name, text in shown.items():
+        (tmp_path / "writeup" / f"{name}.md").write_text(f"# {name}\n\n{text}\n")
+    (found,) = Book(tmp_path, book.folder).contradictions()
+    assert found.startswith("NVIDIA H200 overlap train_step time ") and "num_ranks=2" in found
+    assert all(f" ms on {name}" in found for name in shown)
+    name = "ddp_overlap_individual_parameters_benchmarking"
+    cited = f'{{{{ of("data_parallel_turns").time("overlap", {where}) }}}}'
+    (tmp_path / "writeup" / f"{name}.md").write_text(f"# {name}\n\n{cited}\n")
+    assert Book(tmp_path, book.folder).contradictions() == []
+
+
 def test_a_link_to_another_page_is_one_to_its_section_in_the_document(book, tmp_path):
     (tmp_path / "writeup").mkdir()
     links = "[a](fsdp_calcs.md) and [b](../cs336_systems/config.py)\n"

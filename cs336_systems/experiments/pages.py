@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,16 @@ import jinja2
 import pandas as pd
 
 from cs336_systems.experiments.figures import digest, spec_of, write_png
-from cs336_systems.experiments.frames import calculated_frame, dicts, digits, in_unit, load_frame, pick, with_speeds
+from cs336_systems.experiments.frames import (
+    calculated_frame,
+    dicts,
+    digits,
+    flat_case,
+    in_unit,
+    load_frame,
+    pick,
+    with_speeds,
+)
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.spec import Calculation, Experiment, experiments
 from cs336_systems.experiments.tables import ABSENT, Table
@@ -39,6 +48,7 @@ LINK = re.compile(r"\]\((\w+)\.md\)")  # a template's link to another, which the
 CODE = re.compile(r"\]\(\.\./(cs336_systems/[^)#]+)\)")  # a template's link to code
 FIGURE = re.compile(r'{{ figure\("(\w+)"\) }}')
 COMMANDS = {"naive_ddp": "train --wrapper naive --ranks 2"}  # of pages without an experiment that no adapter reaches
+DEFAULT_BUCKET_MB = 25.0  # which a case of data parallelism may leave unsaid
 DIGESTS = "digests.json"  # of the figures beside it
 MOST_LINES = 14  # of a table on a page
 MOST_WORDS = 25_000  # of the document
@@ -58,6 +68,8 @@ class Book:
     def __init__(self, root: Path, folder: Path) -> None:
         self.root, self.folder = root, folder
         self._frames: dict[str, pd.DataFrame] = {}
+        self._shown: dict[str, dict[str, set[str]]] = {}  # quantity -> value -> pages that show it
+        self._rendering = ""  # the page that is being made
         self.environment = jinja2.Environment(
             undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
         )  # fmt: skip
@@ -83,6 +95,7 @@ class Book:
     def page(self, name: str) -> str:
         """The page `name` as it stands in the document; ValueError with the page's name if it cannot be made."""
         page = Page(self, name)
+        self._rendering = name
         try:
             text = self.environment.from_string(self.template(name)).render(page.names())
         except (jinja2.TemplateError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -113,6 +126,24 @@ class Book:
         age = UNCHANGED if hashes == {sources_hash(name)} else CHANGED
         age = f", {age}" if reached(name) else ""  # else PyTorch's own operations are measured
         return f"*{rows['device'].iloc[0]}, records of {dates}{age}{more}.*"
+
+    def show(self, row: dict[str, Any]) -> None:
+        """Remember that the page in the making shows this row of a frame."""
+        value = f"{digits(float(row['median']), 4)} {row['unit']}"
+        self._shown.setdefault(quantity_of(row), {}).setdefault(value, set()).add(self._rendering)
+
+    def contradictions(self) -> list[str]:
+        """Quantities that pages show with several values, a line each: measured by two experiments, cited from both.
+
+        Looked at are the numbers in the text and the tables that a page shows whole.
+        """
+        for name in self.names:
+            self.page(name)
+        return [
+            f"{quantity}: " + ", ".join(f"{value} on {' and '.join(sorted(pages))}" for value, pages in values.items())
+            for quantity, values in self._shown.items()
+            if len(values) > 1
+        ]
 
     def document(self) -> str:
         """`writeup.md`: a list of all pages with section, editions and points, then the pages."""
@@ -253,6 +284,15 @@ class Book:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
+def quantity_of(row: Mapping[str, Any]) -> str:
+    """What a row of a frame measures, in the same words whichever experiment measured it."""
+    case = flat_case(json.loads(row["case"]))
+    unsaid = {"case_type": row["case_type"], "bucket_size_mb": DEFAULT_BUCKET_MB, "checkpointing": "none"}
+    facts = {name: value for name, value in case.items() if value is not None and unsaid.get(name) != value}
+    words = [f"{name}={value}" for name, value in sorted(facts.items())]
+    return " ".join([row["device"], row["implementation"], row["mode"], row["quantity"], *words])
+
+
 def check_template(text: str) -> list[tuple[int, str]]:
     """(line, what is wrong) of a page's template."""
     found = []
@@ -310,6 +350,7 @@ class Page:
             raise ValueError(f"{len(rows)} records of {self._problem} have {asked}, one is needed")
         if rows[0]["status"] != "ok":
             raise ValueError(f"{asked} is {rows[0]['status']}: {rows[0]['message']}")
+        self._book.show(rows[0])
         return rows[0]
 
     def number(
@@ -366,7 +407,11 @@ class Page:
         table: Table = spec.build(self._frame).only(lines, columns)
         if len(table.lines) > MOST_LINES:
             raise ValueError(f"table {name!r} has over {MOST_LINES} lines, {len(table.lines)}: choose with lines=[...]")
-        age = self._book.age(self._problem, pick(self._frame, spec.where))
+        rows = pick(self._frame, spec.where)
+        for row in dicts(rows) if lines is columns is None and "case" in rows else ():
+            if row["status"] == "ok":
+                self._book.show(row)
+        age = self._book.age(self._problem, rows)
         return "\n\n".join(filter(None, (f"**{table.title}**" if table.title else "", table.markdown(), age)))
 
     def figure(self, name: str) -> str:
