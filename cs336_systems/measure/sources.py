@@ -87,7 +87,8 @@ def code_of(source: str, suffix: str) -> str:
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             text = node.body[0]
             if not lines[text.lineno - 1][: text.col_offset].strip():
-                lines[text.lineno - 1 : text.end_lineno] = [""] * (text.end_lineno - text.lineno + 1)
+                last = text.end_lineno or text.lineno
+                lines[text.lineno - 1 : last] = [""] * (last - text.lineno + 1)
     return "".join(f"{line.rstrip()}\n" for line in lines if line.strip())
 
 
