@@ -5,32 +5,38 @@
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=register())     # forward, backward, generate
     model = LlamaForCausalLM._from_config(config, attn_implementation=register("cs336_hopper", backend="hopper"))
 
-What a call of the attention may attend arrives as a mask, made once a forward by the rule that Transformers has for
-`sdpa`: None where a flag says it all, else a bool tensor of (batch, 1, queries, keys), True where attended.
+What a call of the attention may attend arrives as a mask, made once a forward by `make_mask`:
 
-    mask                                        what is attended
-    None, several queries of a causal module    query i the keys j <= i, from the top left: a prompt, a training batch
-    None otherwise                              every key: one query against a key-value cache, an encoder
-    a bool tensor                               its pairs: padding, packed documents, a window, a prompt in pieces
-                                                against a cache, where query i is not the i-th token
+    mask                        what is attended
+    CausalMask                  query i the keys j <= i, from the top left: a prompt, a training batch; a single query,
+                                as against a key-value cache, every key. A flag says it: there is no tensor
+    PairsMask                   the pairs of a bool tensor: padding, packed documents, a window, a prompt in pieces
+                                against a cache, where query i is not the i-th token
+    None                        every key, as in an encoder without padding
+    a bool or a float tensor    its pairs: a mask of the user's, or one that the model made of ours
 
-A tensor becomes a `BlockMask`, exactly: kernels skip its dead tiles, and layers that are given one tensor share it. As
-with SDPA a padded batch costs a (queries, keys) tensor; without padding there is none. A query without a key gives 0.
+The first two are eager's mask to everybody but us (see `eager_mask.py`): a model, or a part of one, that has attention
+code of its own and takes our name only for masks computes what it computes under `eager`.
+
+Pairs become a `BlockMask`, exactly: kernels skip its dead tiles, and layers that are given one tensor share it. As with
+SDPA a padded batch costs a (queries, keys) tensor; without padding there is none. A query without a key gives 0.
 
 What we do not compute raises, where some of Transformers' own implementations go on without it.
 """
 
 import importlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cs336_systems.attention import BlockMask, flash_attention
 from cs336_systems.attention.backends import BACKENDS
+from cs336_systems.integrations.eager_mask import CausalMask, PairsMask, causal_mask, pairs_mask
 
 DEFAULT_NAME = "cs336"
 # Transformers reads these words in a name: it then makes other masks, or loads other kernels.
@@ -38,14 +44,14 @@ RESERVED_WORDS = ("eager", "sdpa", "flash", "flex", "paged")
 # Arguments that some model hands to every implementation and that change the result, with what they stand for.
 REFUSED = {
     "softcap": "capped scores",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
     "position_bias": "a bias on the scores",
     "head_mask": "a mask of heads",
     "indices": "keys chosen by index",
     "block_indices": "blocks of keys chosen by index",
     "cache": "a paged cache",
 }
+# A mask of floats is added to the scores. What is as low as this leaves a key no weight; float16 ends at -65504.
+LOWEST_BIAS = -30000.0
 
 # The block mask of each bool mask that is still in use, with the version of the tensor that it was made of.
 _block_masks: Any = WeakTensorKeyDictionary()
@@ -71,8 +77,26 @@ def register(name: str = DEFAULT_NAME, *, backend: str = "auto") -> str:
     attention, masks = _interfaces()
     attention.register(name, partial(attention_forward, backend=backend))
     # A name without a mask function would get no masks at all, and attend padding in silence.
-    masks.register(name, masks()["sdpa"])
+    masks.register(name, partial(make_mask, masks()["sdpa"]))
     return name
+
+
+def make_mask(sdpa_mask: Callable[..., Tensor | None], **arguments: Any) -> Tensor | None:
+    """Return the mask of a forward: what `sdpa_mask` makes of these arguments, and eager's to all others.
+
+    None only where eager's mask is None too. A model that computes attention itself takes None for "every key", though
+    `sdpa_mask` also says None for "causal".
+    """
+    pairs = sdpa_mask(**arguments)
+    dtype = arguments.get("dtype", torch.float32)
+    if pairs is not None:
+        return pairs_mask(pairs, dtype)
+    if not arguments.get("allow_is_causal_skip", True):
+        return None
+    positions = arguments.get("cache_position")  # before Transformers 5, instead of a length and a device
+    device = arguments.get("device", None if positions is None else positions.device)
+    queries = arguments["q_length"] if positions is None else len(positions)
+    return causal_mask((arguments["batch_size"], 1, queries, arguments["kv_length"]), dtype, device)
 
 
 def attention_forward(
@@ -80,97 +104,178 @@ def attention_forward(
     query: Float[Tensor, "batch heads queries head_dim"],
     key: Float[Tensor, "batch kv_heads keys head_dim"],
     value: Float[Tensor, "batch kv_heads keys head_dim"],
-    attention_mask: Bool[Tensor, "batch one queries keys"] | None,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    s_aux: Float[Tensor, "heads"] | None = None,
     *,
     backend: str = "auto",
     **others: Any,
 ) -> tuple[Float[Tensor, "batch queries heads head_dim"], None]:
     """What Transformers calls in each layer; (output, no attention weights).
 
-    `is_causal` is the module's unless given. `sliding_window` is in the mask already, which is None only where the
-    window holds every key. Of `others` those in REFUSED must be None; what is left says nothing about the result.
+    The mask says all: `is_causal`, which is the module's unless given, is refused without one, and `sliding_window` is
+    in it already.
+    `s_aux` are learnable sinks, a score for each head that takes weight and gives no value (docs/sinks.md). Of `others`
+    those in REFUSED must be None; what is left says nothing about the result.
 
-    Raises TypeError or ValueError, before anything is launched, for what is not supported.
+    Raises TypeError or ValueError, before anything is launched, for what is not supported. The message ends with the
+    class of the module and the type of its model.
     """
-    refuse_unsupported(dropout, attention_mask, sliding_window, key.shape[2], others)
+    caller = name_of(module)
+    refuse_unsupported(dropout, attention_mask, sliding_window, key.shape[2], others, caller)
     block_mask = None
-    if attention_mask is not None:
+    if isinstance(attention_mask, CausalMask):
+        check_shape(attention_mask, query, key, caller)
+        is_causal = query.shape[2] > 1
+    elif attention_mask is not None:
         is_causal = False  # the mask says which of the past is attended
         # A replayed CUDA graph writes a new mask into the same tensor, and no version says so.
         may_be_known = not torch.compiler.is_compiling()
-        block_mask = _block_mask_of(check_mask(attention_mask, query, key), may_be_known)
+        block_mask = _block_mask_of(check_mask(attention_mask, query, key, caller), may_be_known, caller)
     else:
-        wanted = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        is_causal = bool(wanted) and query.shape[2] > 1
+        # Eager attends every key here and SDPA, of a module that is causal, the past.
+        if query.shape[2] > 1 and (getattr(module, "is_causal", False) if is_causal is None else is_causal):
+            raise ValueError(f"attention_mask must be given where is_causal is True, got None ({caller})")
+        is_causal = False
+    value_dim = value.shape[-1]
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    query, key, value = with_one_head_dim(query, key, value)
     output = flash_attention(
         query, key, value, is_causal=is_causal, block_mask=block_mask, scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1], backend=backend,
+        enable_gqa=query.shape[1] != key.shape[1], return_lse=s_aux is not None, backend=backend,
     )  # fmt: skip
+    if s_aux is not None:
+        output = with_sinks(*output, s_aux, caller)
     assert isinstance(output, Tensor)
-    return output.transpose(1, 2).contiguous(), None
+    return output[..., :value_dim].transpose(1, 2).contiguous(), None
+
+
+def with_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the three with zeros appended to the shorter head dims, as latent attention has other ones for values.
+
+    Zeros change no score, and in the values they are columns of the output that the caller drops.
+    """
+    if value.shape[-1] == key.shape[-1]:
+        return query, key, value
+    wanted = max(key.shape[-1], value.shape[-1])
+    query, key, value = (nn.functional.pad(x, (0, wanted - x.shape[-1])) for x in (query, key, value))
+    return query, key, value
+
+
+def with_sinks(
+    output: Float[Tensor, "batch heads queries head_dim"],
+    lse: Float[Tensor, "batch heads queries"],
+    sinks: Float[Tensor, "heads"],
+    caller: str,
+) -> Float[Tensor, "batch heads queries head_dim"]:
+    """Return the attention in which each head's sink took part in the softmax: the output times sigmoid(L - sink)."""
+    if sinks.shape != output.shape[1:2]:
+        raise ValueError(
+            f"s_aux must have shape ({output.shape[1]},), a sink for each head, got {tuple(sinks.shape)} ({caller})"
+        )
+    kept = torch.sigmoid(lse - sinks[:, None].to(lse.dtype))
+    return (output * kept[..., None]).to(output.dtype)
+
+
+def name_of(module: nn.Module) -> str:
+    """Return what messages call the module: its class, and the type of its model where it has a config."""
+    model_type = getattr(getattr(module, "config", None), "model_type", "")
+    return f"{type(module).__name__} of {model_type}" if model_type else type(module).__name__
 
 
 def refuse_unsupported(
-    dropout: float, attention_mask: object, sliding_window: int | None, num_keys: int, others: dict[str, Any]
+    dropout: float,
+    attention_mask: object,
+    sliding_window: int | None,
+    num_keys: int,
+    others: dict[str, Any],
+    caller: str,
 ) -> None:
     """ValueError for an argument of a call that would change its result and that we do not compute."""
     if dropout:
-        raise ValueError(f"dropout must be 0, got {dropout}: set the model's attention_dropout to 0, or call .eval()")
+        raise ValueError(
+            f"dropout must be 0, got {dropout}: set the model's attention_dropout to 0, or call .eval() ({caller})"
+        )
     if others.get("output_attentions"):
-        raise ValueError("output_attentions must be False, got True: the weights are never stored; take 'eager'")
+        raise ValueError(
+            f"output_attentions must be False, got True: the weights are never stored; take 'eager' ({caller})"
+        )
     for name, meaning in REFUSED.items():
         if others.get(name) is not None:
             raise ValueError(
-                f"{name} must be None, got {type(others[name]).__name__}: there is no support for {meaning}"
+                f"{name} must be None, got {type(others[name]).__name__}: there is no support for {meaning} ({caller})"
             )
-    if attention_mask is not None:
-        return
-    if sliding_window is not None and num_keys > sliding_window:
-        raise ValueError(f"attention_mask must hold the window of {sliding_window} among {num_keys} keys, got None")
+    if attention_mask is None and sliding_window is not None and num_keys > sliding_window:
+        raise ValueError(
+            f"attention_mask must hold the window of {sliding_window} among {num_keys} keys, got None ({caller})"
+        )
     boundaries = others.get("cu_seq_lens_k")
-    if boundaries is not None and len(boundaries) > 2:
+    is_one_document = attention_mask is None or isinstance(attention_mask, CausalMask)
+    if is_one_document and boundaries is not None and len(boundaries) > 2:
         raise ValueError(
             f"attention_mask must keep the {len(boundaries) - 1} documents of cu_seq_lens_k apart, got None: "
-            "give the model their position_ids and no attention_mask"
+            f"give the model their position_ids and no attention_mask ({caller})"
         )
 
 
-def check_mask(mask: object, query: Tensor, key: Tensor) -> Tensor:
-    """`mask` broadcast over queries and keys; TypeError or ValueError unless it is a bool tensor for them."""
+def check_mask(mask: object, query: Tensor, key: Tensor, caller: str) -> Tensor:
+    """`mask` over all queries and keys, of bools or floats; TypeError or ValueError unless it fits them."""
     if not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask must be a bool tensor or None, got {type(mask).__name__}")
-    if mask.dtype != torch.bool:
+        raise TypeError(f"attention_mask must be a tensor or None, got {type(mask).__name__} ({caller})")
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise ValueError(
-            f"attention_mask must be of dtype bool, True where attended, got {mask.dtype}: "
-            "what would be added to the scores is not supported"
+            f"attention_mask must be of dtype bool, True where attended, or of floats, got {mask.dtype} ({caller})"
         )
+    check_shape(mask, query, key, caller)
+    pairs = mask.pairs if isinstance(mask, PairsMask) else mask
+    whole = (query.shape[2], key.shape[2])
+    return pairs if pairs.shape[2:] == whole else pairs.expand(-1, -1, *whole)
+
+
+def check_shape(mask: Tensor, query: Tensor, key: Tensor, caller: str) -> None:
+    """ValueError unless `mask` broadcasts to the scores."""
     batch, heads, num_queries = query.shape[:3]
     sizes = ((1, batch), (1, heads), (1, num_queries), (1, key.shape[2]))
     if mask.ndim != 4 or any(size not in allowed for size, allowed in zip(mask.shape, sizes)):
         raise ValueError(
             f"attention_mask must have shape ({batch} or 1, {heads} or 1, {num_queries} or 1, {key.shape[2]} or 1), "
-            f"got {tuple(mask.shape)}"
+            f"got {tuple(mask.shape)} ({caller})"
         )
-    whole = (num_queries, key.shape[2])
-    return mask if mask.shape[2:] == whole else mask.expand(-1, -1, *whole)
+
+
+def pairs_of(mask: Tensor, caller: str) -> Tensor:
+    """Return the pairs that are attended under a mask of bools, or of floats that are added to the scores.
+
+    ValueError for floats other than 0 and those so low that a key has no weight: a bias is not supported.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    attended = mask == 0
+    biased = ~attended & ~(mask <= LOWEST_BIAS)  # a NaN is biased
+    if biased.any():
+        raise ValueError(
+            f"attention_mask must be of bools, or of floats that are 0 or below {LOWEST_BIAS:g}, got "
+            f"{mask[biased][0]:g}: there is no support for a bias on the scores ({caller})"
+        )
+    return attended
 
 
 @torch.compiler.disable(reason="the number of live tiles depends on the mask's values")
-def _block_mask_of(mask: Tensor, may_be_known: bool) -> BlockMask:
+def _block_mask_of(mask: Tensor, may_be_known: bool, caller: str) -> BlockMask:
     """The tiles of `mask`: those found before if it is the same tensor and nobody has written to it since.
 
     PyTorch counts who writes to a tensor, but not through `.data` or the NumPy array whose memory it shares: a mask
     that is refilled so has to be another tensor each time.
     """
     if not may_be_known or mask.is_inference():  # made in inference mode, it does not count who writes to it
-        return BlockMask.from_dense(mask)
+        return BlockMask.from_dense(pairs_of(mask, caller))
     version, block_mask = _block_masks.get(mask, (None, None))
     if version != mask._version:
-        block_mask = BlockMask.from_dense(mask)
+        block_mask = BlockMask.from_dense(pairs_of(mask, caller))
         _block_masks[mask] = (mask._version, block_mask)
     return block_mask
 
