@@ -41,7 +41,7 @@ CHECK_PYTHON = command -v $(PYTHON) >/dev/null || \
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-slow test-hf test-gpu sanitize report lint notebooks notebooks-check grade course-tests fuzz check-wheel sm90-venv spills clean
+.PHONY: help venv test test-slow test-hf test-hf-slow test-gpu sanitize report lint notebooks notebooks-check grade course-tests fuzz check-wheel sm90-venv spills clean
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z0-9-]+:[^#]*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -66,7 +66,10 @@ test-slow: $(STAMP) ## the tests that take long: whole runs, jobs of ranks, comp
 
 test-hf: $(STAMP) ## install Transformers, then test what integrates with it
 	$(if $(STAMP),$(VENV)/bin/python -m pip install --quiet --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e '.[hf]')
-	$(RUN) -m pytest tests/test_integrations.py $(PYTEST_ARGS)
+	$(RUN) -m pytest -m 'not slow' tests/test_integrations.py tests/test_transformers_models.py $(PYTEST_ARGS)
+
+test-hf-slow: ## with Transformers installed, walk all of its model classes
+	$(RUN) -m pytest -m slow tests/test_transformers_models.py $(PYTEST_ARGS)
 
 test-gpu: $(STAMP) ## on a GPU: run the GPU tests and record their outcomes
 	@test -n "$(COMMIT)" -a -n "$(filter yes no,$(DIRTY))" || \

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MOST_WORDS = 1_300  # of the README, with its tables
 
-@pytest.mark.parametrize("document", ["README.md", "docs/package.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/package.md", "docs/sinks.md"])
 def test_the_snippet_runs_as_pasted(document, tmp_path):
     snippets = PYTHON.findall((ROOT / document).read_text(encoding="utf-8"))
     assert len(snippets) == 1

@@ -225,15 +225,18 @@ def with_other_padding(given: dict[str, Any]) -> dict[str, Any]:
 # The comparison
 
 
-def floats_of(output: Any) -> list[Tensor]:
+def outputs_of(model: Any, given: dict[str, Any]) -> list[Tensor]:
+    """The floats that a forward returns; some draw noise or choose patches at random."""
+    torch.manual_seed(3)
+    output = model(**given)
     found = tree_leaves(dict(output) if hasattr(output, "items") else output)
     return [each for each in found if isinstance(each, Tensor) and each.is_floating_point()]
 
 
 def what_padding_leaves(model: Any, given: dict[str, Any]) -> list[Tensor]:
     """The outputs, NaN in each element that changes with the contents of the padding: nothing is promised of those."""
-    found = floats_of(model(**given))
-    again = floats_of(model(**with_other_padding(given)))
+    found = outputs_of(model, given)
+    again = outputs_of(model, with_other_padding(given))
     nothing = float("nan")
     return [
         torch.where((one - other).abs() <= 1e-5 * other.abs().max(), one, nothing) if one.numel() else one
@@ -259,7 +262,7 @@ def gradients(model: Any, given: dict[str, Any], judged: list[Tensor]) -> list[T
     model.zero_grad()
     generator = torch.Generator().manual_seed(2)
     total = torch.zeros(())
-    for output, known in zip(floats_of(model(**given)), judged):
+    for output, known in zip(outputs_of(model, given), judged):
         weights = torch.randn(output.shape, generator=generator)
         if output.requires_grad and known.isfinite().any():
             total = total + (output * weights)[known.isfinite()].sum()
@@ -324,7 +327,7 @@ def judge(
         apart = {}
         with torch.no_grad():
             for padding in PADDINGS:
-                apart[padding] = distance(floats_of(ours(**inputs[padding])), expected[padding])
+                apart[padding] = distance(outputs_of(ours, inputs[padding]), expected[padding])
         if thoroughly:
             found = gradients(ours, inputs["right"], expected["right"])
             wanted = gradients(eager, inputs["right"], expected["right"])

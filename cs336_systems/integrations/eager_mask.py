@@ -4,10 +4,11 @@
     scores + mask               # what eager's mask gives: 0 where attended, the lowest number of the dtype elsewhere
     mask.pairs                  # what our attention reads: no (queries, keys) tensor of floats was made
 
-A model may accept the name of our attention and compute (part of) its attention with code of its own. That code was
-written for eager's masks: it adds them to the scores. So a mask of ours is eager's to every operation of PyTorch, which
-gets the floats, made at that moment. Only our attention looks at the class, and then needs no floats. Nobody has to know
-which models those are. A mask is never None where eager's is not, as None means "causal" to `sdpa` and "all" to eager.
+A model may accept the name of our attention and compute its attention, or a part of it, with code of its own. That
+code was written for eager's masks: it adds them to the scores. So a mask of ours is eager's to every operation of
+PyTorch: the operation gets the floats, which are made at that moment. Only our attention looks at the class, and needs
+no floats. No list of such models is needed. A mask is never None where eager's is not: None means "causal" to `sdpa`
+and "every key" to eager.
 """
 
 from typing import Any
@@ -19,16 +20,16 @@ from torch import Tensor
 # Methods that say something about a tensor without reading its elements. All others get eager's floats.
 DESCRIPTIONS = {
     "__len__", "_is_view", "_is_zerotensor", "dim", "element_size", "is_complex", "is_conj", "is_contiguous",
-    "is_floating_point", "is_inference", "is_neg", "ndimension", "nelement", "numel", "size", "storage_offset", "stride",
-    "untyped_storage",
+    "is_floating_point", "is_inference", "is_neg", "ndimension", "nelement", "numel", "size", "storage_offset",
+    "stride", "untyped_storage",
 }  # fmt: skip
 
 
 class EagerMask(Tensor):
     """A mask of (batch, 1, queries, keys) of eager's dtype that holds no elements until somebody reads them.
 
-    Its subclasses say what is attended. The single element in memory carries shape, dtype and device; it is NaN, so that
-    code which reads memory without PyTorch's knowledge does not take it for a mask.
+    Its subclasses say what is attended. The single element in memory carries shape, dtype and device. It is NaN, so
+    that code which reads memory without PyTorch's knowledge does not take it for a mask.
     """
 
     def to_floats(self) -> Float[Tensor, "batch one queries keys"]:
@@ -102,7 +103,10 @@ def causal_mask(shape: tuple[int, int, int, int], dtype: torch.dtype, device: An
 
 
 def pairs_mask(pairs: Bool[Tensor, "batch one queries keys"], dtype: torch.dtype) -> Tensor:
-    """The mask of a bool tensor; in a graph of torch.compile, which makes no tensor with an attribute, eager's floats."""
+    """The mask of a bool tensor.
+
+    In a graph of torch.compile, which makes no tensor with an attribute, eager's floats.
+    """
     if torch.compiler.is_compiling():
         return torch.where(pairs, torch.zeros((), dtype=dtype, device=pairs.device), torch.finfo(dtype).min)
     mask = _holder(pairs.shape, dtype, pairs.device).as_subclass(PairsMask)
