@@ -17,8 +17,8 @@ from tests.transformers_models import (
     model_folders,
 )
 
-# Percent of each part's classes that are built, then compared or refused: it was 3 to 8 more with Transformers 5.23. Where
-# it becomes less, the test names those that were not, with the reasons.
+# Percent of each part's classes that are built, then compared or refused: it was 3 to 8 more with Transformers 5.23.
+# Where it becomes less, the test names those that were not, with the reasons.
 COVERED = (60, 55, 58, 50, 54, 34, 45, 55, 60, 55, 50, 42, 55, 46, 53, 60)
 KINDS_COVERED = 60
 
