@@ -40,7 +40,7 @@ from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, sa
 from cs336_systems.measure.timeline import CATEGORIES
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.checkpointing import best_blocks_per_group, grouped_bytes, recursive_bytes
-from cs336_systems.notebook import check
+from cs336_systems.notebook import check, show
 
 GIB, MIB = 2**30, 2**20
 XL = replace(MODEL_SIZES["xl"], context_length=2048)
@@ -68,7 +68,7 @@ def timeline(trace, title):
     axes.axhline(80e9 / GIB, color="black", linewidth=0.8)
     axes.set(title=title, xlabel="allocations and releases", ylabel="allocated (GiB)", xlim=(0, trace.num_events))
     axes.legend(loc="upper right", fontsize=8)
-    return figure
+    show(figure, title)
 
 
 plain = simulated_trace(PLAIN, "train_step")

@@ -77,8 +77,11 @@ def test_the_tables_tiles_stand_beside_the_best_of_the_grid():
 
 def test_a_kernels_longest_waits_are_waits():
     stalls = {"stall_gmma": 2.5, "stall_long_scoreboard": 4.0, "stall_barrier": 0.25, "stall_selected": 9.0}
-    values = {"kernel_time": 1.25, "tensor_pipe": 0.75} | stalls
-    records = [row("kernel_counters", SHAPE, "hopper", [value], quantity=name) for name, value in values.items()]
+    ratios = {"tensor_pipe": 0.75} | stalls
+    records = [
+        row("kernel_counters", SHAPE, "hopper", [1.25], quantity="kernel_time"),
+        *(row("kernel_counters", SHAPE, "hopper", [one], quantity=name, unit="1") for name, one in ratios.items()),
+    ]
     experiment = load("kernel_counters")
     frame = load_frame(experiment, records)
     (line,) = experiment.tables["counters"].build(frame).lines

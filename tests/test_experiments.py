@@ -1,11 +1,14 @@
 """Experiments: what each scale promises, and that a sweep survives what happens to a cell."""
 
+import json
+import math
 import os
 import re
 import sys
+import warnings
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,7 @@ from cs336_systems.experiments import harness as sweep_module
 from cs336_systems.experiments.harness import Provenance, Sweep, find_provenance, planned_cells
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, Built
 from cs336_systems.experiments.records import append_records, read_records
-from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported, load, measured_problems
+from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported, load, measured_problems
 from cs336_systems.experiments.worker import Worker
 from cs336_systems.measure.timeline import AllocationRecorder
 
@@ -116,6 +119,66 @@ def test_a_broken_cell_costs_itself_only(model, status, message, tmp_path, at_ro
     assert all(record.status == "ok" for record in second) and len(second) == len(good.rows)
     assert read_records(sweep.record_file("benchmarking_script")) == first
     assert sweep.worker.process is None, "no process may be left over"
+
+
+TIME, LOSS = Row("forward", "time", "ms"), Row("forward", "loss", "nats")
+LANES = Row("forward", "compute_intervals", "ms")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OddCase:
+    size: int = 1
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"samples": [1.0, math.nan]}, "samples must be finite and at most 1e+30, got nan"),
+        ({"samples": [math.inf]}, "samples must be finite and at most 1e+30, got inf"),
+        ({"samples": [1e300]}, "samples must be finite and at most 1e+30, got 1e+300"),
+        ({"samples": [1.0], "error": math.nan}, "error must be finite, got nan"),
+        ({"samples": ["fast"]}, "Unknown format code 'g' for object of type 'str'"),
+        ({"samples": None}, "'NoneType' object is not iterable"),
+        ({"samples": [1.0], "kernel": None}, "Expected `str`, got `null` - at `$.kernel`"),
+        ({"samples": [1.0, 2.0, 3.0], "row": LANES}, "samples of compute_intervals must be starts and ends by turns"),
+        ({"status": "ok", "message": "why"}, "samples must be there if status is ok and only then, got 0"),
+        ({"status": "broken", "message": "why"}, "Invalid enum value 'broken'"),
+    ],
+)
+def test_a_sample_that_no_record_can_hold_is_a_failed_row(sample, message, tmp_path):
+    """A NaN ended the sweep at the writing of its cell, and every later cell was lost."""
+    sweep = Sweep(TINY, tmp_path, PROVENANCE)
+    odd = Sample(**{"row": TIME, **sample})
+    cell = Cell(case=OddCase(), implementation="eager", rows=(odd.row, LOSS), problem="odd")
+    outcome = sweep_module.Outcome(measurements=[odd, Sample(row=LOSS, samples=[2.5])])
+    bad, good = sweep.record(cell, outcome)
+    assert (bad.status, good.status) == ("failed", "ok") and good.samples == [2.5]
+    assert f"what was measured cannot be recorded: {message}" in bad.message
+    assert read_records(sweep.record_file("odd")) == [bad, good]
+
+
+def test_half_a_surrogate_pair_in_a_message_is_written_as_its_escape(tmp_path):
+    """As an undecodable byte of a file name becomes: no reader of JSON took the row, which was lost for good."""
+    sweep = Sweep(TINY, tmp_path, PROVENANCE)
+    cell = Cell(case=OddCase(), implementation="eager \udcff", rows=(TIME,), problem="odd")
+    sweep.record(cell, sweep_module.Outcome(status="failed", message="no file x\ud800.pt, \U0001f600"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (found,) = read_records(sweep.record_file("odd"))
+    assert (found.message, found.implementation) == ("no file x\\ud800.pt, \U0001f600", "eager \\udcff")
+
+
+def test_a_row_of_a_release_whose_case_had_fewer_fields_is_finished(tmp_path):
+    """A field more in a case made every cell unfinished: a second run measured all of them again."""
+    sweep = Sweep(TINY, tmp_path, PROVENANCE)
+    cells, _ = sweep.pending("pytorch_attention")
+    plant(sweep, cells[0], "skipped")
+    path = sweep.record_file("pytorch_attention")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        assert line["case"].pop("kv_heads") is None
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert sweep.pending("pytorch_attention") == (cells[1:], {"skipped": 1})
 
 
 def test_a_process_that_cannot_start_says_where_to_look(tmp_path):

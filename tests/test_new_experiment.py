@@ -54,6 +54,31 @@ class SortSpeed(Experiment):
     tables = {"times": Pivot(title="sorting", down=("length",), where={"quantity": "time"}, ratios=(("sort", "topk"),))}
     figures = {"times": Lines(title="Sorting", x="length", where={"quantity": "time"})}
 '''
+ODD_SAMPLES = '''"""What is no number, and what is no sample."""
+
+from dataclasses import dataclass
+import math
+from cs336_systems.experiments import Experiment, Row, Sample, problem
+
+TIME, LOSS = Row("forward", "time", "ms"), Row("forward", "loss", "nats")
+
+@dataclass(frozen=True, kw_only=True)
+class OddCase:
+    size: int = 1
+
+@problem(title="Odd samples", order=99)
+class OddSamples(Experiment):
+    implementations, rows = ("nan", "nothing", "good"), (TIME, LOSS)
+
+    def cases(self, run):
+        return [OddCase()]
+
+    def measure(self, cell, run):
+        yield Sample(row=TIME, samples=[1.0])
+        yield {"nan": Sample(row=LOSS, samples=[math.nan]), "nothing": None}.get(
+            cell.implementation, Sample(row=LOSS, samples=[2.0])
+        )
+'''
 DOCUMENT = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
 PASTED = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)[0]
 PAGE = """# sort_speed
@@ -101,6 +126,8 @@ for line in lines:
 published.write_text("".join(json.dumps(line) + "\\n" for line in lines))
 said["stale"] = [str(one) for one in Book(Path(), Path("results/nvidia-h200")).check()]
 said["pasted"] = run("run", "select_speed", "--scale", "tiny", "--device", "cpu")
+said["odd"] = run("run", "odd_samples", "--scale", "tiny", "--device", "cpu")
+said["odd records"] = (records / "odd_samples.jsonl").read_text()
 json.dump(said, open("said.json", "w"))
 """
 
@@ -113,6 +140,7 @@ def copy(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (root / "cs336_systems" / "experiments" / "sort_speed.py").write_text(EXPERIMENT)
     (root / "cs336_systems" / "experiments" / "select_speed.py").write_text(PASTED)
+    (root / "cs336_systems" / "experiments" / "odd_samples.py").write_text(ODD_SAMPLES)
     for page in (root / "writeup").glob("*.md"):
         page.unlink()  # their records are not here
     (root / "writeup" / "sort_speed.md").write_text(PAGE)
@@ -136,6 +164,15 @@ def test_it_is_short_and_listed(said):
 
 def test_the_class_of_the_documents_runs_as_pasted(said):
     assert "select_speed, cells: 6 ok in " in said["pasted"]
+
+
+def test_what_is_no_number_or_no_sample_costs_its_row_and_the_sweep_goes_on(said):
+    """The sweep ended with a traceback, and later cells were not measured."""
+    assert "odd_samples, cells: 2 partly failed, 1 ok in " in said["odd"]
+    found = {(row["implementation"], row["quantity"]): row for row in map(json.loads, said["odd records"].splitlines())}
+    assert len(found) == 6 and all(row["status"] == "ok" for (_, quantity), row in found.items() if quantity == "time")
+    assert found["nan", "loss"]["message"].endswith("samples must be finite and at most 1e+30, got nan")
+    assert found["nothing", "loss"]["message"] == "TypeError: measure must yield Samples, got a NoneType"
 
 
 def test_every_cell_leaves_a_row_and_a_second_run_finds_them(said):

@@ -141,9 +141,13 @@ def test_text_of_records_is_no_markup():
 
 
 def test_a_record_that_an_experiment_cannot_read_is_told_and_left_out():
-    with pytest.warns(UserWarning, match="attention_shapes: hopper left out, KeyError: 'batch'"):
-        frame = frame_of(row("hopper", [1.0], {"type": "Odd"}), row("flex", [1.0]))
-    assert list(frame["implementation"]) == ["flex"]
+    for odd, message in (
+        (row("hopper", [1.0], {"type": "Odd"}), "case is of the class Odd, must be of AttentionShape"),
+        (row("hopper", [1.0], mode="sideways"), "KeyError: 'sideways'"),
+    ):
+        with pytest.warns(UserWarning, match=f"attention_shapes: hopper left out, {message}"):
+            frame = frame_of(odd, row("flex", [1.0]))
+        assert list(frame["implementation"]) == ["flex"]
     with pytest.raises(ValueError, match="records of different devices cannot share a table: a GPU, a processor"):
         frame_of(row("hopper", [1.0]), row("flex", [1.0], run=RUN))
 

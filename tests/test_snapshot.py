@@ -95,6 +95,38 @@ def test_events_become_allocations_with_their_lives_and_origins(tmp_path):
     assert trace.active_bytes().tolist() == [5120, 6144, 4096, 4608, 3584, 7680]
 
 
+def on_gpu(number: int) -> dict:
+    """What the process of rank `number` writes: nothing on the GPUs before its own."""
+    written = small_snapshot()
+    written["device_traces"] = [[] for _ in range(number)] + written["device_traces"]
+    written["segments"][0]["device"] = number
+    return written
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_snapshot_of_any_rank_shows_its_memory(number, tmp_path):
+    """Every rank but the first was 0.00 GiB: only GPU 0 was read."""
+    expected = read_snapshot(write(tmp_path / "x.pickle", small_snapshot()))
+    path = write(tmp_path / "y.pickle", on_gpu(number))
+    trace = read_snapshot(path)
+    assert trace.active_bytes().tolist() == expected.active_bytes().tolist() and trace.peak_bytes() == 7680
+    shown = invoke("memory", "--snapshot", path)
+    assert shown.exit_code == 0 and (f"recorded on GPU {number} of {number}" in shown.output) == (number > 0)
+
+
+def test_of_several_gpus_the_fullest_is_shown_and_all_are_named(tmp_path):
+    written = small_snapshot()
+    more = on_gpu(1)
+    more["segments"][0]["blocks"][3]["size"] = 2**30
+    written["device_traces"] += more["device_traces"][1:]
+    written["segments"] += more["segments"]
+    trace = read_snapshot(write(tmp_path / "x.pickle", written))
+    assert trace.peak_bytes() == 7680 - 3072 + 2**30
+    assert [phase.name for phase in trace.phases] == ["recorded on GPU 1 of 0, 1"]
+    written["segments"][1]["device"] = 2**40
+    refused_on_the_command_line(write(tmp_path / "x.pickle", written), "GPUs must be numbered from 0 to 127, got 0 to")
+
+
 def test_a_trace_without_its_beginning_still_adds_up(tmp_path):
     """Recording drops its oldest events when its buffer is full; blocks they made are known by their release only."""
     snapshot = small_snapshot()

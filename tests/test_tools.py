@@ -121,6 +121,25 @@ def test_a_notebook_runs_and_finds_the_package_and_one_that_raises_fails_the_che
     assert {path.name for path in tmp_path.iterdir()} == {"good.py", "bad.py"}
 
 
+def test_a_figure_that_is_shown_as_its_name_fails_the_check(check_notebooks, tmp_path, capsys):
+    """A figure that pyplot does not know, returned by a cell, was `<Figure size ...>` in the notebook, and passed."""
+    make = "# %%\nfrom matplotlib.figure import Figure\nfigure = Figure()\nfigure.subplots()\n"
+    show = "from cs336_systems.notebook import show\nshow(figure, 'axes')\n{'a': 1}\n"
+    (tmp_path / "shown.py").write_text(make + show)
+    (tmp_path / "named.py").write_text(make + "figure\n")
+    assert check_notebooks.main([str(tmp_path / "shown.py"), str(tmp_path / "named.py")]) == 1
+    output = capsys.readouterr()
+    assert "shown.py: ok" in output.out and "named.py: FAILED" in output.out
+    assert "cell-0 shows '<Figure size 640x480 with 1 Axes>' in place of what it is" in output.err
+
+
+@pytest.mark.parametrize("executed", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_no_committed_notebook_shows_a_name_in_place_of_a_picture(check_notebooks, executed):
+    """Both timelines of s3_memory were the names of their figures."""
+    cells = check_notebooks.jupytext.read(executed).cells
+    assert [name for cell in cells for name in check_notebooks.shown_names(cell)] == []
+
+
 # Documents
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -3,6 +3,10 @@
 # ruff: noqa: E501 - kernel names are as long as they are
 from __future__ import annotations
 
+import gzip
+import json
+import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -219,6 +223,69 @@ def test_what_cannot_be_annotated_is_refused() -> None:
 
 
 # Traces of a GPU, as torch 2.11 writes them
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", 'a\\"b', "é×", "a\tb\nc", "%22"])
+def test_any_module_path_stays_readable_in_the_trace(name: str, tmp_path: Path) -> None:
+    """torch.profiler writes a double quote as it is: the trace was no JSON. Names beyond ASCII became "unknown"."""
+    model = nn.Module()
+    model.blocks = nn.ModuleDict({name: nn.ModuleDict({"ffn": nn.Linear(2, 2)})})
+    with annotate(model) as ranges:
+        module = model.blocks[name]["ffn"]
+        trace = capture(lambda: module(torch.ones(2)), device="cpu", warmup=0, path=tmp_path / "x.trace.json.gz")
+    (wanted,) = ranges.values()
+    assert trace.select(within=wanted), "the range is found by the name that `annotate` gives"
+
+
+def written(path: Path, content: Any) -> Path:
+    """A file with `content` as bytes, or as JSON."""
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.json", b"", "no chrome trace: Expecting value"),
+        ("x.json", b'{"traceEvents": [{"name": "a"b"}]}', "torch.profiler escapes no double quote in the name of a"),
+        ("x.json", b"[" * 100_000, "no chrome trace: "),
+        ("x.json", {}, "it has no list of objects under 'traceEvents'"),
+        ("x.json", {"traceEvents": {"a": 1}}, "it has no list of objects"),
+        ("x.json", [1], "it has no list of objects"),
+        ("x.json", 3, "it has no list of objects"),
+        ("x.json.gz", b"no gzip", "no chrome trace: Not a gzipped file"),
+        ("x.json.gz", gzip.compress(b"[]")[:-4], "no chrome trace: Compressed file ended before"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused_by_name(name: str, content: Any, message: str, tmp_path: Path) -> None:
+    """They were a bare KeyError, TypeError or BadGzipFile."""
+    with pytest.raises(ValueError, match=rf"^{name}: .*{message}"):
+        read_events(written(tmp_path / name, content))
+
+
+def test_a_list_of_events_alone_is_a_trace_and_a_pipe_is_none(tmp_path: Path) -> None:
+    assert trace_of(read_events(written(tmp_path / "x.json", gpu_events()))) == trace_of(gpu_events())
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(ValueError, match="^pipe.json: not a regular file"):
+        read_events(tmp_path / "pipe.json")
+
+
+@pytest.mark.parametrize("place", [1, 4, 6, 7])
+@pytest.mark.parametrize("field", ["name", "ts", "dur", "pid", "tid", "args", "Sequence number", "correlation"])
+@pytest.mark.parametrize("value", [None, [], "x", math.nan])
+def test_an_event_of_a_foreign_trace_is_read_or_refused_by_name(place: int, field: str, value: Any) -> None:
+    events = gpu_events()
+    inner = events[place] if field in events[place] else events[place]["args"]
+    inner[field] = value
+    if (field, value) in (("name", "x"), ("pid", "x"), ("tid", "x"), ("correlation", "x")):
+        trace_of(events)
+        return
+    with pytest.raises(ValueError, match=f"an event's '{field}' must be "):
+        trace_of(events)
+    if field in ("name", "ts", "dur", "pid", "tid"):
+        del inner[field]
+        with pytest.raises(ValueError, match=f"an event's '{field}' must be a .*, got None of"):
+            trace_of(events)
 
 
 def event(name: str, category: str, ts: float, dur: float, tid: Any = 1, **args: Any) -> dict[str, Any]:

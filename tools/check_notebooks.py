@@ -1,5 +1,8 @@
 """Execute every notebook source headless, as a reader would, and fail on the first cell that raises in any of them.
 
+A cell that shows an object's name for itself, such as `<Figure size 900x360 with 1 Axes>`, and no picture or table of
+it fails, too: a reader sees nothing there.
+
     python tools/check_notebooks.py [--write] [NOTEBOOK ...]
 
 Sources are the .py files (jupytext's percent format) of notebooks/, and .ipynb files with no .py beside them. Each
@@ -9,6 +12,7 @@ that the same outputs give the same bytes.
 """
 
 import os
+import re
 import sys
 import tempfile
 import time
@@ -18,10 +22,12 @@ from pathlib import Path
 import jupytext
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbformat import NotebookNode
 
 ROOT = Path(__file__).resolve().parent.parent
 CELL_TIMEOUT_S = 300
 SIDE_BY_SIDE = 2
+NAME_ALONE = re.compile(r"\[?<.*>\]?", re.DOTALL)
 
 
 def notebook_sources(folder: Path) -> list[Path]:
@@ -30,8 +36,15 @@ def notebook_sources(folder: Path) -> list[Path]:
     return sorted([*folder.glob("*.py"), *paired])
 
 
+def shown_names(cell: NotebookNode) -> list[str]:
+    """The outputs of `cell` that are an object's name for itself and nothing else: `<Figure ...>`, `[<Line2D ...>]`."""
+    shown = [output["data"] for output in cell.get("outputs", ()) if "data" in output]
+    alone = ["".join(data["text/plain"]) for data in shown if set(data) == {"text/plain"}]
+    return [text for text in alone if NAME_ALONE.fullmatch(text.strip())]
+
+
 def execute(source: Path, write: bool = False) -> str | None:
-    """Run all cells of `source` in a fresh kernel; the error's text, or None when every cell ran."""
+    """Run all cells of `source` in a fresh kernel; what is wrong, or None when every cell ran and shows what it has."""
     notebook = jupytext.read(source)
     for index, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{index}"
@@ -47,6 +60,9 @@ def execute(source: Path, write: bool = False) -> str | None:
             client.execute()
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             return str(error).strip()
+    for cell in notebook.cells:
+        if names := shown_names(cell):
+            return f"{cell['id']} shows {names[0]!r} in place of what it is:\n{cell['source']}"
     if write:
         notebook.metadata.pop("language_info", None)  # it names the Python that happened to run
         jupytext.write(notebook, source.with_suffix(".ipynb"))

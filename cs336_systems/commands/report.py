@@ -5,11 +5,12 @@ from typing import Annotated
 
 import typer
 
-from cs336_systems.commands.shared import ResultsOption, one_line_errors, unknown_problem
+from cs336_systems.commands.shared import ResultsOption, one_line_errors, unknown_problem, warnings_as_lines
 from cs336_systems.measure.text import printable
 
 PUBLISHED_FOLDER = "nvidia-h200"  # whose records the pages and the README show
 DOCUMENTS = ("README.md", "writeup.md")
+EXIT_NOT_WHOLE = 1  # a table, figure or page could not be made
 # Of the folders that runs write to: by scale, and with chosen axes.
 SUFFIXES = [scale + axes for axes in ("", "-chosen") for scale in ("", "-smoke", "-tiny")]
 
@@ -37,15 +38,20 @@ def report(
     problem: Annotated[list[str] | None, typer.Option(help="Only this problem; may be repeated.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Check the published pages; write nothing.")] = False,
 ) -> None:
-    """Turn records into report.html; the published folder's also into the pages, their figures and full tables."""
+    """Turn records into report.html; the published folder's also into the pages, their figures and full tables.
+
+    A record that fits no experiment is left out with a warning. Where a table, figure or page cannot be made, all
+    others are, and the exit code is 1.
+    """
     from cs336_systems.experiments.html_report import PAGE, write_report
     from cs336_systems.experiments.pages import Book
+    from cs336_systems.experiments.placing import NotMade
     from cs336_systems.experiments.spec import measured_problems
 
     only = problem or []
     published = results / PUBLISHED_FOLDER
     is_here = all(Path(name).is_file() for name in DOCUMENTS)
-    with one_line_errors():
+    with one_line_errors(), warnings_as_lines() as told:
         for name in only:
             if name not in measured_problems():
                 raise ValueError(unknown_problem(name))
@@ -66,6 +72,8 @@ def report(
                     typer.echo(f"written: {file}")
         if not pages and not only:
             raise ValueError(f"no records in {path}; measure something first: cs336-systems run --all")
+        if any(issubclass(category, NotMade) for category in told):
+            raise typer.Exit(EXIT_NOT_WHOLE)
 
 
 def _chosen_folders(results: Path, folder: str | None) -> list[Path]:

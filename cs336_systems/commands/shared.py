@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,6 +82,20 @@ def one_line_errors(**options: str) -> Iterator[None]:
         line = FIELD.sub(lambda field: "--" + names.get(field[1], field[1].replace("_", "-")), in_one_line(error), 1)
         typer.echo(f"error: {line}", err=True)
         raise typer.Exit(EXIT_WRONG_ARGUMENT) from None
+
+
+@contextmanager
+def warnings_as_lines() -> Iterator[list[type[Warning]]]:
+    """Print each warning within as a line on stderr, without the place in the code; gives their categories so far."""
+    told: list[type[Warning]] = []
+
+    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        told.append(category)
+        typer.echo(f"warning: {in_one_line(message)}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield told
 
 
 def check_writable(folder: Path, *files: Path) -> None:

@@ -7,13 +7,13 @@ Columns: those of a record (implementation, mode, quantity, unit, status, messag
 raw ones, and `count`, `median`, `low`, `high` (quartiles), `mean`, `std` of them in the row's unit; every field of the
 case by its name (`seqlen_q`), of nested ones `model` (its name), `model.d_model`, `precision` ("bfloat16 autocast");
 `device`, its name; `interpreted`, of a time that Triton's interpreter took, which has no samples here; `by_turns`,
-whether a sample is a round's; `place`, the implementation's among the experiment's; and what the experiment's `columns`
-adds. Rows stand in the order in which the experiment lists its cells.
+whether a sample is a round's; `place`, the implementation's among the experiment's; `promised`, whether the experiment
+promises the row; `position`, the record's among those given, the newest last; and what the experiment's `columns` adds.
+Rows stand in the order in which the experiment lists its cells.
 """
 
 import math
 import statistics
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +21,8 @@ import numpy as np
 import pandas as pd
 from msgspec.structs import asdict
 
-from cs336_systems.config import RunConfig
-from cs336_systems.experiments.records import Record, case_key, case_to_dict, is_series, latest
+from cs336_systems.experiments.placing import UNREADABLE, place_records, plan_for, warn_of
+from cs336_systems.experiments.records import Record, case_key, is_series
 from cs336_systems.experiments.spec import Calculation, Experiment
 
 Where = Mapping[str, Any]  # column -> a value, several in a tuple or list, or a function that says which
@@ -34,32 +34,35 @@ STATISTICS = ("median", "low", "high", "mean", "std")
 def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFrame:
     """The newest record of each key as a frame.
 
-    A record that the experiment cannot read is left out with a warning. Raises ValueError where records come from
-    several devices or scales: numbers of two machines in one table invite a comparison that says nothing.
+    A record that the experiment cannot place or read is left out with a warning. Raises ValueError where records come
+    from several devices or scales: numbers of two machines in one table invite a comparison that says nothing.
     """
-    kept = latest(records)
+    given = list(records)
     for what, values in (
-        ("devices", {str(record.run.device.get("name")) for record in kept}),
-        ("scales", {record.run.scale for record in kept}),
+        ("devices", {str(record.run.device.get("name")) for record in given}),
+        ("scales", {record.run.scale for record in given}),
     ):
         if len(values) > 1:
             raise ValueError(f"records of different {what} cannot share a table: {', '.join(sorted(values))}")
-    rows, refused, names = [], [], experiment.implementations
-    for record in kept:
-        row = _row(record) | {"by_turns": experiment.by_turns}
-        row["place"] = names.index(record.implementation) if record.implementation in names else len(names)
-        try:
-            rows.append(row | experiment.columns(row))
-        except (KeyError, ValueError, TypeError, OverflowError, ZeroDivisionError) as error:
-            refused.append(f"{record.problem}: {record.implementation} left out, {type(error).__name__}: {error}")
-    if refused:
-        more = f", and {len(refused) - 1} more records" if len(refused) > 1 else ""
-        warnings.warn(refused[0] + more, stacklevel=2)
-    if not rows:
+    if not given:
         return pd.DataFrame()
-    places = _declared_places(experiment, kept[0])
-    last = len(places)
-    rows.sort(key=lambda row: (places.get(row["case"], last), row["place"]))
+    plan = plan_for(experiment, given)
+    newest: dict[tuple[str, ...], dict[str, Any]] = {}  # by key, the keys in the order in which they first appeared
+    placed, left_out = place_records(experiment.name, given, plan)
+    names = experiment.implementations
+    for position, record in enumerate(placed):
+        row = _row(record) | {"by_turns": experiment.by_turns, "position": position}
+        row["place"] = names.index(record.implementation) if record.implementation in names else len(names)
+        row["promised"] = (row["case"], record.implementation, record.mode, record.quantity) in plan.promised
+        try:
+            newest[record.key] = row | experiment.columns(row)
+        except UNREADABLE as error:
+            left_out.append(f"{record.problem}: {record.implementation} left out, {type(error).__name__}: {error}")
+    warn_of(left_out, stacklevel=2)
+    if not newest:
+        return pd.DataFrame()
+    rows, last = list(newest.values()), len(plan.places)
+    rows.sort(key=lambda row: (plan.places.get(row["case"], last), row["place"]))
     frame = pd.DataFrame(rows)
     for column, base in experiment.speeds.items():
         frame = with_speeds(frame, column, base)
@@ -69,7 +72,8 @@ def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFram
 def calculated_frame(calculation: Calculation) -> pd.DataFrame:
     """The rows of a calculation as a frame, with the columns that tables and figures ask of measured ones."""
     usual = {"implementation": "calculated", "mode": "", "quantity": "", "unit": "1", "status": "ok", "message": "",
-             "kernel": "", "interpreted": False, "by_turns": False, "run": "", "place": 0}  # fmt: skip
+             "kernel": "", "interpreted": False, "by_turns": False, "run": "", "place": 0,
+             "promised": True, "position": 0}  # fmt: skip
     rows = [usual | row for row in calculation.calculate()]
     frame = pd.DataFrame(rows)
     whole = [name for name in map(str, frame) if all(type(row.get(name, 0)) is int for row in rows)]
@@ -109,16 +113,6 @@ def flat_case(case: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
-
-
-def _declared_places(experiment: Experiment, record: Record) -> dict[str, int]:
-    """Where the experiment lists each case, so that tables have its order."""
-    kind = "cuda" if record.run.device.get("kind") == "cuda" else "cpu"
-    places: dict[str, int] = {}
-    for cell in experiment.cells(RunConfig(scale=record.run.scale, device=kind)):  # type: ignore[arg-type]
-        for case in (cell.case, *(row.case for row in cell.rows if row.case is not None)):
-            places.setdefault(case_key(case_to_dict(case)), len(places))
-    return places
 
 
 def pick(frame: pd.DataFrame, where: Where) -> pd.DataFrame:

@@ -19,12 +19,24 @@ from pathlib import Path
 from platform import python_version
 from typing import Any, Literal, TextIO
 
+from msgspec import structs
+
 from cs336_systems import __version__
 from cs336_systems.accounting import predicted_peak_bytes
 from cs336_systems.config import RunConfig
 from cs336_systems.device import DeviceInfo, get_device_info
 from cs336_systems.experiments.axes import CHOSEN, choose_cells
-from cs336_systems.experiments.records import Record, Run, append_records, case_to_dict, latest, read_records
+from cs336_systems.experiments.placing import place_records, plan_of
+from cs336_systems.experiments.records import (
+    LONGEST_REASON,
+    Record,
+    Run,
+    append_records,
+    case_to_dict,
+    check_types,
+    latest,
+    read_records,
+)
 from cs336_systems.experiments.spec import Cell, Sample, load
 from cs336_systems.experiments.worker import Outcome, Worker
 from cs336_systems.measure.sources import sources_hash
@@ -179,9 +191,10 @@ class Sweep:
             cells = [cell for cell in cells if self.implementations.intersection(cell.implementations)]
         if self.rerun == "all":
             return cells, Counter()
+        records, _ = place_records(problem, read_records(self.record_file(problem)), plan_of(cells))
         done = {
             record.key: record.status
-            for record in latest(read_records(self.record_file(problem)))
+            for record in latest(records)
             if record.seed == self.run.seed and (self.rerun == "none" or record.status != "failed")
         }
         pending: list[Cell] = []
@@ -230,15 +243,10 @@ class Sweep:
             implementation += f" {self.run.model}"
         records = []
         for row in cell.rows:
-            sample = measured.get(row, Sample(row=row))
             status, message = outcome.status, outcome.message
-            if sample.samples:
-                status, message = "ok", ""
-            elif sample.message:
-                status, message = sample.status, sample.message
-            elif status == "ok":
+            if status == "ok":
                 status, message = "failed", "the measurement ended without reporting this row"
-            record = Record(
+            nothing = Record(
                 run=self.facts,
                 problem=cell.problem,
                 case=case_to_dict(row.case or cell.case),
@@ -248,15 +256,32 @@ class Sweep:
                 unit=row.unit,
                 status=status,
                 message=_without_paths(message),
-                error=None if sample.error is None else float(f"{sample.error:.4g}"),
-                kernel=sample.kernel,
                 seed=self.run.seed,
                 sources=sources_hash(cell.problem),
                 held_mib=None if outcome.held_bytes is None else round(outcome.held_bytes / 2**20, 1),
-                samples=[float(f"{value:.6g}") for value in sample.samples],
             )
-            records.append(record)
+            records.append(_with_sample(nothing, measured[row]) if row in measured else nothing)
         return records
+
+
+def _with_sample(nothing: Record, sample: Sample) -> Record:
+    """The record with what was measured, or why it has nothing; a failure where no record may say what was measured."""
+    try:
+        record = structs.replace(
+            nothing,
+            error=None if sample.error is None else float(f"{sample.error:.4g}"),
+            kernel=sample.kernel,
+            samples=[float(f"{value:.6g}") for value in sample.samples],
+        )
+        if record.samples:
+            record = structs.replace(record, status="ok", message="")
+        elif sample.message:
+            record = structs.replace(record, status=sample.status, message=_without_paths(sample.message))
+        check_types(record)
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:  # NaN, infinity, what is no number
+        message = f"what was measured cannot be recorded: {error}"
+        return structs.replace(nothing, status="failed", message=message[:LONGEST_REASON])
+    return record
 
 
 def planned_cells(problem: str, run: RunConfig, implementations: Iterable[str] = ()) -> list[Cell]:

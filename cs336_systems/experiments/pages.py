@@ -4,7 +4,8 @@
     "sdpa_cudnn", mode="forward", shape=...) }} of cuDNN's speed.  {{ table("forward") }}  {{ figure("forward") }}
 
 What a template may call is the public methods of `Page`, and what the experiment's `numbers` returns. An unknown name,
-a lookup that finds no record or several, and a table of too many lines are errors with the page's name. A measured
+a lookup that finds no record or several, and a table of too many lines are errors with the page's name: the document
+says there that the page cannot be made, and has all others. A measured
 number typed by hand fails `report --check`; `{{ given("3.35 TB/s", "data sheet") }}` is how a page quotes a derivation,
 a handout or another's measurement, with its source.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -33,9 +35,10 @@ from cs336_systems.experiments.frames import (
     pick,
     with_speeds,
 )
+from cs336_systems.experiments.placing import UNREADABLE, attempt, of_one_machine, preferred_rows
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.spec import Calculation, Experiment, experiments
-from cs336_systems.experiments.tables import ABSENT, Table
+from cs336_systems.experiments.tables import ABSENT, Table, escape
 from cs336_systems.experiments.worker import MOST_HELD_BYTES
 from cs336_systems.handout import HANDOUT
 from cs336_systems.measure.sources import older_hashes, reached, sources_hash
@@ -50,6 +53,7 @@ FIGURE = re.compile(r'{{ figure\("(\w+)"\) }}')
 COMMANDS = {"naive_ddp": "train --wrapper naive --ranks 2"}  # of pages without an experiment that no adapter reaches
 DEFAULT_BUCKET_MB = 25.0  # which a case of data parallelism may leave unsaid
 DIGESTS = "digests.json"  # of the figures beside it
+CANNOT_BE_MADE = "*The records do not have what this says: `cs336-systems report --check` names it.*"
 MOST_LINES = 14  # of a table on a page
 MOST_WORDS = 25_000  # of the document
 ANSWER_WITHIN = 10  # lines of a page
@@ -85,8 +89,10 @@ class Book:
         """The records of the experiment `name`, read once."""
         if name not in self._frames:
             one, path = experiments()[name], self.folder_of(name) / "records" / f"{name}.jsonl"
-            made = calculated_frame(one) if isinstance(one, Calculation) else load_frame(one, read_records(path))
-            self._frames[name] = made
+            if isinstance(one, Calculation):
+                self._frames[name] = calculated_frame(one)
+            else:
+                self._frames[name] = load_frame(one, of_one_machine(read_records(path)))
         return self._frames[name]
 
     def template(self, name: str) -> str:
@@ -98,7 +104,7 @@ class Book:
         self._rendering = name
         try:
             text = self.environment.from_string(self.template(name)).render(page.names())
-        except (jinja2.TemplateError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (jinja2.TemplateError, *UNREADABLE) as error:
             raise ValueError(f"{PAGES}/{name}.md: {error}") from error
         heading, _, rest = text.partition("\n")
         if heading != f"# {name}":
@@ -156,17 +162,30 @@ class Book:
                 raise ValueError(f"{PAGES}/{name}.md: no problem of that name")
             editions = " and ".join(map(str, known.editions)) or ABSENT
             lines.append(f"| [{name}](#{name}) | {known.section} | {editions} | {known.points or ABSENT} |")
-        return "\n".join([*lines, ""]) + "\n" + "\n".join(self.page(name) for name in self.names)
+        pages = [self._page_or_why(name) for name in self.names]
+        return "\n".join([*lines, ""]) + "\n" + "\n".join(pages)
+
+    def _page_or_why(self, name: str) -> str:
+        """The page `name`, or what the document says in its place; a warning has the reason."""
+        page = attempt(f"the section {name} of {DOCUMENT}", self.page, name)
+        return page if page is not None else f"## {name}\n\n{CANNOT_BE_MADE}\n"
 
     def readme(self) -> str:
         """The README with its blocks made anew: `<!-- begin made: EXPRESSION -->`, the value, `<!-- end made -->`."""
 
         def made(block: re.Match[str]) -> str:
-            names = {"of": lambda name: Page(self, name), "problems": self.problems}
-            value = self.environment.from_string(f"{{{{ {block[2]} }}}}").render(names)
-            return f"{block[1]}\n{value}\n\n{block[3]}"
+            value = attempt(f"the block {block[2]} of {README}", self._value, block[2])
+            return f"{block[1]}\n{CANNOT_BE_MADE if value is None else value}\n\n{block[3]}"
 
         return BLOCK.sub(made, (self.root / README).read_text(encoding="utf-8"))
+
+    def _value(self, expression: str) -> str:
+        """What an expression of the README gives; ValueError where it gives nothing."""
+        names = {"of": lambda name: Page(self, name), "problems": self.problems}
+        try:
+            return self.environment.from_string(f"{{{{ {expression} }}}}").render(names)
+        except jinja2.TemplateError as error:
+            raise ValueError(str(error)) from error
 
     def problems(self) -> str:
         """A line a problem: its answer, the code that its page links first, its first figure, what computes it."""
@@ -191,11 +210,17 @@ class Book:
         specs = {}
         for name in (name for name in self.names if name in experiments()):
             text = self.template(name)
-            shown = [one for one in experiments()[name].figures if f'figure("{one}"' in text and len(self.frame(name))]
-            for figure in shown:
-                if (chart := experiments()[name].figures[figure].chart(self.frame(name))) is not None:
-                    specs[self.figure_path(name, figure)] = spec_of(chart)
+            for figure in (one for one in experiments()[name].figures if f'figure("{one}"' in text):
+                spec = attempt(f"the figure {figure} of {name}", self._spec, name, figure)
+                if spec is not None:
+                    specs[self.figure_path(name, figure)] = spec
         return specs
+
+    def _spec(self, name: str, figure: str) -> dict[str, Any] | None:
+        """The specification of a figure; None where nothing is drawn."""
+        frame = self.frame(name)
+        chart = None if frame.empty else experiments()[name].figures[figure].chart(frame)
+        return None if chart is None else spec_of(chart)
 
     def figure_path(self, problem: str, figure: str) -> Path:
         return self.folder_of(problem) / "figures" / f"{problem}_{figure}.png"
@@ -238,12 +263,16 @@ class Book:
         return written
 
     def check(self) -> list[str]:
-        """What is stale, typed by hand, too long, or without an answer at its beginning; a line each."""
+        """What is stale, left out, typed by hand, too long, or without an answer at its beginning; a line each."""
         cure = f"run `cs336-systems {self._report()}`"
-        found = [f"{path}: differs from the records and pages; {cure}" for path, _ in self._stale()]
+        with warnings.catch_warnings(record=True) as told:  # a record that is left out is none to publish
+            warnings.simplefilter("always", UserWarning)
+            found = [f"{path}: differs from the records and pages; {cure}" for path, _ in self._stale()]
+            words = len(self.document().split())
+        found += dict.fromkeys(str(one.message) for one in told if issubclass(one.category, UserWarning))
         for name in self.names:
             found += [f"{PAGES}/{name}.md:{line}: {what}" for line, what in check_template(self.template(name))]
-        if (words := len(self.document().split())) > MOST_WORDS:
+        if words > MOST_WORDS:
             found.append(f"{DOCUMENT}: {words:,} words, at most {MOST_WORDS:,}")
         return found
 
@@ -266,11 +295,15 @@ class Book:
         for book in self._books():
             for name, experiment in experiments().items():
                 is_here = book.has(name) or (book is self and isinstance(experiment, Calculation))
-                if not is_here or not experiment.tables or book.frame(name).empty:
+                if not is_here or not experiment.tables:
+                    continue
+                frame = attempt(f"the tables of {name}", book.frame, name)
+                if frame is None or frame.empty:
                     continue
                 parts = [f"# {name}", experiment.title + "."]
-                for table in (spec.build(book.frame(name)) for spec in experiment.tables.values()):
-                    if table.lines:
+                for which, declared in experiment.tables.items():
+                    table = attempt(f"the table {which} of {name}", declared.build, frame)
+                    if table is not None and table.lines:
                         parts += [f"**{table.title}**", table.markdown()] if table.title else [table.markdown()]
                 yield book.folder_of(name) / "tables" / f"{name}.md", "\n\n".join(parts) + "\n"
         yield from self.figures().items()
@@ -345,7 +378,7 @@ class Page:
 
     def _one(self, quantity: str, implementation: str | None, where: dict[str, Any]) -> dict[str, Any]:
         asked = {"quantity": quantity, **({"implementation": implementation} if implementation else {}), **where}
-        rows = dicts(pick(self._frame, asked))
+        rows = preferred_rows(dicts(pick(self._frame, asked)), f"{PAGES}/{self._problem}.md: {asked}")
         if len(rows) != 1:
             raise ValueError(f"{len(rows)} records of {self._problem} have {asked}, one is needed")
         if rows[0]["status"] != "ok":
@@ -371,7 +404,7 @@ class Page:
         """The same as text with its unit; a column of text, such as `kernel`, as it is."""
         found = self.number(quantity, implementation, unit=unit, column=column, **where)
         if not isinstance(found, int | float):
-            return str(found)
+            return escape(str(found))
         unit = (unit or self._one(quantity, implementation, where)["unit"]) if column == "median" else ""
         return f"{digits(float(found), significant)} {unit if unit != '1' else ''}".rstrip()
 
@@ -430,8 +463,7 @@ class Page:
 
     def device(self) -> str:
         """The name of the device that the records are of."""
-        records = read_records(self._book.folder_of(self._problem) / "records" / f"{self._problem}.jsonl")
-        return str(records[0].run.device["name"])
+        return escape(self._frame["device"].iloc[0])
 
     def of(self, problem: str, device: str = "") -> Page:
         """The same lookups in another problem's records, or another GPU's: `{{ of("fsdp_accounting").time("fsdp") }}`.

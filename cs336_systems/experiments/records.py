@@ -7,12 +7,15 @@ A row names its run by `run`. pandas reads both files without this module:
 
     pandas.read_json("records/attention_shapes.jsonl", lines=True)
 
-Writing is strict. Reading is tolerant: a damaged line costs itself and a warning.
+Writing is strict. Reading is tolerant: a damaged line costs itself and a warning. placing.py then finds the cell of the
+experiment that a record is of.
 """
 
+import codecs
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, is_dataclass
@@ -22,6 +25,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from cs336_systems.config import Scale
+from cs336_systems.measure.text import in_one_line
 
 T = TypeVar("T")
 Status = Literal["ok", "oom", "failed", "skipped"]
@@ -29,6 +33,10 @@ ProblemName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,100}$")]  #
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
 RUNS = "runs"  # the file of runs, which no problem may be called
 LARGEST_SAMPLE = 1e30  # sums and squares of samples stay finite
+LARGEST_INTEGER = 2**63 - 1  # of a case: what tensors and data frames hold
+LONGEST_REASON = 300  # characters of why a line is left out: it may quote the line
+MOST_LEVELS = 16  # of configs within configs in a case
+HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")  # no character: no UTF-8 says it, and no reader of JSON takes its escape
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,23 +107,55 @@ def check(record: Record) -> None:
         raise ValueError("case must hold its class name under 'type'")
     if bool(record.samples) != (record.status == "ok"):
         raise ValueError(f"samples must be there if status is ok and only then, got {len(record.samples)}")
-    if not all(math.isfinite(sample) and abs(sample) <= LARGEST_SAMPLE for sample in record.samples):
-        raise ValueError(f"samples must be finite and at most {LARGEST_SAMPLE:g}")
+    for sample in record.samples:
+        if not (math.isfinite(sample) and abs(sample) <= LARGEST_SAMPLE):
+            raise ValueError(f"samples must be finite and at most {LARGEST_SAMPLE:g}, got {sample}")
+    if record.error is not None and not math.isfinite(record.error):
+        raise ValueError(f"error must be finite, got {record.error}")
     if record.status != "ok" and not record.message:
         raise ValueError(f"message must say why status is {record.status}")
     if record.quantity.endswith("_intervals") and len(record.samples) % 2:
         raise ValueError(f"samples of {record.quantity} must be starts and ends by turns, got {len(record.samples)}")
+    _check_plain(record.case, "case")
+
+
+def _check_plain(value: Any, name: str, level: int = 0) -> None:
+    """Raise ValueError naming the field if a case holds what a data frame or JSON cannot."""
+    if level > MOST_LEVELS:
+        raise ValueError(f"case must have at most {MOST_LEVELS} levels")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _check_plain(inner, f"{name}.{key}", level + 1)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_plain(inner, name, level + 1)
+    elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        raise ValueError(f"{name} must be an integer of 64 bits")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+
+
+def check_types(record: Record) -> None:
+    """Raise ValueError naming the field if `record` does not have the types that it says, or breaks a rule."""
+    check(msgspec.convert(msgspec.to_builtins(record), Record))
+
+
+def check_run(run: Run) -> None:
+    """Raise ValueError if `run` does not say which device it was on."""
+    name = run.device.get("name")
+    if not isinstance(name, str) or not name:
+        raise ValueError("run must have a device with its name")
 
 
 def append_records(path: Path, records: Sequence[Record]) -> None:
     """Append `records` to the file at `path`, and their runs to `runs.jsonl` beside it where it lacks them.
 
     Raises ValueError before anything is written if a record says too little. The lines are one write, flushed to disk.
+    Half of a surrogate pair, as an undecodable byte of a file name becomes, is written as the six characters `\\udcff`.
     """
     for record in records:
-        check(msgspec.convert(msgspec.to_builtins(record), Record))  # the types, then the rules
-        if not record.run.device.get("name"):
-            raise ValueError("run must have a device with its name")
+        check_types(record)
+        check_run(record.run)
     known = read_runs(path.parent)
     new = {record.run.id: record.run for record in records if record.run.id not in known}
     _append(path.with_name(f"{RUNS}.jsonl"), [msgspec.to_builtins(run) for run in new.values()])
@@ -125,7 +165,7 @@ def append_records(path: Path, records: Sequence[Record]) -> None:
 def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     if not rows:
         return
-    text = "".join(json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n" for row in rows)
+    text = "".join(json.dumps(_readable(row), allow_nan=False, separators=(",", ":")) + "\n" for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
         if file.tell() > 0:
@@ -137,9 +177,26 @@ def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         os.fsync(file.fileno())
 
 
+def _readable(value: Any) -> Any:
+    """`value` with each half of a surrogate pair in its texts as the characters of its escape."""
+    if isinstance(value, str):
+        return HALF_A_PAIR.sub(lambda half: f"\\u{ord(half[0]):04x}", value)
+    if isinstance(value, dict):
+        return {_readable(name): _readable(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_readable(inner) for inner in value]
+    return value
+
+
 def read_runs(folder: Path) -> dict[str, Run]:
     """The runs of `folder`/runs.jsonl by their ids."""
-    return {run.id: run for run in _read(folder / f"{RUNS}.jsonl", lambda row: msgspec.convert(row, Run))}
+
+    def run_of(row: Any) -> Run:
+        run = msgspec.convert(row, Run)
+        check_run(run)
+        return run
+
+    return {run.id: run for run in _read(folder / f"{RUNS}.jsonl", run_of)}
 
 
 def read_records(path: Path) -> list[Record]:
@@ -172,13 +229,14 @@ def _read(path: Path, parse: Callable[[Any], T]) -> list[T]:
         warnings.warn(f"{path.name}: not a regular file, skipped", stacklevel=3)
         return []
     parsed, damaged = [], []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")  # the mark is an editor's
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             parsed.append(parse(msgspec.json.decode(line)))
         except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
-            damaged.append(f"{path.name}:{number}: not a record, left out ({error})")
+            damaged.append(f"{path.name}:{number}: not a record, left out ({in_one_line(error)[:LONGEST_REASON]})")
     if damaged:
         more = f", and {len(damaged) - 1} more lines of it" if len(damaged) > 1 else ""
         warnings.warn(damaged[0] + more, stacklevel=3)

@@ -19,6 +19,7 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.experiments.frames import Where, dicts, digits, pick, speed, with_unit
+from cs336_systems.experiments.placing import preferred_rows
 from cs336_systems.measure.text import in_one_line
 
 ABSENT = "–"
@@ -147,10 +148,11 @@ class Pivot(TableSpec):
         lines = []
         for keys, group in groups:
             by_name: dict[Any, Row] = {}
-            for row in dicts(group):
-                if row[self.across] in by_name:
-                    raise ValueError(f"table {self.title!r}: several records for {row[self.across]} in {keys}")
-                by_name[row[self.across]] = row
+            for name, cell in group.groupby(self.across, sort=False, dropna=False):
+                there = preferred_rows(dicts(cell), f"table {self.title!r}, {name} of {keys}")
+                if len(there) > 1:
+                    raise ValueError(f"table {self.title!r}: several records for {name} in {keys}")
+                by_name[name] = there[0]
             numbers = [cell_of(by_name.get(name), self.value, self.significant) for name in names]
             ratios = [speed(by_name.get(ours), by_name.get(theirs)) for ours, theirs in pairs]
             lines.append([*map(shown, keys), *numbers, *map(shown, ratios)])
@@ -219,12 +221,15 @@ class Wide(TableSpec):
         for keys, group in groups:
             found: dict[str, TableCell] = {}
             for heading, column in self.columns.items():
-                found[heading] = self._one(column, group) if isinstance(column, Pick) else self._of(column, found)
+                if isinstance(column, Pick):
+                    found[heading] = self._one(column, group, f"{heading} of {keys}")
+                else:
+                    found[heading] = self._of(column, found)
             lines.append([*map(shown, keys), *found.values()])
         return Table(self.title, [*headings, *self.columns], lines)
 
-    def _one(self, column: Pick, group: pd.DataFrame) -> TableCell:
-        rows = dicts(with_unit(pick(group, column.where), column.unit))
+    def _one(self, column: Pick, group: pd.DataFrame, cell: str) -> TableCell:
+        rows = preferred_rows(dicts(with_unit(pick(group, column.where), column.unit)), f"table {self.title!r}, {cell}")
         if len(rows) > 1:
             raise ValueError(f"table {self.title!r}: {len(rows)} records in one cell of {dict(column.where)}")
         return cell_of(rows[0] if rows else None, column.value, column.significant or self.significant)

@@ -30,6 +30,7 @@ from cs336_systems.measure.stages import time_stages
 from cs336_systems.measure.timing import time_calls
 
 TUNE_FLASH = "tune_flash"  # the command's name in records
+TILE_CHOICE = "tile_choice"  # the problem that measures the same cells
 TABLE = "table"  # what `select_config` chooses: `table` for a backward, `table_<kernel>` for one kernel
 ROWS = {  # of each kernel alone
     "forward": FORWARD,
@@ -162,7 +163,7 @@ def tune_cells(
 def tuned_on(
     shapes: Sequence[AttentionShape], records: Iterable[Record], capability: tuple[int, int] | None
 ) -> list[Record]:
-    """Those of the command's records that are of `shapes`, the table's own under the names that `tile_choice` has."""
+    """Those of the command's records that are of `shapes`, as `tile_choice` has them, with its names of the table's."""
     cases = {case_key(case_to_dict(shape)): shape for shape in shapes}
     found = []
     for record in records:
@@ -170,7 +171,7 @@ def tuned_on(
         if shape is not None and record.quantity == ROWS[config.kernel].quantity:  # older ones time whole backwards
             is_table = config == chosen_tiles(config.kernel, shape, capability)
             name = f"{TABLE}_{config.kernel}" if is_table else config.name
-            found.append(msgspec.structs.replace(record, implementation=name))
+            found.append(msgspec.structs.replace(record, problem=TILE_CHOICE, implementation=name))
     return found
 
 

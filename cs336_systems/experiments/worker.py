@@ -195,6 +195,8 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
             with one_out_of_memory_error():
                 # The command's cells are measured as the problem's.
                 for measurement in load("tile_choice" if problem == TUNE_FLASH else problem).measure(cell, run):
+                    if not isinstance(measurement, Sample):
+                        raise TypeError(f"measure must yield Samples, got a {type(measurement).__name__}")
                     pipe.send(measurement)
         except (Unsupported, ModuleNotFoundError, torch.OutOfMemoryError, Disagreement) as error:
             outcome = outcome_of(error)  # the process is sound; where it failed it is ended all the same

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,7 @@ ROLES: Mapping[str, re.Pattern[str]] = {
     "embedding": re.compile(r"\w*embeddings?|embed_\w+|wte|wpe"),
     "head": re.compile(r"(lm_)?head|unembed\w*"),
 }
+PLAIN = "".join(chr(code) for code in range(32, 127) if chr(code) not in '"\\')  # characters that a trace keeps
 BLOCK = "block"
 SCORES, SOFTMAX, VALUES, FUSED = "attention.scores", "attention.softmax", "attention.values", "attention.fused"
 ATTENTION_PARTS = (SCORES, SOFTMAX, VALUES, FUSED)
@@ -47,9 +49,22 @@ PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
+def traceable(name: str) -> str:
+    """`name` as a trace can hold it: other characters than plain ASCII, `"` and a backslash are escaped as in a URL.
+
+    torch.profiler writes a double quote as it is, which ends the string in the JSON of its trace, and calls a range
+    with any character beyond ASCII "unknown".
+
+    >>> traceable('block:layers.a"b'), traceable("attention:é.attn")
+    ('block:layers.a%22b', 'attention:%C3%A9.attn')
+    """
+    return quote(name, safe=PLAIN, errors="replace")
+
+
 @contextmanager
 def named_range(name: str) -> Iterator[None]:
-    """A `record_function` range, and an NVTX range where CUDA is in use."""
+    """A `record_function` range, and an NVTX range where CUDA is in use, both called `traceable(name)`."""
+    name = traceable(name)
     nvtx = torch.cuda.nvtx.range("{}", name) if torch.cuda.is_available() else nullcontext()
     with torch.profiler.record_function(name), nvtx:
         yield
@@ -69,7 +84,7 @@ def module_ranges(model: nn.Module) -> dict[str, str]:
             roles[name] = BLOCK
         elif role is not None and roles.get(parent) != role:
             roles[name] = role
-    return {name: f"{role}:{name}" for name, role in roles.items()}
+    return {name: traceable(f"{role}:{name}") for name, role in roles.items()}
 
 
 class _Ranges(TorchFunctionMode):

@@ -32,6 +32,8 @@ from cs336_systems.measure.timeline import (
 ALLOC, FREE = "alloc", "free_requested"  # the actions of a trace's events that change what is allocated
 MAX_EVENTS = 1_000_000  # of a recording: many times a training step's
 
+MAX_DEVICES = 128  # of one process
+
 ACTIVE_STATES = ("active_allocated", "active_pending_free", "active_awaiting_free")
 TORCH_PARTS = ("/torch/", "torch/utils/", "??")  # in file names of frames that are PyTorch's
 
@@ -50,10 +52,11 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_snapshot(path: Path) -> MemoryTrace:
-    """The trace in the file `path`, whoever wrote it, of the first GPU; ValueError if it is no snapshot.
+    """The trace in the file `path`, whoever wrote it; ValueError if it is no snapshot.
 
-    Nothing else is known of it: it has one phase, and categories by the line that allocated. Reading runs nothing of
-    the file, and takes several times the file's memory.
+    Of several GPUs in the file it is the one with the highest peak, and its one phase, `recorded`, says which where
+    that is not the first or not the only one. Categories are by the line that allocated. Reading runs nothing of the
+    file, and takes several times the file's memory.
     """
 
     def classify(one: Allocation, address: int) -> str:
@@ -66,12 +69,26 @@ def read_snapshot(path: Path) -> MemoryTrace:
     try:
         with open(path, "rb") as file:
             loaded = _PlainUnpickler(file).load()
-        return parse_snapshot(loaded, 0, [Phase(name="recorded", start=0)], classify)
+        devices = _used_devices(loaded) or [0]
+        traces = {}
+        for device in devices:  # a process of several ranks records the GPU of its own rank
+            name = "recorded" if devices == [0] else f"recorded on GPU {device} of {', '.join(map(str, devices))}"
+            traces[device] = parse_snapshot(loaded, device, [Phase(name=name, start=0)], classify)
+        return max(traces.values(), key=lambda trace: trace.peak_bytes())
     except (
         ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, OverflowError, MemoryError,
         RecursionError, pickle.UnpicklingError,
     ) as error:  # fmt: skip
         raise ValueError(f"{path.name}: no memory snapshot: {str(error)[:200] or type(error).__name__}") from error
+
+
+def _used_devices(snapshot: dict[str, Any]) -> list[int]:
+    """The numbers of the GPUs that a snapshot has events or memory of."""
+    used = {device for device, events in enumerate(snapshot["device_traces"]) if events}
+    used |= {int(segment.get("device", 0)) for segment in snapshot["segments"]}
+    if not used <= set(range(MAX_DEVICES)):
+        raise ValueError(f"GPUs must be numbered from 0 to {MAX_DEVICES - 1}, got {min(used)} to {max(used)}")
+    return sorted(used)
 
 
 def parse_snapshot(snapshot: dict[str, Any], device: int, phases: Sequence[Phase], classify: Classify) -> MemoryTrace:
@@ -91,7 +108,7 @@ def parse_snapshot(snapshot: dict[str, Any], device: int, phases: Sequence[Phase
         one.category = classify(one, address)
         allocations.append(one)
 
-    for event in traces[device] if traces else []:
+    for event in traces[device] if device < len(traces) else []:
         if event["action"] not in (ALLOC, FREE):
             continue
         number += 1

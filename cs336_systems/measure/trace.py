@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
@@ -33,6 +35,12 @@ DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 BACKWARD_OPERATOR = "autograd::engine::evaluate_function"
 OPTIMIZER_RANGE = "Optimizer.step#"
+EVENT_FIELDS: dict[str, tuple[type, ...]] = {  # of each event that is read
+    "name": (str,), "ts": (float, int), "dur": (float, int), "pid": (int, str), "tid": (int, str),
+}  # fmt: skip
+ARGUMENTS: dict[str, tuple[type, ...]] = {  # of its "args", where they are there
+    "Sequence number": (int,), "correlation": (int, str), "External id": (int, str),
+}  # fmt: skip
 READ_CATEGORIES = (*DEVICE_CATEGORIES, *LAUNCH_CATEGORIES, "cpu_op", "user_annotation")
 
 
@@ -105,15 +113,34 @@ class Trace:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The entries of "traceEvents" in the file at `path`, as the profiler writes it: .json or .json.gz."""
-    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-        events: list[dict[str, Any]] = json.loads(file.read().decode(errors="replace"))["traceEvents"]
+    """The entries of "traceEvents" in the file at `path`, as the profiler writes it: .json or .json.gz.
+
+    A file that is the list alone, which the format allows, is read, too. Raises ValueError naming any other file.
+    """
+    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+        raise ValueError(f"{path.name}: not a regular file")
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            content = json.loads(file.read().decode(errors="replace"))
+    except (gzip.BadGzipFile, zlib.error, EOFError, ValueError, RecursionError) as error:
+        hint = ""
+        if isinstance(error, json.JSONDecodeError):
+            hint = "; torch.profiler escapes no double quote in the name of a range"
+        raise ValueError(f"{path.name}: no chrome trace: {error}{hint}") from error
+    events = content.get("traceEvents") if isinstance(content, dict) else content
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise ValueError(f"{path.name}: no chrome trace: it has no list of objects under 'traceEvents'")
     return events
 
 
 def trace_of(events: Sequence[dict[str, Any]]) -> Trace:
-    """The trace that `events`, the entries of "traceEvents", describe."""
+    """The trace that `events`, the entries of "traceEvents", describe.
+
+    Raises ValueError naming the event, of those that are read, that lacks what torch.profiler gives each.
+    """
     complete = [event for event in events if event.get("ph") == "X" and event.get("cat") in READ_CATEGORIES]
+    for event in complete:
+        _check(event)
     sites = _launch_sites(complete)
     steps = sorted((event["ts"], event["ts"] + event["dur"]) for event in complete if event["name"] == STEP)
     on_gpu = any(event["cat"] in DEVICE_CATEGORIES for event in complete)
@@ -127,6 +154,20 @@ def trace_of(events: Sequence[dict[str, Any]]) -> Trace:
         on_gpu=on_gpu,
         step_ms=tuple((end - start) / 1e3 for start, end in steps),
     )
+
+
+def _check(event: dict[str, Any]) -> None:
+    """Raise ValueError if `event` has no name, place or time, or has them of another type."""
+    arguments = event.get("args", {})
+    if not isinstance(arguments, dict):
+        raise ValueError(f"an event's 'args' must be an object, got {arguments!r:.100} of {event.get('name')!r:.100}")
+    fields = {field: event.get(field) for field in EVENT_FIELDS}
+    fields |= {field: arguments[field] for field in ARGUMENTS if field in arguments}
+    for field, value in fields.items():
+        types = EVENT_FIELDS.get(field) or ARGUMENTS[field]
+        if not isinstance(value, types) or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(f"an event's {field!r} must be a {types[0].__name__}, got {value!r:.100} of "
+                             f"{event.get('name')!r:.100}")  # fmt: skip
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,0 +1,153 @@
+"""Reports of records of which one is changed: that row is told and left out, and every page is written (B3, B6, B7)."""
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cs336_systems.experiments.frames import load_frame
+from cs336_systems.experiments.html_report import PAGE, write_report
+from cs336_systems.experiments.placing import NotMade
+from cs336_systems.experiments.records import read_records
+from cs336_systems.experiments.spec import load
+
+ROOT = Path(__file__).resolve().parent.parent
+PUBLISHED = {path.stem: path for device in ("nvidia-h100", "nvidia-h200")
+             for path in (ROOT / "results" / device / "records").glob("*.jsonl")}  # fmt: skip
+PROBLEMS = sorted(PUBLISHED.keys() - {"runs", "tests", "tune_flash"})
+FEW = ["benchmarking_mixed_precision", "leaderboard_2025", "mixed_precision_accumulation", "naive_ddp_benchmarking",
+       "training_run"]  # fmt: skip
+FACTS = re.compile(r'<p class="quiet">python .*?</p>')  # of the run of the last record
+REMOVED = object()
+MARKUP = "<img src=x onerror=alert(1)>|`*_[a](b)\n# b\x1b[2J <!-- end made --> {{ 1 }}"
+VALUES: tuple[Any, ...] = (
+    REMOVED, None, [], ["a"], {"name": 1}, "another", "", MARKUP, "\ud800", True, 7, -1, 0, 2.5, -1e300, 10**400
+)  # fmt: skip
+
+
+def fields(row: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of every field of `row` and of the objects in it."""
+    for name, value in row.items():
+        yield (*above, name)
+        if isinstance(value, dict):
+            yield from fields(value, (*above, name))
+
+
+def changed(row: dict[str, Any], path: tuple[str, ...], value: Any) -> str:
+    """The line of `row` with another value at `path`, or without the field."""
+    row = json.loads(json.dumps(row))
+    inner = row
+    for name in path[:-1]:
+        inner = inner[name]
+    if value is REMOVED:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return json.dumps(row)
+
+
+def mutations(row: dict[str, Any]) -> Iterator[str]:
+    """Lines that differ from `row` in one field: removed, of another type, of another value, or one more."""
+    for path in fields(row):
+        for value in VALUES:
+            yield changed(row, path, value)
+        own = row
+        for name in path:
+            own = own[name]
+        if isinstance(own, dict):
+            yield changed(row, (*path, "of_a_later_release"), 1)
+    yield changed(row, ("of_a_later_release",), 1)
+    yield json.dumps(row)
+
+
+class Folder:
+    """A results folder with the published records of one problem, and lines that are added to them."""
+
+    def __init__(self, problem: str, folder: Path) -> None:
+        self.problem, self.folder = problem, folder / PUBLISHED[problem].parents[1].name
+        self.path = self.folder / "records" / f"{problem}.jsonl"
+        self.path.parent.mkdir(parents=True)
+        shutil.copy(PUBLISHED[problem].with_name("runs.jsonl"), self.path.parent)
+        self.text = PUBLISHED[problem].read_text()
+        rows = [json.loads(line) for line in self.text.splitlines()]
+        self.good = [row for row in rows if row["status"] == "ok"]
+
+    def report(self, *lines: str, replace: str = "") -> tuple[str, list[str]]:
+        """The report with `lines` added, in the place of the line `replace` if given, and its warnings."""
+        before = self.text.replace(replace + "\n", "") if replace else self.text
+        self.path.write_text(before + "".join(f"{line}\n" for line in lines), encoding="utf-8")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert write_report(self.folder, None, [self.problem])
+        assert not [one for one in told if issubclass(one.category, NotMade)], [str(one.message) for one in told]
+        text = (self.folder / PAGE).read_text(encoding="utf-8")
+        text = text[: text.find("<script>")] + text[text.rfind("<script>") :]  # without the library
+        return FACTS.sub("", text, count=1), [str(one.message) for one in told]
+
+    def check(self, line: str, plain: str) -> None:
+        """One more line costs itself: told, and then the report is the one without it, or shown."""
+        text, told = self.report(line)
+        assert "\x1b" not in "".join(told) and "<img" not in text
+        if any(re.search(rf"{self.problem}(.jsonl:\d+)?: .*left out", one) for one in told):
+            assert text == plain, (line, told)
+        elif not told:
+            records = read_records(self.path)
+            assert load_frame(load(self.problem), records)["position"].max() == len(records) - 1, line
+
+
+@pytest.fixture(params=FEW)
+def few(request, tmp_path) -> Folder:
+    return Folder(request.param, tmp_path)
+
+
+def test_all_changes_of_a_row_at_once_leave_a_report_of_all_good_rows(few):
+    """One of them ended `report` for every problem. The good rows stand behind the others: of two the newest counts."""
+    plain, told = few.report()
+    assert told == []
+    text, told = few.report(*mutations(few.good[0]), *few.text.splitlines())
+    assert told and all("left out" in one for one in told)
+    good, shown = (re.findall(r"<td[^>]*>.*?</td>", page) for page in (plain, text))
+    assert good and not set(good) - set(shown)
+
+
+def test_what_cannot_be_placed_changes_nothing(few):
+    """A field more in a case, as a new release adds, ended `report` for 28 of 29 problems; so did a null or a list."""
+    plain, _ = few.report()
+    row = few.good[0]
+    for path, value in (
+        (("case", "of_a_later_release"), 1), (("case", "type"), "Odd"), (("case",), None), (("implementation",), ["a"]),
+        (("mode",), {"a": 1}), (("quantity",), None), (("unit",), "parsec"), (("problem",), "another"),
+        (("run",), "another"), (("samples",), [1e300]), (("status",), "fine"), (("message",), "\ud800"),
+    ):  # fmt: skip
+        text, told = few.report(changed(row, path, value))
+        assert len(told) == 1 and "left out" in told[0], (path, told)
+        assert text == plain, path
+
+
+def test_a_row_of_an_older_release_finds_its_cell(few):
+    """Fields with a default are what later releases add to a case: rows without them were cells of their own."""
+    plain, _ = few.report()
+    row = next((row for row in few.good if any(row["case"].get(name, "") is None for name in row["case"])), None)
+    if row is None:
+        row = few.good[0]
+        without = json.dumps(row)
+    else:
+        (name, *_) = (name for name, value in row["case"].items() if value is None)
+        without = changed(row, ("case", name), REMOVED)
+    text, told = few.report(without)
+    assert told == [] and text == plain, without
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_each_change_of_a_row_costs_that_row(problem, tmp_path):
+    folder = Folder(problem, tmp_path)
+    plain, told = folder.report()
+    assert told == []
+    for line in mutations(folder.good[0]):
+        folder.check(line, plain)
