@@ -15,6 +15,8 @@ from cs336_systems.experiments.html_report import PAGE, write_report
 from cs336_systems.experiments.placing import NotMade
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.spec import load
+from cs336_systems.experiments.tables import Listing
+from tests.command_line import invoke
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = {path.stem: path for device in ("nvidia-h100", "nvidia-h200")
@@ -141,6 +143,30 @@ def test_a_row_of_an_older_release_finds_its_cell(few):
         without = changed(row, ("case", name), REMOVED)
     text, told = few.report(without)
     assert told == [] and text == plain, without
+
+
+def test_the_command_says_what_it_left_out_in_a_line_and_ends_well(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no documents are
+    folder = Folder("mixed_precision_accumulation", tmp_path)
+    row = json.dumps(folder.good[0] | {"implementation": MARKUP, "unit": "parsec"})
+    folder.path.write_text(f"{folder.text}{row}\n{row[:40]}", encoding="utf-8")
+    result = invoke("report", "--results", tmp_path, "--folder", folder.folder.name)
+    assert result.exit_code == 0, result.stderr
+    torn, odd = result.stderr.splitlines()
+    assert torn.startswith("warning: mixed_precision_accumulation.jsonl:6: not a record, left out (")
+    assert odd.startswith("warning: mixed_precision_accumulation: <img") and odd.endswith("unit must be 1, got parsec")
+    assert "\x1b" not in result.stderr and (folder.folder / PAGE).is_file()
+
+
+def test_the_command_fails_where_a_table_cannot_be_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Folder("mixed_precision_accumulation", tmp_path)
+    folder.path.write_text(folder.text, encoding="utf-8")
+    monkeypatch.setattr(load(folder.problem), "tables", {"broken": Listing(columns=("no_such_column",))})
+    result = invoke("report", "--results", tmp_path, "--folder", folder.folder.name)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("warning: the table broken of mixed_precision_accumulation cannot be made: Key")
+    assert (folder.folder / PAGE).is_file()
 
 
 @pytest.mark.slow

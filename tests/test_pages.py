@@ -15,6 +15,7 @@ from cs336_systems.experiments.frames import digits, load_frame, pick, speed
 from cs336_systems.experiments.html_report import write_report
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS
 from cs336_systems.experiments.pages import ANSWER, Book, Page, check_template
+from cs336_systems.experiments.placing import NotMade
 from cs336_systems.experiments.records import Record, append_records
 from cs336_systems.experiments.spec import Experiment, experiments, load, measured_problems
 from cs336_systems.experiments.tables import ABSENT, Listing, Pick, Pivot, Ratio, Wide, escape
@@ -152,6 +153,51 @@ def test_a_record_that_an_experiment_cannot_read_is_told_and_left_out():
         frame_of(row("hopper", [1.0]), row("flex", [1.0], run=RUN))
 
 
+def test_of_two_rows_for_one_cell_the_promised_or_the_newest_is_shown():
+    """A row of a batch size that the experiment does not have ended the report at two records in one cell."""
+    promised = row("hopper", [1.0])
+    larger, newest = (
+        replace(promised, case=promised.case | {"batch": size}, samples=[float(size)]) for size in (3, 5)
+    )
+    for records, shown in (([promised, larger], "1.00"), ([larger, promised], "1.00"), ([larger, newest], "5.00")):
+        with pytest.warns(UserWarning, match=r"table 't', hopper of .*: hopper left out, a second record of"):
+            (line,) = texts(Pivot(title="t", down=DOWN, where={"quantity": "time"}).build(frame_of(*records)))
+        assert line[2] == shown
+    with pytest.warns(UserWarning, match="table 't', ms of .*: hopper left out, a second record of"):
+        wide = Wide(title="t", down=DOWN, columns={"ms": Pick({"quantity": "time"})}).build(frame_of(promised, larger))
+    assert texts(wide)[0][2] == "1.00"
+
+
+def test_a_report_is_of_the_device_that_most_records_are_of(tmp_path):
+    """One row of another device ended it; which one it is says the warning."""
+    path = tmp_path / "records/attention_shapes.jsonl"
+    other = replace(GPU_RUN, id="another", device={"name": "B200 \x1b[2J", "kind": "cuda"})
+    append_records(path, [row("triton", [1.0]), row("hopper", [1.0]), row("flex", [1.0], run=other)])
+    with pytest.warns(UserWarning, match=r"flex left out, it was measured on B200 \\x1b\[2J at scale smoke, most were"):
+        assert write_report(tmp_path) == ["attention_shapes, rows: 2 ok"]
+
+
+def test_a_table_that_cannot_be_made_costs_itself(tmp_path, monkeypatch):
+    broken_table = Pivot(title="t", down=DOWN, where={"no_such_column": 1})
+    monkeypatch.setattr(SHAPES, "tables", {"broken": broken_table, "times": TIMES})
+    append_records(tmp_path / "records/attention_shapes.jsonl", [row("triton", [1.0])])
+    with pytest.warns(NotMade, match="the table broken of attention_shapes cannot be made: KeyError: .no column 'no_s"):
+        assert write_report(tmp_path)
+    assert "<h3>t (ms)</h3>" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("see https://a.example", "see https:&#47;/a.example"), ("www.a.example", "www&#46;a.example"),
+        ("$x$ ~~y~~", "\\$x\\$ \\~\\~y\\~\\~"),
+    ],
+)  # fmt: skip
+def test_text_of_records_is_no_link_and_no_formula(text, shown):
+    """GitHub makes links of bare addresses, and formulas of what stands between dollars."""
+    assert escape(text) == shown
+
+
 # Figures
 
 SERIES = frame_of(
@@ -283,6 +329,20 @@ def test_one_quantity_with_two_values_is_found(book, tmp_path):
     cited = f'{{{{ of("data_parallel_turns").time("overlap", {where}) }}}}'
     (tmp_path / "writeup" / f"{name}.md").write_text(f"# {name}\n\n{cited}\n")
     assert Book(tmp_path, book.folder).contradictions() == []
+
+
+def test_a_page_that_cannot_be_made_is_said_in_its_place(book, tmp_path):
+    """It ended `report`, and no page was written."""
+    (tmp_path / "writeup").mkdir()
+    good = "# mixed_precision_accumulation\n\n> **Answer.** {{ device() }}\n"
+    (tmp_path / "writeup" / "mixed_precision_accumulation.md").write_text(good)
+    (tmp_path / "writeup" / "attention_shapes.md").write_text('# attention_shapes\n\n{{ time("nobody") }}\n')
+    there = Book(tmp_path, book.folder)
+    with pytest.warns(NotMade, match="the section attention_shapes of writeup.md cannot be made: .*0 records of"):
+        document = there.document()
+    assert document.endswith("## attention_shapes\n\n*The records do not have what this says: `cs336-systems report "
+                             "--check` names it.*\n")  # fmt: skip
+    assert "> **Answer.** NVIDIA H200\n" in document
 
 
 def test_a_link_to_another_page_is_one_to_its_section_in_the_document(book, tmp_path):

@@ -82,6 +82,9 @@ def test_case_holds_its_class_name():
         ({"status": "oom"}, "samples must be there if status is ok and only then"),
         ({"samples": []}, "samples must be there if status is ok and only then, got 0"),
         ({"samples": [math.nan]}, "samples must be finite"),
+        ({"error": math.inf}, "error must be finite, got inf"),
+        ({"case": {"type": "A", "size": 10**400}}, "case.size must be an integer of 64 bits"),
+        ({"case": {"type": "A", "inner": {"rate": math.nan}}}, "case.inner.rate must be finite, got nan"),
         ({"samples": [1e308] * 3}, "samples must be finite and at most 1e"),
         ({"samples": [], "status": "failed"}, "message must say why status is failed"),
         ({"samples": [], "status": "broken", "message": "why"}, "Invalid enum value 'broken'"),
@@ -129,6 +132,9 @@ def damaged(**changes) -> str:
         damaged(samples=[1e308] * 3), damaged().replace("1.5", "1e999"), damaged(samples=["1.5"]),
         damaged(samples=None),
         damaged(run="another"), damaged(run=None), damaged(run={"id": 1}), damaged(case=[]), damaged(case={"type": 1}),
+        damaged(error="1"), damaged(case={"type": "A", "size": 10**400}), damaged(case={"type": "A", "size": 2**63}),
+        damaged().replace('"batch": 1', '"batch": 1e999'), damaged(message="\ud800"), "[1" + "0" * 5000 + "]",
+        damaged(case={"type": "A", "deep": json.loads('{"a":' * 40 + "1" + "}" * 40)}),
         damaged(unit=7), damaged(status="fine"), damaged(problem="a/b"), damaged(message=["x"]), damaged(seed="0"),
     ],
 )  # fmt: skip
@@ -141,6 +147,37 @@ def test_a_line_that_is_no_record_is_told_and_left_out(line, tmp_path):
     with pytest.warns(UserWarning, match=r"x.jsonl:2: not a record, left out .*, and 1 more lines of it") as told:
         assert [each.implementation for each in read_records(path)] == ["tiled", "last"]
     assert len(told) == 1
+
+
+def test_an_editors_mark_at_the_beginning_costs_nothing(tmp_path):
+    """The first run of a file with a byte-order mark was lost, and every row of that run with it."""
+    path = tmp_path / "x.jsonl"
+    append_records(path, [record()])
+    for file in (path, tmp_path / "runs.jsonl"):
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_records(path) == [record()]
+
+
+@pytest.mark.parametrize("runs", [None, b"", b"{}\n", b'{"id": 1}\n', b"\xff\xfe\n", b"null\n"])
+def test_rows_without_their_run_are_told_and_left_out(runs, tmp_path):
+    path, file = tmp_path / "x.jsonl", tmp_path / "runs.jsonl"
+    append_records(path, [record()])
+    file.unlink()
+    if runs is not None:
+        file.write_bytes(runs)
+    with pytest.warns(UserWarning, match=f"x.jsonl:1: not a record, left out .*{RUN.id}' is not in runs.jsonl"):
+        assert read_records(path) == []
+
+
+@pytest.mark.parametrize("device", [{}, {"name": ""}, {"name": ["a GPU"]}, {"name": None}])
+def test_a_run_without_a_device_is_none(device, tmp_path):
+    append_records(tmp_path / "x.jsonl", [record()])
+    row = msgspec.to_builtins(RUN) | {"device": device}
+    (tmp_path / "runs.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.warns(UserWarning, match="run must have a device with its name"):
+        assert read_records(tmp_path / "x.jsonl") == []
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\x85"])

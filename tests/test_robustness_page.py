@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 IDS = [
-    f"{kind}{number}" for kind, count in (("K", 11), ("D", 16), ("B", 6), ("S", 3)) for number in range(1, count + 1)
+    f"{kind}{number}" for kind, count in (("K", 11), ("D", 16), ("B", 7), ("S", 3)) for number in range(1, count + 1)
 ]
 ROW = re.compile(r"^\| ([A-Z]\d+) \|.*$", re.MULTILINE)
 NODE = re.compile(r"`(tests/\w+\.py)::(\w+)`")

@@ -259,6 +259,7 @@ class Book:
             written.append(path)
         if digests != self._digests():
             text = json.dumps(dict(sorted(digests.items())), indent=1) + "\n"
+            (self.folder / "figures").mkdir(parents=True, exist_ok=True)
             (self.folder / "figures" / DIGESTS).write_text(text, encoding="utf-8", newline="\n")
         return written
 

@@ -85,7 +85,8 @@ def escape(text: str) -> str:
     """`text` on one line, so that Markdown shows it as it is: no HTML, no link, no end of a cell."""
     text = in_one_line(text)
     for mark, harmless in (("\\", "\\\\"), ("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("[", "\\["),
-                           ("`", "\\`"), ("*", "\\*")):  # fmt: skip
+                           ("`", "\\`"), ("*", "\\*"), ("~", "\\~"), ("$", "\\$"), ("://", ":&#47;/"),
+                           ("www.", "www&#46;")):  # fmt: skip
         text = text.replace(mark, harmless)
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)  # within a name it is no mark
 
