@@ -23,11 +23,12 @@ from cs336_systems.commands.run import run
 from cs336_systems.commands.shared import EXIT_WRONG_ARGUMENT
 from cs336_systems.commands.train import train
 from cs336_systems.commands.tune import tune
+from cs336_systems.commands.usage import Command, Group
 from cs336_systems.measure.text import in_one_line
 
 app = typer.Typer(
+    cls=Group,
     add_completion=False,
-    no_args_is_help=True,
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     help="Reference implementation and lab for the systems half of building language models.",
@@ -41,10 +42,17 @@ def options(version: Annotated[bool, typer.Option("--version", help="Say which v
         raise typer.Exit
 
 
-app.command("list")(list_problems)
-for command in (run, report, profile, memory, train, generate, grade, doctor, compare, branches):
-    app.command()(command)
-app.add_typer(tune, name="tune")
+PANELS: dict[str, dict[str, Callable[..., None]]] = {  # of the help, in the order in which one needs them
+    "Begin": {"list": list_problems, "doctor": doctor},
+    "Train": {"train": train, "generate": generate},
+    "Measure": {"run": run, "report": report, "profile": profile, "memory": memory},
+    "Grade": {"grade": grade},
+    "Develop kernels": {"compare": compare, "branches": branches},
+}
+for panel, commands in PANELS.items():
+    for name, command in commands.items():
+        app.command(name, cls=Command, rich_help_panel=panel)(command)
+app.add_typer(tune, name="tune", rich_help_panel="Develop kernels")
 
 
 def main(run_app: Callable[[], None] = app) -> None:

@@ -7,6 +7,8 @@ what an adapter reaches; the others are answered by measuring or in writing.
 from dataclasses import dataclass
 from typing import Literal
 
+# Of problems that are neither measured nor reached by an adapter: the command that answers them.
+COMMANDS = {"naive_ddp": "train --wrapper naive --ranks 2"}
 Answer = Literal["graded", "measured", "written"]
 EDITIONS = (2025, 2026)
 

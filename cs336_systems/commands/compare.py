@@ -11,10 +11,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from cs336_systems.commands.shared import one_line_errors
+from cs336_systems.commands.tables import show_table, show_text
 from cs336_systems.measure.text import printable
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ def check_options(threshold: float, fail_on: str) -> None:
 
 def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
     """Print changed groups and rows (or all), what is missing, extra or doubled, and what it all comes to."""
-    console = Console(width=160, soft_wrap=True, markup=False) if not Console().is_terminal else Console(markup=False)
     groups = [group for group in comparison.groups if show_all or group.verdict != "unchanged"]
     if groups:
         table = Table("all cases together", "rows", "cases", "change", "interval", "verdict", box=None)
@@ -71,7 +70,7 @@ def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
             problem, _, implementation, quantity = group.key
             name = printable(f"{problem} {implementation} {quantity}")
             table.add_row(name, str(group.num_rows), str(group.num_cases), *_judged(group))
-        console.print(table)
+        show_table(table)
     rows = [row for row in comparison.rows if show_all or not _is_quiet(row)]
     if rows:
         table = Table("row", "base", "target", "change", "interval", "verdict", box=None)
@@ -83,22 +82,22 @@ def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
             change, interval, verdict = _judged(row)
             why = f"{verdict} ({row.reason})" if row.reason else verdict
             table.add_row(*map(printable, (describe_key(row.key), *sides, change, interval, why)))
-        console.print(table)
+        show_table(table)
     for title, keys in (
         ("missing in the target", comparison.missing),
         ("extra in the target", comparison.extra),
         ("measured more than once, the newest counts", comparison.duplicates),
     ):
         if keys:
-            console.print(f"{title}: {len(keys)}")
+            show_text(f"{title}: {len(keys)}")
         for text in _described(keys, comparison):
-            console.print(f"  {printable(text)}")
+            show_text(f"  {printable(text)}")
     for note in comparison.notes:
-        console.print(f"note: {printable(note)}")
+        show_text(f"note: {printable(note)}")
     if reasons := Counter(row.reason.partition(":")[0] for row in comparison.with_verdict("not compared")):
         counts = ", ".join(f"{printable(reason)} ({count})" for reason, count in reasons.most_common())
-        console.print(f"not compared: {counts}")
-    console.print(_summary(comparison))
+        show_text(f"not compared: {counts}")
+    show_text(_summary(comparison))
 
 
 def _described(keys: Sequence[tuple[str, ...]], comparison: Comparison) -> list[str]:

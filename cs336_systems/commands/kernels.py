@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from cs336_systems.commands.sweeps import progress_bar
+from cs336_systems.commands.tables import show_table
 
 if TYPE_CHECKING:
     from cs336_systems.attention.compilation import CompileReport, CompileRequest
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 KIB = 1024
 HOPPER = "sm90"
 LINE_EVERY = 10  # kernels, where there is no terminal
-TABLE_WIDTH = 160  # at least, so that no name is cut and a line is a row, on narrow terminals and in files
 
 
 def show_kernels(arch: str | None) -> None:
@@ -105,7 +104,7 @@ def print_reports(reports: Sequence[CompileReport], max_spill_bytes: int = 0) ->
     archs = sorted({report.request.arch for report in reports})
     limits = ", ".join(f"{arch} has {SHARED_MEMORY_LIMIT_BYTES[arch] // KIB} KiB of shared memory" for arch in archs)
     print(f"triton {triton_version()}; {limits}; waits: places where ptxas made the tensor cores wait")
-    print_table(table)
+    show_table(table)
 
 
 def show_hopper_kernels() -> None:
@@ -137,14 +136,7 @@ def print_hopper_reports(reports: Sequence[HopperReport]) -> None:
         table.add_row(report.request.name, *(["-"] * len(measured) if report.failure else measured), report.failure)
         for loop in dict.fromkeys(map(str, report.loops)):
             loops.setdefault(loop, []).append(report.request.name)
-    print_table(table)
+    show_table(table)
     print("waits: places where ptxas made the tensor cores wait; main loops, from their first matmul around:")
     for loop, kernels in loops.items():
         print(f"  {loop}", *(f"    {kernel}" for kernel in kernels), sep="\n")
-
-
-def print_table(table: Table) -> None:
-    """Print `table` without breaking a cell, however narrow the terminal is."""
-    for column in table.columns:
-        column.no_wrap = True
-    Console(width=max(TABLE_WIDTH, Console().width)).print(table)

@@ -5,8 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
+
+from cs336_systems.commands.tables import show_table, show_text
 
 # The shape on which back ends are timed: a usual layer's on a GPU, what takes a second on a CPU.
 SHAPES = {
@@ -73,7 +74,7 @@ def show_machine(device: str, *, measure: bool, as_json: bool) -> None:
         measured = described["measured"]
         for name in ("copy", "bfloat16_matmul"):
             table.add_row(f"measured {name.replace('_', ' ')}", _rate(measured[name]))
-    Console().print(table)
+    show_table(table)
     if measure:
         _show_backends(described["measured"])
 
@@ -99,9 +100,8 @@ def _show_backends(measured: dict[str, Any]) -> None:
                  ("forward_ms", "forward_backward_ms")]  # fmt: skip
         note = "interpreted: no speed" if row["interpreted"] else row["reason"]
         table.add_row(row["backend"], *times, note)
-    console = Console(width=None if Console().is_terminal else 160)
-    console.print(f"our back ends, causal, {shape['dtype']}, {sizes}:")
-    console.print(table)
+    show_text(f"our back ends, causal, {shape['dtype']}, {sizes}:")
+    show_table(table)
     ratio = measured["auto_over_fastest"]
     if ratio is not None:
-        console.print(f"auto takes {ratio:.2f} x the time of the fastest")
+        show_text(f"auto takes {ratio:.2f} x the time of the fastest")

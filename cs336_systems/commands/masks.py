@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
+
+from cs336_systems.commands.tables import show_table
 
 if TYPE_CHECKING:
     from cs336_systems.attention.masks import BlockMask
@@ -48,10 +49,9 @@ def show_mask(pattern: str, *, seqlen: int | None, block_size: int | None, heads
     table = Table(show_header=False, box=None)
     for name, value in diagnose(mask).items():
         table.add_row(name, value)
-    console = Console()
-    console.print(table)
+    show_table(table)
     for line in picture(mask):
-        console.print(line, highlight=False)
+        print(line)
 
 
 def _pairs_looked_at(part: str, seqlen: int, heads: int) -> int:

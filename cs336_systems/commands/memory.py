@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from cs336_systems.commands.shared import one_line_errors
+from cs336_systems.commands.tables import show_table, show_text
 from cs336_systems.measure.text import printable
 
 EXIT_DOES_NOT_FIT = 1
@@ -25,8 +25,9 @@ def memory(
     batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
     mode: Annotated[str, typer.Option(help="forward or train_step.")] = "train_step",
     attention: Annotated[
-        str, typer.Option(help="Attention inside the model: reference, compiled, sdpa, tiled, triton or hopper.")
-    ] = "sdpa",
+        str,
+        typer.Option(help="Of the model: reference, which is the handout's; compiled, sdpa, tiled, triton or hopper."),
+    ] = "reference",
     parameters: Annotated[str, typer.Option(help="Parameters' dtype.")] = "float32",
     autocast: Annotated[str | None, typer.Option(help="Autocast's dtype: bfloat16 or float16.")] = None,
     checkpoint: Annotated[str, typer.Option(help="none, recursive, selective, or blocks per group.")] = "none",
@@ -62,22 +63,21 @@ def memory(
                 f"{model}, context {size.context_length}, batch {batch}, {mode}, {attention} attention, "
                 f"{f'{autocast} autocast' if autocast else parameters}, checkpointing {checkpoint}"
             )
-    console = Console(markup=False)
-    console.print(printable(title), highlight=False)
+    show_text(printable(title))
     phases = Table("phase", "peak (GiB)", box=None)
     for name, num_bytes in trace.phase_peaks().items():
         phases.add_row(name, f"{num_bytes / GIB:.2f}")
-    console.print(phases)
-    console.print(f"\nat the peak, in {trace.phase_of(trace.peak_event())}:", highlight=False)
+    show_table(phases)
+    show_text(f"\nat the peak, in {trace.phase_of(trace.peak_event())}:")
     parts = Table("category", "GiB", box=None)
     for category, num_bytes in trace.breakdown(trace.peak_event()).items():
         parts.add_row(category, f"{num_bytes / GIB:.2f}")
-    console.print(parts)
-    console.print("\nlargest allocations:", highlight=False)
+    show_table(parts)
+    show_text("\nlargest allocations:")
     largest = Table("MiB", "count", "category", "where", box=None)
     for one in trace.largest(NUM_LARGEST):
         largest.add_row(f"{one.num_bytes / 2**20:.1f}", str(one.count), one.category, printable(one.where))
-    console.print(largest)
+    show_table(largest)
     if limit is not None:
         peak = trace.peak_bytes()
         verdict = "fits" if peak <= limit else "does not fit"

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from cs336_systems.commands.shared import (
@@ -26,6 +25,7 @@ from cs336_systems.commands.shared import (
     ends_at_a_signal,
     one_line_errors,
 )
+from cs336_systems.commands.tables import show_table, show_text
 from cs336_systems.measure.text import in_one_line, printable
 
 if TYPE_CHECKING:
@@ -189,7 +189,6 @@ def show_trace(trace: Trace, top: int) -> None:
     from cs336_systems.measure.kernels import CATEGORIES
     from cs336_systems.measure.ranges import ATTENTION_PARTS, ROLES
 
-    console = Console(width=None if Console().is_terminal else 140, markup=False)
     steps = len(trace.step_ms)
     total = trace.kernel_ms()
     what = "kernels" if trace.on_gpu else "operators"
@@ -200,7 +199,7 @@ def show_trace(trace: Trace, top: int) -> None:
             table.add_row(name, *(f"{value:.3f}" for value in (*ms, sum(ms))), f"{100 * steps * sum(ms) / total:.1f} %")
 
     wall = sum(trace.step_ms) / steps
-    console.print(
+    show_text(
         f"{steps} step{'s' * (steps != 1)}: {wall:.3f} ms of wall clock each, profiled; {what} {total / steps:.3f} ms, "
         f"{len(trace.kernels) // steps} of them; busy {trace.busy_ms() / steps:.3f} ms"
     )
@@ -212,10 +211,11 @@ def show_trace(trace: Trace, top: int) -> None:
         for name in names:
             row(table, name.removesuffix(":"), **{by: name})
         if table.row_count:
-            console.print(table)
-    table = Table(what[:-1], "category", "calls a step", "ms a step", "share", box=None)
+            show_table(table)
+    # The name is the last: those of templates have hundreds of characters, and would push the numbers away.
+    table = Table("ms a step", "share", "calls a step", "category", what[:-1], box=None)
     for kernel in trace.top_kernels(top):
         share = f"{100 * kernel.ms / total:.1f} %"
         name, calls = printable(kernel.name), f"{kernel.calls / steps:g}"
-        table.add_row(name, kernel.category, calls, f"{kernel.ms / steps:.3f}", share)
-    console.print(table)
+        table.add_row(f"{kernel.ms / steps:.3f}", share, calls, kernel.category, name)
+    show_table(table)

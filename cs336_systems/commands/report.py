@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from cs336_systems.commands.shared import ResultsOption, one_line_errors, unknown_problem, warnings_as_lines
+from cs336_systems.commands.tables import show_text
 from cs336_systems.measure.text import printable
 
 PUBLISHED_FOLDER = "nvidia-h200"  # whose records the pages and the README show
@@ -17,19 +18,18 @@ SUFFIXES = [scale + axes for axes in ("", "-chosen") for scale in ("", "-smoke",
 
 def list_problems() -> None:
     """List every problem: what `run` measures, what `grade` grades, and what is answered in writing."""
-    from cs336_systems.experiments.pages import COMMANDS
-    from cs336_systems.experiments.spec import measured_problems
-    from cs336_systems.handout import HANDOUT
+    from cs336_systems.experiments.spec import outlines
+    from cs336_systems.handout import COMMANDS, HANDOUT
 
     answered = {"graded": "`grade`", "written": "in writing", "measured": "`run`"}
     for asked in HANDOUT.values():  # two lines each: a table would cut the names
         points = [f"{asked.points} point{'s' if asked.points > 1 else ''}"] if asked.points else []
         facts = [f"section {asked.section}", *points, *map(str, asked.editions)]
         facts.append(f"`{COMMANDS[asked.name]}`" if asked.name in COMMANDS else answered[asked.answer])
-        typer.echo(f"{asked.name}\n    {asked.title} ({', '.join(facts)})")
-    for name, problem in measured_problems().items():
-        if name not in HANDOUT:
-            typer.echo(f"{name}\n    {problem.title} (beyond the handout, `run`)")
+        show_text(f"{asked.name}\n    {asked.title} ({', '.join(facts)})")
+    for name, outline in outlines().items():
+        if name not in HANDOUT and outline.is_measured:
+            show_text(f"{name}\n    {outline.title} (beyond the handout, `run`)")
 
 
 def report(

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,6 +20,7 @@ from cs336_systems.measure.text import in_one_line
 EXIT_NOTHING_MEASURED = 1
 EXIT_WRONG_ARGUMENT = 2
 EXIT_SIGNAL = 128  # plus the signal's number
+ENDING = (signal.SIGTERM, signal.SIGHUP)  # that end a process unless it has something to say
 # How often a thread of PyTorch's on a CPU looks whether the others are done before it sleeps. Left alone libgomp looks
 # for milliseconds. When the system puts two threads on one core, which one busy program beside them is enough for, the
 # one that waits keeps the other from working until the scheduler's next tick: calls of 0.2 ms then take 8 or 40, in
@@ -52,9 +53,8 @@ DirtyOption = Annotated[bool | None, typer.Option("--dirty/--clean", help="Wheth
 
 def unknown_problem(name: str) -> str:
     """What to say of a problem that is not measured: the nearest name, or how the handout's is answered."""
-    from cs336_systems.experiments.pages import COMMANDS
     from cs336_systems.experiments.spec import measured_problems
-    from cs336_systems.handout import HANDOUT
+    from cs336_systems.handout import COMMANDS, HANDOUT
 
     if name in COMMANDS:
         return f"{name} measures nothing; it is answered by `cs336-systems {COMMANDS[name]}`"
@@ -113,8 +113,13 @@ def check_writable(folder: Path, *files: Path) -> None:
 
 
 @contextmanager
-def ends_at_a_signal(message: str) -> Iterator[None]:
-    """Ctrl-C, SIGTERM or SIGHUP within is `message` and exit code 128 plus its number, once every `finally` is done."""
+def ends_at_a_signal(
+    message: str | Callable[[], str], numbers: Sequence[int] = ENDING
+) -> Iterator[None]:
+    """Ctrl-C or one of `numbers` within is `message` and exit code 128 plus its number, once every `finally` is done.
+
+    A function as `message` is called then, and may find that there is nothing to say.
+    """
     received = int(signal.SIGINT)
 
     def interrupt(signal_number: int, _: FrameType | None) -> None:
@@ -122,12 +127,13 @@ def ends_at_a_signal(message: str) -> Iterator[None]:
         received = signal_number
         raise KeyboardInterrupt
 
-    numbers = (signal.SIGTERM, signal.SIGHUP)  # under nohup the latter stays ignored
+    # What is ignored stays so: a hang-up under nohup.
     previous = {n: signal.signal(n, interrupt) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo(message, err=True)
+        if said := message if isinstance(message, str) else message():
+            typer.echo(said, err=True)
         raise typer.Exit(EXIT_SIGNAL + received) from None
     finally:
         for number, handler in previous.items():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cs336_systems.commands import shared
-from cs336_systems.commands.shared import DeviceOption, one_line_errors
+from cs336_systems.commands.shared import ENDING, DeviceOption, ends_at_a_signal, one_line_errors
 
 if TYPE_CHECKING:
     from cs336_systems.training import TrainingConfig
@@ -51,10 +50,11 @@ def train(
     device: DeviceOption = "auto",
 ) -> None:
     """Train a language model on bytes; the same losses with every wrapper, and after --resume."""
-    with one_line_errors():
+    with one_line_errors(), ends_at_a_signal("interrupted before the first step"):
         shared.wait_briefly(os.environ)
         from cs336_systems.config import MODEL_SIZES, Precision
         from cs336_systems.device import resolve_device
+        from cs336_systems.distributed.launch import is_torchrun
         from cs336_systems.training import TrainingConfig
         from cs336_systems.training.config import NANO, byte_model
         from cs336_systems.training.corpus import ALICE
@@ -90,12 +90,10 @@ def train(
             sample_bytes=SAMPLE_BYTES,
             device=resolve_device(device),
         )
-        try:
+        # torchrun ends its ranks by SIGTERM while they wait in a collective, where no handler of Python's would run.
+        numbers = () if is_torchrun() else ENDING
+        with ends_at_a_signal(lambda: f"interrupted: {_left_behind(options)}" if _is_first_rank() else "", numbers):
             result = _run(config, options)
-        except KeyboardInterrupt:
-            if os.environ.get("RANK", "0") == "0":
-                typer.echo(f"interrupted: {_left_behind(options)}", err=True)
-            raise typer.Exit(shared.EXIT_SIGNAL + signal.SIGINT) from None
     if result is not None:
         _summarise(config, options, result)
 
@@ -133,6 +131,11 @@ def _num_ranks(ranks: int | None, wrapper: str) -> int:
     if ranks > 1 and wrapper == "none":
         raise ValueError(f"--ranks {ranks} needs a --wrapper, such as fsdp")
     return ranks
+
+
+def _is_first_rank() -> bool:
+    """Whether this process speaks for the job: of torchrun's ranks one does."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _torchrun_number(name: str, default: str = "") -> int:
@@ -180,7 +183,7 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
             raise ValueError(error.reason) from error
         typer.echo(f"error: {error}\n{_left_behind(options)}", err=True)
         raise typer.Exit(shared.EXIT_NOTHING_MEASURED) from None
-    return results[0] if os.environ.get("RANK", "0") == "0" else None
+    return results[0] if _is_first_rank() else None
 
 
 def _summarise(config: TrainingConfig, options: RunOptions, result: TrainingResult) -> None:

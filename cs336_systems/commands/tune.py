@@ -20,9 +20,11 @@ import typer
 from rich.table import Table
 
 from cs336_systems.commands import shared
-from cs336_systems.commands.kernels import compile_with_progress, machine_arch, print_reports, print_table
+from cs336_systems.commands.kernels import compile_with_progress, machine_arch, print_reports
 from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, ResultsOption, one_line_errors
 from cs336_systems.commands.sweeps import check_sweep_options, measure_shown, measuring, open_sweep
+from cs336_systems.commands.tables import show_table
+from cs336_systems.commands.usage import Command, Group
 
 if TYPE_CHECKING:
     from cs336_systems.attention.compilation import CompileReport
@@ -36,7 +38,7 @@ DEFAULT_HEAD_DIMS = (64, 128)
 DEFAULT_SEQLENS = (2048, 16384)
 MAX_SPILL_BYTES = 256  # a few registers stored outside the inner loop may not matter; more of them do
 
-tune = typer.Typer(no_args_is_help=True)
+tune = typer.Typer(cls=Group)
 
 
 @tune.callback()
@@ -44,7 +46,7 @@ def _group() -> None:  # keeps `flash` a subcommand, although it is the only one
     """Measure tile configurations and propose rows of the tile tables."""
 
 
-@tune.command()
+@tune.command(cls=Command)
 def flash(
     kernel: Annotated[list[str] | None, typer.Option(help="forward, dkdv or dq; may be repeated. All three.")] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated. 64 and 128.")] = None,
@@ -189,7 +191,7 @@ def _show_measured(sweep: Sweep, shapes: Sequence[AttentionShape]) -> bool:
     table = Table("dtype", *grid.header, box=None)
     for dtype, line in zip(pick(frame, spec.where)["dtype"], grid.lines):
         table.add_row(dtype, *(cell.text for cell in line))
-    print_table(table)
+    show_table(table)
     if numbers := choice.numbers(frame):
         worst, judged = numbers["worst"]["over_best"], numbers["judged"]
         typer.echo(f"the table's rows: at most {worst:.3f} x the best, over {judged} kernels and shapes")

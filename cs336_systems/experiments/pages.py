@@ -40,7 +40,7 @@ from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.spec import Calculation, Experiment, experiments
 from cs336_systems.experiments.tables import ABSENT, Table, escape
 from cs336_systems.experiments.worker import MOST_HELD_BYTES
-from cs336_systems.handout import HANDOUT
+from cs336_systems.handout import COMMANDS, HANDOUT
 from cs336_systems.measure.sources import older_hashes, reached, sources_hash
 
 PAGES = "writeup"  # the folder of templates
@@ -50,7 +50,6 @@ BLOCK = re.compile(r"(<!-- begin made: (.+?) -->\n).*?(<!-- end made -->)", re.D
 LINK = re.compile(r"\]\((\w+)\.md\)")  # a template's link to another, which the document has as a section
 CODE = re.compile(r"\]\(\.\./(cs336_systems/[^)#]+)\)")  # a template's link to code
 FIGURE = re.compile(r'{{ figure\("(\w+)"\) }}')
-COMMANDS = {"naive_ddp": "train --wrapper naive --ranks 2"}  # of pages without an experiment that no adapter reaches
 DEFAULT_BUCKET_MB = 25.0  # which a case of data parallelism may leave unsaid
 DIGESTS = "digests.json"  # of the figures beside it
 CANNOT_BE_MADE = "*The records do not have what this says: `cs336-systems report --check` names it.*"

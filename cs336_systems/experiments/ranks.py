@@ -219,7 +219,7 @@ def report_samples(rows: Iterable[Row], reports: Sequence[RankReport]) -> Iterat
         key = (row.mode, row.quantity)
         if key in reports[0].samples:
             samples = slowest([report.samples[key] for report in reports if key in report.samples])
-            message = "" if samples else "the traced call has none"
+            message = "" if samples else f"rank 0's traced call has no {row.quantity.removesuffix('_intervals')}"
             yield Sample(row=row, samples=samples, message=message, error=error if row.quantity == "time" else None)
 
 

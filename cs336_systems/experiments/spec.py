@@ -23,6 +23,7 @@ typical one.
 
 from __future__ import annotations
 
+import ast
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -180,6 +181,15 @@ class Calculation(Experiment):
         raise NotImplementedError(f"{type(self).__name__} calculates nothing")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What a list shows of an experiment."""
+
+    title: str
+    order: float  # among the chapters beyond the handout
+    is_measured: bool  # by `run`; a calculation is not
+
+
 E = TypeVar("E", bound=type[Experiment])
 _loaded: dict[str, Experiment] = {}  # by name, of the files imported so far
 
@@ -202,14 +212,37 @@ def problem(*, title: str = "", order: float = 0) -> Callable[[E], E]:
 @cache
 def experiments() -> dict[str, Experiment]:
     """Every file with a class under `@problem` by name, the handouts' in their order, then those beyond."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    found = [load(path.stem) for path in files if MARK in path.read_text(encoding="utf-8")]
+    return {name: load(name) for name in outlines()}
+
+
+@cache
+def outlines() -> dict[str, Outline]:
+    """`experiments`, as far as their files say it without being imported: a list need not wait for PyTorch."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if MARK in text:
+            found[path.stem] = _outline(path.stem, ast.parse(text))
     places = list(HANDOUT)
 
-    def place(one: Experiment) -> tuple[float, float, str]:
-        return (0, places.index(one.name), "") if one.name in HANDOUT else (1, one.order, one.name)
+    def place(name: str) -> tuple[float, float, str]:
+        return (0, places.index(name), "") if name in HANDOUT else (1, found[name].order, name)
 
-    return {one.name: one for one in sorted(found, key=place)}
+    return {name: found[name] for name in sorted(found, key=place)}
+
+
+def _outline(name: str, module: ast.Module) -> Outline:
+    """What `@problem(title=..., order=...)` and the class below it say; ValueError where they are no constants."""
+    for node in module.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for mark in node.decorator_list:
+            if isinstance(mark, ast.Call) and isinstance(mark.func, ast.Name) and mark.func.id == "problem":
+                given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in mark.keywords}
+                title = HANDOUT[name].title if name in HANDOUT else given.get("title", "")
+                bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+                return Outline(title=title, order=given.get("order", 0), is_measured=Calculation.__name__ not in bases)
+    raise ValueError(f"{name}.py has no class under @problem")
 
 
 def measured_problems() -> dict[str, Experiment]:

@@ -1,0 +1,97 @@
+"""How the commands take what is typed: a mistake is one line and exit code 2, and help shows a flag as a flag.
+
+    app = typer.Typer(cls=Group)
+    app.command(cls=Command)(run)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from cs336_systems.commands.shared import EXIT_WRONG_ARGUMENT, one_line_errors
+from cs336_systems.measure.text import in_one_line
+
+# Typer exports only this one of the family; some versions have it from click, others carry their own copy.
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+
+
+class _Checked:
+    """What `Command` and `Group` add to Typer's: checks before anything is converted, and flags without a type."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for parameter in self.params:  # type: ignore[attr-defined]
+            _hide_type_of_flag(parameter)
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        _hide_type_of_flag(option)
+        return option
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given, *_ = self.make_parser(ctx).parse_args(args=list(args))  # type: ignore[attr-defined]
+        with one_line_errors():
+            for parameter in self.get_params(ctx):  # type: ignore[attr-defined]
+                for text in _texts(given.get(parameter.name)):
+                    check_text(_name(parameter), text)
+        return super().parse_args(ctx, args)  # type: ignore[misc]
+
+
+class Command(_Checked, TyperCommand):
+    """A command of ours."""
+
+
+class Group(_Checked, TyperGroup):
+    """A group of commands; of the outermost `main` runs them. Without a command it is its help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args or ["--help"])
+
+    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
+        try:
+            code = super().main(*args, standalone_mode=False, **options)
+        except USAGE_ERROR as error:
+            if not standalone_mode:
+                raise
+            hint = "" if error.ctx is None else f" (see `{error.ctx.command_path} --help`)"
+            typer.echo(f"error: {in_one_line(error.format_message()).rstrip('.')}{hint}", err=True)
+            code = EXIT_WRONG_ARGUMENT
+        if not standalone_mode:
+            return code
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def check_text(name: str, text: str) -> None:
+    """ValueError for a `text` of the argument `name` that is empty, or not in the encoding of this system.
+
+    An empty path would be the current folder. Bytes that are no text arrive as halves of surrogate pairs, which no
+    file, terminal or tokenizer takes.
+    """
+    if not text:
+        raise ValueError(f"{name} must not be empty, got ''")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} must be text in {sys.getfilesystemencoding()}, got {ascii(text)}") from None
+
+
+def _texts(given: Any) -> Iterator[str]:
+    """The strings in what the parser found for a parameter: one, several, or a flag."""
+    for value in given if isinstance(given, list | tuple) else [given]:
+        if isinstance(value, str):
+            yield value
+
+
+def _name(parameter: Any) -> str:
+    """What its user calls it: --checkpoint-every, ADAPTERS."""
+    return parameter.opts[0] if parameter.param_type_name == "option" else parameter.name.upper()
+
+
+def _hide_type_of_flag(parameter: Any) -> None:
+    if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+        parameter.metavar = ""
