@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -115,6 +117,24 @@ def return_a_generator(rank: int, num_ranks: int) -> object:
     return (number for number in range(3))
 
 
+@dataclass(frozen=True)
+class Outer:
+    """What ranks return may be of a class within a class."""
+
+    @dataclass(frozen=True)
+    class Inner:
+        many: tuple[torch.Tensor, ...]
+
+
+def return_many(rank: int, num_ranks: int, count: int) -> Outer.Inner:
+    return Outer.Inner(tuple(torch.full((2,), float(rank * count + index)) for index in range(count)))
+
+
+def leave_early(rank: int, num_ranks: int) -> None:
+    if rank != 1:
+        dist.all_reduce(torch.ones(3))
+
+
 def own_start(rank: int, num_ranks: int) -> tuple[int, bool, int]:
     """Which process started this one, whether an optimizer finds its imports here, and a random number."""
     return os.getppid(), "torch._dynamo" in sys.modules, torch.randint(2**40, ()).item()
@@ -158,7 +178,50 @@ def test_D7_four_jobs_at_once_do_not_clash(start_method):
         assert [job.result()[0].item() for job in jobs] == [20.0 * number + 1 for number in range(4)]
 
 
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """How many files this process may still open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = max(int(name) for name in os.listdir("/proc/self/fd"))
+    left = 60
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, opened + left), hard))
+    yield left
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_result_of_many_tensors_needs_no_file_for_each(few_files):
+    """Each was shared by a file descriptor: 600 ended a finished job where 1,024 files may be open."""
+    first, second = run_ranks(return_many, 2, 4 * few_files)
+    values = [tensor[0].item() for tensor in (*first.many, *second.many)]
+    assert values == [float(index) for index in range(8 * few_files)]
+
+
 # Failures
+
+
+@pytest.mark.parametrize("how", ["-c", "stdin"])
+def test_a_function_that_new_processes_cannot_import_is_refused(how):
+    """Each rank had ended in an AttributeError or a FileNotFoundError; a notebook's cell is as -c."""
+    code = """
+from functools import partial
+from cs336_systems.distributed import run_ranks
+def train(rank, num_ranks): return rank
+for function in (train, partial(train)):
+    try:
+        run_ranks(function, 2)
+    except ValueError as error:
+        print(error)
+"""
+    arguments = [sys.executable, "-c", code] if how == "-c" else [sys.executable]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    said = subprocess.run(arguments, input=code, env=environment, cwd=ROOT, text=True, capture_output=True, check=True)
+    assert said.stdout.count("function must be in a file, which new processes import, got train typed in a note") == 2
+
+
+def test_a_rank_that_has_returned_is_named_when_the_others_time_out():
+    """Nothing was said of it: all that was told is that rank 0 waited."""
+    with pytest.raises(RankError, match=r"(?s)rank [02] of 3 failed:.*has returned: rank 1\.$"):
+        run_ranks(leave_early, 3, timeout_s=3)
 
 
 REASONS = {

@@ -34,7 +34,11 @@ class _Checked:
         return option
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given, *_ = self.make_parser(ctx).parse_args(args=list(args))  # type: ignore[attr-defined]
+        try:
+            given, *_ = self.make_parser(ctx).parse_args(args=list(args))  # type: ignore[attr-defined]
+        except USAGE_ERROR as error:
+            error.ctx = error.ctx or ctx  # whose help is named
+            raise
         with one_line_errors():
             for parameter in self.get_params(ctx):  # type: ignore[attr-defined]
                 for text in _texts(given.get(parameter.name)):

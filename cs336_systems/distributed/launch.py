@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import json
 import logging
 import multiprocessing
@@ -29,6 +30,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ from cs336_systems.device import get_device_info
 DEFAULT_TIMEOUT_S = 120.0  # that a collective waits for the other ranks
 START_TIMEOUT = timedelta(seconds=300)  # that a rank waits for the others to be up: importing torch on a cold disk
 POLL_S = 0.02
+PICKLE_PROTOCOL = 5  # torch.save's own, 2, knows no classes within classes
 MOST_SHOWN = 100_000  # characters of an error: the store takes some millions
 GRACE_S = 2.0  # after the first failure, in which the others may say more about it
 START_METHOD = "spawn"  # where the caller names none
@@ -70,20 +73,19 @@ def run_ranks(
 ) -> list[Any]:
     """The results of `function(rank, num_ranks, *args)` in `num_ranks` new processes, in the order of ranks.
 
-    `function` is at the top level of an importable module; arguments and results can be pickled, and CPU tensors of
-    `args` are shared. Device "cuda" makes GPU rank % (number of GPUs) current in each rank; backend "nccl" needs a GPU
+    `function` is at the top level of an importable file; arguments and results can be pickled, and CPU tensors of
+    `args` are shared, each by a file descriptor; those of results are copied. Device "cuda" makes GPU rank % (number of GPUs) current in each rank; backend "nccl" needs a GPU
     a rank. A collective waits `timeout_s` for the other ranks. Start method "spawn", the default, starts processes that
     import all they need; "forkserver", for device "cpu", copies one that has imported PyTorch and has the environment
     of the first such job. ValueError for what cannot be started, RankError for a rank that fails; none is left then.
     """
     start_method = start_method or START_METHOD
     _check(function, num_ranks, backend, device, timeout_s)
-    if "<" in (name := getattr(function, "__qualname__", "")):  # a lambda, or within another function
-        raise ValueError(f"function must be at the top level of a module, where new processes find it, got {name}")
+    _check_importable(function)
     if start_method != "spawn" and (start_method, device) != ("forkserver", "cpu"):
         raise ValueError(f"start_method must be spawn, or forkserver for device 'cpu', got {start_method!r}")
     if start_method == "forkserver":
-        preloaded = [*PRELOADED, *{function.__module__} - {"__main__"}]
+        preloaded = [*PRELOADED, *{_module_of(function)} - {"__main__"}]
         multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)  # no effect once the server runs
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no warning for each that it ends
     listener = socket.create_server(("127.0.0.1", 0))
@@ -97,9 +99,10 @@ def run_ranks(
     try:
         while not ranks.join(timeout=POLL_S, grace_period=GRACE_S):
             while not queue.empty():
-                rank, results[rank] = queue.get()
+                rank, packed = queue.get()
+                results[rank] = torch.load(io.BytesIO(packed), weights_only=False)  # from a process of our own
                 if len(results) == num_ranks:
-                    store.set("all done", "")  # not before all tensors are here: a rank's memory holds its own
+                    store.set("all done", "")
         return [results[rank] for rank in range(num_ranks)]
     except ProcessException:
         exit_codes = [process.exitcode for process in ranks.processes]
@@ -128,7 +131,7 @@ def _rank_main(
             store.set("all up", "")
         store.wait(["all up"])
         _join_group(backend, device, rank, timeout_s, store=store, rank=rank, world_size=num_ranks)
-        queue.put((rank, function(rank, num_ranks, *args)))
+        queue.put((rank, _packed(function(rank, num_ranks, *args))))
         store.wait(["all done"], timedelta(days=365))
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -137,6 +140,13 @@ def _rank_main(
         _leave(1)
         raise
     _leave(0)
+
+
+def _packed(result: Any) -> bytes:
+    """A rank's result as bytes: tensors that a queue shares cost the other process a file descriptor each."""
+    buffer = io.BytesIO()
+    torch.save(result, buffer, pickle_protocol=PICKLE_PROTOCOL)
+    return buffer.getvalue()
 
 
 def _share_cores(num_ranks: int) -> None:
@@ -177,8 +187,12 @@ def _first_failure(store: dist.Store, exit_codes: list[int | None], succeeded: s
     first, failure = min(failures.items(), key=lambda one: (one[1]["kind"], one[1]["when"]))
     text = f"rank {first} of {len(exit_codes)} {failure['text']}"
     silent = [str(rank) for rank in range(len(exit_codes)) if rank not in failures and rank not in succeeded]
-    if silent and failure["kind"] == 2:
-        text += f"\nIt waited for others; nothing was heard of rank {', '.join(silent)}, which may hang."
+    if failure["kind"] == 2:
+        if silent:
+            text += f"\nIt waited for others; nothing was heard of rank {', '.join(silent)}, which may hang."
+        if succeeded:
+            returned = ", ".join(map(str, sorted(succeeded)))
+            text += f"\nNo longer in the job, since its function has returned: rank {returned}."
     return RankError(text, first, **failure["told"])
 
 
@@ -198,6 +212,31 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _module_of(function: Any) -> str:
+    """The name of the module that new processes import for `function`, also where that is a `functools.partial`."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__module__", None) or type(function).__module__
+
+
+def _check_importable(function: Any) -> None:
+    """ValueError where new processes cannot find `function`, or the program that it is started from."""
+    inner = function
+    while isinstance(inner, partial):
+        inner = inner.func
+    if "<" in (name := getattr(inner, "__qualname__", "")):  # a lambda, or within another function
+        raise ValueError(f"function must be at the top level of a module, where new processes find it, got {name}")
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)  # none with -c and in a notebook, "<stdin>" where that is read
+    if getattr(main, "__spec__", None) is not None or (file is not None and os.path.isfile(file)):
+        return
+    if _module_of(function) == "__main__" or file is not None:
+        raise ValueError(
+            f"function must be in a file, which new processes import, got {name or function!r} typed in a notebook, "
+            "after -c or into stdin: write it to a file such as ranks.py and import it from there"
+        )
 
 
 def _check(function: Any, num_ranks: int, backend: str, device: str, timeout_s: float) -> None:
