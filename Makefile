@@ -66,9 +66,10 @@ test-slow: $(STAMP) ## the tests that take long: whole runs, jobs of ranks, comp
 
 test-hf: $(STAMP) ## install Transformers, then test what integrates with it
 	$(if $(STAMP),$(VENV)/bin/python -m pip install --quiet --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e '.[hf]')
-	$(RUN) -m pytest -m 'not slow' tests/test_integrations.py tests/test_transformers_models.py $(PYTEST_ARGS)
+	$(RUN) -m pytest -m 'not slow' tests/test_integrations.py tests/test_transformers_models.py \
+	    tests/test_documents.py::test_the_script_for_transformers_trains_and_saves $(PYTEST_ARGS)
 
-test-hf-slow: ## with Transformers installed, walk all of its model classes
+test-hf-slow: $(STAMP) ## with Transformers installed, walk all of its model classes
 	$(RUN) -m pytest -m slow tests/test_transformers_models.py $(PYTEST_ARGS)
 
 test-gpu: $(STAMP) ## on a GPU: run the GPU tests and record their outcomes

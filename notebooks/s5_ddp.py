@@ -274,8 +274,16 @@ for cell in experiment.cells(run):
 draw(traced, "Traced steps, two gloo ranks on this CPU")
 
 # %% [markdown]
-# In the naive and the flat step communication begins when the backward is over. The other two start it earlier, as far
-# as the busy cores let gloo's threads run. What follows in every step is the optimizer's compute.
+# As in the model, the naive and the flat step begin to communicate when the backward is over, and the other two before.
+# What follows in every step is the optimizer's compute.
+#
+# The lengths are not those of the model, and `overlap` may well have the longest step. Three things differ on a
+# CPU. The link is not free: gloo adds and copies on the same cores as the backward, so that nothing is hidden
+# without making the backward slower. A bar begins when rank 0 starts a collective and ends when both ranks are
+# through, so most of a long bar is waiting for the other rank or for a core. And a call costs far more than the
+# bytes of a model this narrow, so that what pays here is few calls, `flat` and `bucketed`, and not the overlap;
+# `overlap` makes as many as `naive`. One traced step is no measure of speed either: on busy cores the order of
+# the four changes from run to run.
 #
 # ## The measured steps
 #

@@ -32,12 +32,37 @@ def test_the_fsdp_script_trains_goes_on_and_exports(tmp_path):
     """Two ranks, then a second run from the checkpoint to the export alone."""
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     (tmp_path / "train.py").write_text(PYTHON.findall(page)[0])
-    for _ in range(2):
-        subprocess.run([sys.executable, "train.py"], cwd=tmp_path, check=True, timeout=120)
+    said = [
+        subprocess.check_output([sys.executable, "train.py"], cwd=tmp_path, timeout=120, text=True).splitlines()
+        for _ in range(2)
+    ]
+    assert [line[: line.index(" loss ")] for line in said[0][:-1]] == ["step 10:", "step 20:"]
+    assert all(5 < float(line.split()[-1]) < 6.5 for line in said[0][:-1])  # about ln 256
+    whole, own = (int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\d", said[0][-1]))
+    assert said[1] == said[0][-1:] and whole == 2 * own
     load = 'TransformerLM(**SIZE).load_state_dict(torch.load("model.pt"))'
     assert f"`{load}`" in page
     subprocess.run([sys.executable, "-c", f"from train import *\n{load}"], cwd=tmp_path, check=True, timeout=60)
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000010", "step-00000020"]
+
+
+def test_the_script_for_transformers_trains_and_saves(tmp_path):
+    """Both wrappers, which have the same losses, and what they save loads into the plain model."""
+    transformers = pytest.importorskip("transformers")
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    (script,) = (text for text in PYTHON.findall(page) if "import AutoModelForCausalLM" in text)
+    (tmp_path / "hf.py").write_text(script)
+    said = subprocess.check_output([sys.executable, "hf.py"], cwd=tmp_path, timeout=300, text=True).splitlines()
+    sharded, whole = (
+        [float(line.split()[-1]) for line in said if line.startswith(f"{name}, step")] for name in ("fsdp", "ddp")
+    )
+    assert len(whole) == 3 and sharded == pytest.approx(whole, abs=2e-4)
+    states = [
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("fsdp", "ddp")
+    ]
+    assert states[0].keys() == states[1].keys()
+    for name, weight in states[0].items():
+        assert (weight - states[1][name]).abs().max() < 1e-4, name
 
 
 def test_the_script_for_a_long_sequence_trains(tmp_path):

@@ -160,7 +160,8 @@ def test_a_table_keeps_every_word_at_any_width(data, num_columns, width):
 
 
 def test_a_table_too_wide_for_the_terminal_becomes_paragraphs():
-    table = some_table(["ms", "calls a step", "kernel"], [["1.5", "3", "void at::native::kernel<4>"], ["0.5", "1", "x"]])
+    rows = [["1.5", "3", "void at::native::kernel<4>"], ["0.5", "1", "x"]]
+    table = some_table(["ms", "calls a step", "kernel"], rows)
     assert table_lines(table, 30) == [
         "ms: 1.5", "    calls a step: 3", "    kernel: void", "        at::native::kernel<4>",
         "ms: 0.5", "    calls a step: 1", "    kernel: x",

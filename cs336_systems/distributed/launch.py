@@ -74,10 +74,12 @@ def run_ranks(
     """The results of `function(rank, num_ranks, *args)` in `num_ranks` new processes, in the order of ranks.
 
     `function` is at the top level of an importable file; arguments and results can be pickled, and CPU tensors of
-    `args` are shared, each by a file descriptor; those of results are copied. Device "cuda" makes GPU rank % (number of GPUs) current in each rank; backend "nccl" needs a GPU
-    a rank. A collective waits `timeout_s` for the other ranks. Start method "spawn", the default, starts processes that
-    import all they need; "forkserver", for device "cpu", copies one that has imported PyTorch and has the environment
-    of the first such job. ValueError for what cannot be started, RankError for a rank that fails; none is left then.
+    `args` are shared, each by a file descriptor; those of results are copied.
+
+    Device "cuda" makes GPU rank % (number of GPUs) current in each rank; backend "nccl" needs a GPU a rank. A
+    collective waits `timeout_s` for the other ranks. Start method "spawn", the default, starts processes that import
+    all they need; "forkserver", for device "cpu", copies one that has imported PyTorch and has the environment of the
+    first such job. ValueError for what cannot be started, RankError for a rank that fails; none is left then.
     """
     start_method = start_method or START_METHOD
     _check(function, num_ranks, backend, device, timeout_s)
