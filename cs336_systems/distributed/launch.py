@@ -235,8 +235,9 @@ def _check_importable(function: Any) -> None:
     if getattr(main, "__spec__", None) is not None or (file is not None and os.path.isfile(file)):
         return
     if _module_of(function) == "__main__" or file is not None:
+        shown = name or repr(function)
         raise ValueError(
-            f"function must be in a file, which new processes import, got {name or function!r} typed in a notebook, "
+            f"function must be in a file, which new processes import, got {shown} typed in a notebook, "
             "after -c or into stdin: write it to a file such as ranks.py and import it from there"
         )
 
