@@ -160,31 +160,31 @@ check(
 # ## 3. The timeline, drawn from the same list
 #
 # What Perfetto or Nsight Systems shows is these events against time. The first line is the module that launched a
-# kernel, the second its category. Each has its colours below, those that are drawn.
+# kernel, the second its category.
 
 # %%
 COLOURS = dict(zip(CATEGORIES, plt.cm.tab10.colors, strict=False))
 shown = trace.select(step=0)
 begin = shown[0].start_us
 roles = ("embedding", "norm", "attention", "feed_forward", "head")
-palette = dict(zip((*roles, "optimizer"), ("#DDCC77", "#44AA99", "#D55E00", "#56B4E9", "#882255", "#332288")))
-OTHER = "#BBBBBB"  # launched by no module that has a colour: the loss, sums of gradients
-figure, axes = plt.subplots(figsize=(9.5, 3.2))
-modules, categories = {}, {}
+palette = dict(zip(roles, ("#DDCC77", "#44AA99", "#D55E00", "#56B4E9", "#882255")))
+figure, axes = plt.subplots(figsize=(9.5, 2.6))
 for kernel in shown:
     inner = [name.partition(":")[0] for name in kernel.ranges if ":" in name and name.partition(":")[0] in roles]
     position = ((kernel.start_us - begin) / 1e3, kernel.duration_us / 1e3)
     part = inner[-1] if inner else kernel.phase
-    label = part if part in palette else "no module of these"
-    modules[label] = axes.broken_barh([position], (1.1, 0.8), color=palette.get(part, OTHER))
-    categories[kernel.category] = axes.broken_barh([position], (0.1, 0.8), color=COLOURS[kernel.category])
+    axes.broken_barh([position], (1.1, 0.8), color=palette.get(part, "#332288" if part == "optimizer" else "#BBBBBB"))
+    axes.broken_barh([position], (0.1, 0.8), color=COLOURS[kernel.category])
+for label, shade in {
+    **palette,
+    "matmul": COLOURS["gemm"],
+    "softmax": COLOURS["softmax"],
+    "optimizer": COLOURS["optimizer"],
+}.items():
+    axes.bar(0, 0, color=shade, label=label)
 axes.set_yticks([0.5, 1.5], ["category", "module"])
 axes.set_xlabel("time since the step began (ms)")
-# A legend a line of the timeline, made of what was drawn: a colour without a name cannot be forgotten.
-for title, bars, height in (("module", modules, -0.2), ("category", categories, -0.55)):
-    place = {"loc": "upper left", "bbox_to_anchor": (0, height), "ncols": 8, "alignment": "left"}
-    look = {"title": title, "title_fontsize": 8, "fontsize": 8, "frameon": False}
-    axes.add_artist(axes.legend(list(bars.values()), list(bars), **place, **look))
+axes.legend(ncols=4, frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.3))
 show(figure, "Timeline of one training step: forward, backward, optimizer, coloured by module and by category")
 
 # %% [markdown]
