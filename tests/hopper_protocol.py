@@ -5,6 +5,9 @@ is not dynamic. A program's protocol is a list of partitions, each the list of w
 reads, in order; a copy engine is one, and may deliver a tile any time after it was asked. `explore` runs every
 interleaving of such partitions and `run_at_random` one. A kernel that waits for an arrival that never comes hangs the
 GPU without a word; here it is an AssertionError.
+
+Of the backward in a fixed order, `run_in_turns` has the programs that wait for each other through memory: so many of
+them at a time as there are multiprocessors.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any
 
 from cs336_systems.attention.hopper import walk as kernel
@@ -270,3 +274,62 @@ def run_forward(launch: ForwardPlan, rng: random.Random, walk: Walk | None = Non
         run_at_random(forward_partitions(launch, items, walk), forward_arrivals(launch), rng)
         done += [place for item in items for place in tiles_of_item(launch, item) if walk(*place)]
     return done
+
+
+# The backward in a fixed order
+
+Addition = tuple[int, int]  # (counter, turn): the sums that a step adds to, and how many programs add there before it
+
+
+def run_in_turns(
+    programs: Callable[[int], list[Addition]],
+    num_programs: int,
+    places: int,
+    step_time: Callable[[], float] = lambda: 1.0,
+    hand_over: float = 0.5,
+) -> tuple[float, dict[int, list[int]]]:
+    """Run programs that add in turn, and return when the last one ends, and which programs added at each counter.
+
+    Programs start in the order of their numbers, each as soon as one of so many `places` is free, and keep it to their
+    end. A program computes a step while its last one is added, `step_time()` long at least; once its turn has come, its
+    sums are where the next program finds them after a time of `hand_over`. AssertionError where it hangs.
+    """
+    rest: dict[int, list[Addition]] = {}  # of programs that run, backwards
+    computed: dict[int, float] = {}  # when their steps were
+    waiting: dict[Addition, int] = {}  # programs
+    added: dict[int, list[int]] = {}
+    events: list[tuple[float, int]] = []  # (when, program): its sums have been added
+    started, end = 0, 0.0
+
+    def add(program: int, time: float) -> None:
+        computed[program] = time
+        counter, turn = rest[program][-1]
+        if len(added.setdefault(counter, [])) == turn:
+            heappush(events, (time + hand_over, program))
+        else:
+            assert (counter, turn) not in waiting, "two programs have one turn"
+            waiting[counter, turn] = program
+
+    def start(time: float) -> None:
+        nonlocal started
+        if started < num_programs:
+            rest[started] = programs(started)[::-1]
+            started += 1
+            add(started - 1, time + step_time())
+
+    for _ in range(places):
+        start(0.0)
+    while events:
+        end, program = heappop(events)
+        counter, _ = rest[program].pop()
+        added[counter].append(program)
+        following = waiting.pop((counter, len(added[counter])), None)
+        if following is not None:
+            heappush(events, (max(end, computed[following]) + hand_over, following))
+        if rest[program]:
+            add(program, max(end, computed[program] + step_time()))
+        else:
+            del rest[program]
+            start(end)
+    assert not rest, f"hangs with {len(rest)} programs on {places} multiprocessors"
+    return end, added

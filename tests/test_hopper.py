@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -417,6 +418,39 @@ def test_the_deterministic_backward(head_dim, dtype, is_causal, each_schedule):
         first = run(*tensors, **options)
         for _ in range(20):
             assert_same(run(*tensors, **options), first, deterministic=True)
+
+
+@on_hopper
+@MASKS
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_deterministic_backward_ends_on_the_multiprocessors_that_are_free(head_dim, is_causal):
+    """64 programs a head; without a mask they waited for others that had not started, as long as something else held
+    one multiprocessor of the 64 that they need at once."""
+    from tests.spin_kernel import hold_multiprocessors
+
+    q, k, v, grad = inputs(1, 2, 1, 8192, 8192, head_dim, torch.bfloat16, "cuda")
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    options: dict[str, Any] = {"is_causal": is_causal, "backend": "hopper", "enable_gqa": True, "deterministic": True}
+    output = flash_attention(*leaves, **options)
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(output, leaves, grad, retain_graph=True)
+
+    expected = gradients()
+    gradients()  # so that there is memory for others, which could not be had while multiprocessors are held
+    hold_multiprocessors(1, 0.001)
+    torch.cuda.synchronize()
+    for free in (63, 1):
+        holder, held = torch.cuda.Stream(), torch.cuda.Event()
+        with torch.cuda.stream(holder):
+            hold_multiprocessors(torch.cuda.get_device_properties(0).multi_processor_count - free, 2000)
+            held.record()
+        time.sleep(0.1)
+        ours = gradients()
+        torch.cuda.current_stream().synchronize()
+        assert not held.query(), f"waits for more than {free} free multiprocessors"
+        assert all(torch.equal(*pair) for pair in zip(ours, expected, strict=True))
+        torch.cuda.synchronize()
 
 
 # Along the lists of a mask, and within packed documents

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this trit
 
 from hypothesis import given
 from hypothesis import strategies as st
+from triton.runtime.jit import JITFunction
 
 from cs336_systems.attention import BlockMask
 from cs336_systems.attention.hopper import backward, light
@@ -34,6 +37,7 @@ from cs336_systems.attention.reference import attention_reference
 from cs336_systems.measure.stages import STAGES, TOTAL, time_stages
 from tests.hopper_protocol import (
     ANYTHING,
+    Addition,
     Arrive,
     Await,
     Operation,
@@ -45,6 +49,7 @@ from tests.hopper_protocol import (
     copies,
     explore,
     ring,
+    run_in_turns,
 )
 
 KEY_TILE, SLOTS = backward.KEY_TILE.value, backward.SLOTS.value
@@ -423,41 +428,167 @@ def test_the_search_finds_mistakes(partitions, complaint):
         explore(partitions, ASKED)
 
 
+class Sent(NamedTuple):
+    """What a sender does with a step's part of dQ."""
+
+    counter: int  # number of the one whose turn it waits for, and passes
+    turn: int
+    row: int  # of dQ's accumulator
+    is_stored: bool  # in place of what lies there; else added
+
+
+class Senders:
+    """`_send` as Python, for the launch of an ordered backward of these heads, of one of the two consumers."""
+
+    def __init__(
+        self, queries: int, keys: int, is_causal: bool, *, head_dim: int = 64, heads: int = 1, group: int = 1
+    ) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            launched = record_launches(patch, backward, light)
+            q, k = (torch.empty(1, n * heads, rows, head_dim, dtype=torch.bfloat16, device="meta")
+                    for n, rows in ((group, queries), (1, keys)))  # fmt: skip
+            lse = torch.empty(q.shape[:3], device="meta")
+            backward.hopper_backward(q, k, k, q, lse, q, None, True, is_causal, 1.0)
+        (self.num_programs,), tensors, numbers, options = launched["backward"]
+        self.problem, self.plan = walk.Problem(*numbers), options["PLAN"]
+        self.counters = tensors[-1].numel()
+        self.tiles_of_head = self.num_programs // heads
+        self.head_rows = -(-queries // KEY_TILE) * KEY_TILE
+        self.rows = heads * group * self.head_rows
+        _, _, (*_, self.second_rows), _ = launched["backward_convert"]
+
+    def steps(self, program: int, consumer: int = 0) -> list[Sent]:
+        found: list[Sent] = []
+        turn: list[tuple[int, int]] = []
+
+        def note(is_stored: bool, place: list[Any]) -> None:
+            sent_rows = self.plan.head_tile // backward.SENT_COLUMNS
+            row = (place[2] - consumer * backward.SENT_ROWS) // sent_rows
+            found.append(Sent(*turn[-1], plain(row), is_stored))
+
+        with pytest.MonkeyPatch.context() as patch:
+            padding = walk.query_padding(self.plan.query_block)
+            patch.setattr(walk, "query_padding", lambda query_block: padding)
+            for name, value in [*vars(walk).items(), *vars(backward).items()]:
+                is_function = name in vars(walk) and isinstance(value, JITFunction)
+                own = value.fn if is_function else getattr(value, "value", value)
+                for module in (walk, backward):
+                    if own is not value and name in vars(module):
+                        patch.setattr(module, name, own)
+            numbers = {"program_id": lambda axis: program, "num_programs": lambda axis: self.num_programs}
+            patch.setattr(walk, "gl", SimpleNamespace(**numbers))
+            for name in ("wait_at", "arrive_at", "_await_preprocess", "as_block"):
+                patch.setattr(backward, name, lambda *_: None)
+            patch.setattr(backward, "wait_for_turn", lambda *own: turn.append(plain(own)))
+            patch.setattr(backward, "pass_turn", lambda counter: None)
+            patch.setattr(backward, "tma_add", lambda desc, place, tile: note(False, place))
+            copy = SimpleNamespace(
+                async_copy_shared_to_global=lambda desc, place, tile: note(True, place), store_wait=lambda count: None
+            )
+            patch.setattr(backward, "tma", copy)
+            shared = SimpleNamespace(dQ_tiles=SimpleNamespace(index=lambda number: None))
+            backward._send.fn(shared, self.problem, None, None, 0, consumer, self.plan)
+        return found
+
+    def additions(self, program: int) -> list[Addition]:
+        return [(sent.counter, sent.turn) for sent in self.steps(program)]
+
+
+class SendersOfOneSum(Senders):
+    """A known-wrong order: one sum for both laps, and programs from the first tile on, which wait for later ones."""
+
+    def additions(self, program: int) -> list[Addition]:
+        head, tile = divmod(program, self.tiles_of_head)
+        blocks, together = self.head_rows // KEY_TILE, min(self.head_rows // KEY_TILE, 132)
+        first = tile - tile % together
+        width, result = min(together, self.tiles_of_head - first), []
+        for step in range(blocks):
+            block = (tile + step) % blocks
+            last = min((block - first) % blocks, width - 1)
+            own = tile % together
+            result.append((head * blocks + block, first + last - own + width * (own > last)))
+        return result
+
+
+ORDERED_LENGTHS = (1, 128, 129, 500, 900, 1500)
+
+
 @EACH_MASK
-@pytest.mark.parametrize("together", [1, 3, 8])
-def test_turns_count_the_programs_that_add_to_a_block(is_causal, together):
-    """Each block of queries has every key tile that sees it once, and none waits for one that may not have started."""
-    for queries, keys in itertools.product((1, 128, 129, 500, 900, 1500), repeat=2):
-        walks = Walks(queries, keys, is_causal, query_tile=64)
-        blocks = walks.query_tiles // 2
-        width = min(together, blocks)
-        for block in range(blocks):
-            tiles = [tile for tile in range(walks.key_tiles) if block * KEY_TILE in walks.starts(tile)]
-            turns = {
-                plain(walk.turn_of_tile.fn(block, blocks, tile, walks.key_tiles, width, is_causal)): tile
-                for tile in tiles
-            }
-            assert sorted(turns) == list(range(len(tiles))), (walks, block)
-            for turn, tile in turns.items():
-                ahead = [turns[x] for x in range(turn)]
-                if is_causal:  # programs of a head start from its last key tile on
-                    assert all(other > tile for other in ahead)
-                else:
-                    assert all(other < tile - tile % width + width for other in ahead)
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_turns_are_of_programs_that_have_started(head_dim, group, is_causal):
+    """Each sum has all its turns, the first of which stores, and programs wait for lower ones alone.
+
+    Without a mask they waited for higher ones, with no more programs than the GPU has multiprocessors; and where other
+    work held one of these, for ever.
+    """
+    for queries, keys in itertools.product(ORDERED_LENGTHS, repeat=2):
+        call = Senders(queries, keys, is_causal, head_dim=head_dim, heads=2, group=group)
+        sums: dict[int, dict[int, tuple[int, Sent]]] = {}
+        rows: dict[int, set[int]] = {}
+        visits = Counter()
+        for program in range(call.num_programs):
+            for consumer in (0, 1):
+                for sent in call.steps(program, consumer):
+                    assert sent.turn not in sums.setdefault(sent.counter, {})
+                    sums[sent.counter][sent.turn] = program, sent
+                    rows.setdefault(sent.counter, set()).add(sent.row)
+                    visits[program, consumer, sent.row % call.rows] += 1
+        assert all(0 <= counter < call.counters and len(rows[counter]) == 1 for counter in sums)
+        assert set(visits.values()) == {1}
+        for turns in sums.values():
+            assert sorted(turns) == list(range(len(turns)))
+            in_order = [turns[turn] for turn in range(len(turns))]
+            assert [program for program, _ in in_order] == sorted(program for program, _ in in_order)
+            assert [sent.is_stored for _, sent in in_order] == [True] + [False] * (len(in_order) - 1)
+        own_rows, laps = range(0, call.rows, call.plan.query_tile), 1 if is_causal else 2
+        second = [call.rows + row for row in own_rows if row % call.head_rows < (call.second_rows or 0)]
+        assert {row for found in rows.values() for row in found} == {*own_rows, *second}
+        assert (call.second_rows is None) == (laps == 1)
+
+
+@EACH_MASK
+@given(
+    queries=st.sampled_from(ORDERED_LENGTHS), keys=st.sampled_from((*ORDERED_LENGTHS, 2900)),
+    heads=st.integers(1, 3), places=st.integers(1, 40), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_additions_in_order_end_however_few_multiprocessors_are_free(is_causal, queries, keys, heads, places, seed):
+    """And come in one order at any pace."""
+    call = Senders(queries, keys, is_causal, heads=heads)
+    steps = [call.additions(program) for program in range(call.num_programs)]
+    rng = random.Random(seed)
+    _, order = run_in_turns(steps.__getitem__, len(steps), places, lambda: rng.choice((0.1, 1.0, 7.0)))
+    assert order == run_in_turns(steps.__getitem__, len(steps), len(steps))[1]
+    assert sum(map(len, order.values())) == sum(map(len, steps))
+
+
+def test_the_model_finds_an_order_that_needs_a_free_multiprocessor_for_each_tile():
+    """A head of 64 tiles on 64 multiprocessors and on 63, on which the GPU hung."""
+    wrong, right = SendersOfOneSum(8192, 8192, False), Senders(8192, 8192, False)
+    run_in_turns(wrong.additions, 64, 64)
+    with pytest.raises(AssertionError, match="hangs with 63 programs on 63 multiprocessors"):
+        run_in_turns(wrong.additions, 64, 63)
+    run_in_turns(right.additions, 64, 63)
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "keys"),
+    [(1, 2048, 2048), (4, 2048, 2048), (1, 8192, 8192), (3, 8192, 8192), (16, 4096, 4096), (2, 1024, 4096)],
+)
+def test_turns_cost_no_more_than_where_programs_wait_for_later_ones(heads, queries, keys):
+    """The time of all programs on 132 multiprocessors, in steps, where a sum is handed over in half of one."""
+    wrong, right = (kind(queries, keys, False, heads=heads) for kind in (SendersOfOneSum, Senders))
+    time, _ = run_in_turns(right.additions, right.num_programs, 132)
+    assert time <= run_in_turns(wrong.additions, wrong.num_programs, 132)[0]
 
 
 @EACH_MASK
 def test_programs_that_start_together_come_to_their_turns_in_step(is_causal):
-    """At the same pace no program waits: its turn at a block is after those that came there in earlier steps."""
-    walks = Walks(1024, 1024, is_causal, query_tile=128)
-    for block in range(8):
-        arrivals = sorted(
-            (plain(walk.turn_of_tile.fn(block, 8, tile, 8, 8, is_causal)), walks.starts(tile).index(block * KEY_TILE))
-            for tile in range(8)
-            if block * KEY_TILE in walks.starts(tile)
-        )
-        steps = [step for _, step in arrivals]
-        assert steps == sorted(steps), block
+    """At the same pace no program waits for its turn: each ends as if it were alone."""
+    call = Senders(2048, 2048, is_causal)
+    steps = [call.additions(program) for program in range(16)]
+    time, _ = run_in_turns(steps.__getitem__, 16, 16)
+    assert time == max(map(len, steps)) + 0.5
 
 
 # The launcher: what it hands to the main kernel. The light ones are interpreted.
@@ -466,7 +597,8 @@ def test_programs_that_start_together_come_to_their_turns_in_step(is_causal):
 def record_launches(monkeypatch, *modules) -> dict[str, tuple]:
     """The launches of these modules from now on: name -> (grid, tensors, numbers, options).
 
-    What adds to dQ's accumulator adds 2. One multiprocessor, on which no walk is divided.
+    What adds to dQ's accumulator adds 2, or stores it where additions have an order. One multiprocessor, on which no
+    walk is divided.
     """
     calls: dict[str, tuple] = {}
     monkeypatch.setattr(backward, "num_multiprocessors", lambda device: 1)
@@ -476,7 +608,8 @@ def record_launches(monkeypatch, *modules) -> dict[str, tuple]:
         assert name not in calls
         calls[name] = call
         if name in ("backward", "packed_backward"):
-            call[1][4].base.add_(2)
+            sums = call[1][4].base
+            sums.fill_(2) if call[3]["PLAN"].ordered else sums.add_(2)
 
     for module in modules:
         monkeypatch.setattr(module, "launch", launch)
@@ -547,7 +680,7 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_heads_take_turns_where_tiles_differ_in_length(launched, head_dim):
-    """Twelve heads; ordered without a mask, the tiles of as many programs as the GPU has places wait for each other."""
+    """Twelve heads, of 384 rows each in dQ's accumulator; behind these are the rows of second laps, where there are."""
     q, mask = low(2, 6, 300, head_dim), BlockMask.sliding_window(300, window=9, block_size=128)
 
     def turns(is_causal: bool, ordered: bool = False, lists: TileLists | None = None) -> tuple[int, int]:
@@ -559,8 +692,9 @@ def test_heads_take_turns_where_tiles_differ_in_length(launched, head_dim):
     if head_dim == 256:
         assert (turns(True), turns(False)) == ((12,), (1,))
     else:
-        assert turns(False) == turns(False, ordered=True) == (1, 1)
-        assert turns(True) == turns(True, ordered=True) == turns(False, lists=mask.lists) == (12, 1)
+        rows = 12 * 384
+        assert turns(False) == turns(False, ordered=True) == (1, rows)
+        assert turns(True) == turns(True, ordered=True) == turns(False, lists=mask.lists) == (12, rows)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -607,6 +741,19 @@ def test_bits_are_turned_to_keys(block_size, query_tile):
     assert torch.equal(turned.view(3 * parts, keys, query_tile // 32), expected)
 
 
+@pytest.mark.parametrize("second_rows", [0, 128, 256])
+def test_sums_of_both_laps_make_one_gradient(second_rows):
+    """`convert` reads of second laps the rows that have sums, and not the others, which nothing has written."""
+    heads, queries, rows = 3, 300, 384
+    sums = torch.randn(2, heads, rows, 64, generator=torch.Generator().manual_seed(0))
+    results = [torch.empty(1, heads, queries, 40, dtype=torch.float16) for _ in range(2)]
+    written = torch.arange(rows)[:, None] < second_rows
+    light.convert(sums[0] + torch.where(written, sums[1], 0.0), results[0], rows, 0.5)
+    sums[1] = torch.where(written, sums[1], torch.nan)
+    light.convert(sums, results[1], rows, 0.5, second_rows=second_rows)
+    assert torch.equal(*results)
+
+
 def test_gradients_of_documents_come_from_their_slots_rows():
     """`convert` of packed documents is `convert` of each, whose rows of the accumulator start where its slot does."""
     ends, heads, width = [0, 70, 70, 198, 391], 2, 40
@@ -632,7 +779,7 @@ def test_the_launcher_of_documents_hands_over_their_slots(launched):
     assert [x.shape for x in grads] == [x.shape for x in (q, k, k)] and (grads[0] == 1).all()
     grid, tensors, numbers, options = launched["packed_backward"]
     assert grid == ((300 // 128 + 3) * 2,) and tensors[-2] is tensors[-1] is cu_seqlens
-    assert numbers[:1] + numbers[2:5] + numbers[6:] == (2, 1, 300, 300, 2)
+    assert numbers[:1] + numbers[2:5] + numbers[6:] == (2, 4 * 5 * 128, 300, 300, 2)
     assert options["PLAN"].packed and options["PLAN"].whole_key_tiles
     assert tensors[-3].shape == (4, 2, 5 * 128)
     assert_rows(tensors[-3][..., :300], lse, *[q.transpose(0, 1)] * 2, torch.zeros(4, 300))

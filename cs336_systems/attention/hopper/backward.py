@@ -66,8 +66,10 @@ head and writes nothing there.
 Sums: dK and dV over the queries, and over the query heads of a group, are one program's, or of its parts in a fixed
 order, and so bit-reproducible; the parts depend on how many heads a call has, and on the GPU. dQ's over the key tiles
 come in any order, and its last bits vary; unless ORDERED, where senders wait until a counter says that it is their
-program's turn, see `turn_of_tile`. That takes up to 8 % more time, 16 % at 2,048 causal tokens, and more where walks
-would be divided.
+program's turn, see `turn_of_tile`. The first in order stores its part, so that nothing need be zeroed; without a mask
+dQ has two accumulators, for what comes before walks wrap around the end and after. Measured before both, in turns with
+additions in any order, that takes up to 8 % more time, 16 % at 2,048 causal tokens, and more where walks would be
+divided.
 
 Sources: FlashAttention-2 (Dao 2023), algorithm 2; FlashAttention-3 (Shah et al. 2024) for the partitions, the senders
 and the turns.
@@ -161,7 +163,7 @@ CONSUMERS = gl.constexpr(256)  # threads of both
 SENDER = gl.constexpr(160)  # of a consumer and the warp that sends its part of dQ
 
 
-NUMBERS = ["N_KV_HEADS", "HEADS_TOGETHER", "TILES_TOGETHER", "N_QUERIES", "N_KEYS"]
+NUMBERS = ["N_KV_HEADS", "HEADS_TOGETHER", "SECOND_SUMS", "N_QUERIES", "N_KEYS"]
 
 
 @gluon.constexpr_function
@@ -263,7 +265,10 @@ def _produce(
 def _send(
     shared, problem, walked, dQ_desc, turns_ptr, CONSUMER: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """The warp that adds a consumer's parts of dQ into memory, if ordered each when its turn has come."""
+    """The warp that adds a consumer's parts of dQ into memory, if ordered each when its turn has come.
+
+    The first part in order is stored: what it would be added to was never written.
+    """
     D_TILE: gl.constexpr = PLAN.head_tile
     tile = own_tile(problem, walked, PLAN)
     dQ_tile = shared.dQ_tiles.index(CONSUMER)
@@ -278,17 +283,24 @@ def _send(
         for j in range(walk.steps):
             first_query, _ = place_of_step(j, walk, tile, problem, walked, PLAN)
             row = head_row + first_query
+            if PLAN.ordered:
+                is_second, turn = turn_of_tile(
+                    first_query // KEY_TILE, tile.head_rows // KEY_TILE, tile.number,
+                    key_tiles(problem.N_QUERIES, problem.N_KEYS, PLAN.is_causal), PLAN.is_causal,
+                )  # fmt: skip
+                row += problem.SECOND_SUMS * is_second
             dQ_block = [0, 0, row * (D_TILE // SENT_COLUMNS) + CONSUMER * SENT_ROWS, 0]
             turns = turns_ptr + row // HALF * 2 + CONSUMER
             if PLAN.ordered:
-                turn = turn_of_tile(
-                    first_query // KEY_TILE, tile.head_rows // KEY_TILE, tile.number,
-                    key_tiles(problem.N_QUERIES, problem.N_KEYS, PLAN.is_causal), problem.TILES_TOGETHER,
-                    PLAN.is_causal,
-                )  # fmt: skip
                 wait_for_turn(turns, turn)
             wait_at(DQ_IS_WRITTEN + CONSUMER, SENDER)
-            tma_add(dQ_desc, dQ_block, as_block(dQ_tile, dQ_desc))
+            if PLAN.ordered:
+                if turn == 0:
+                    tma.async_copy_shared_to_global(dQ_desc, dQ_block, as_block(dQ_tile, dQ_desc))
+                else:
+                    tma_add(dQ_desc, dQ_block, as_block(dQ_tile, dQ_desc))
+            else:
+                tma_add(dQ_desc, dQ_block, as_block(dQ_tile, dQ_desc))
             tma.store_wait(0)
             arrive_at(DQ_IS_SENT + CONSUMER, SENDER)
             if PLAN.ordered:
@@ -620,26 +632,27 @@ def _run(
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_backward_kernel(
     Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, turns_ptr,
-    N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
+    N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """dK and dV (1, batch · kv_heads, keys, D), and all but the scale of dQ, in blocks of 64 rows and columns.
 
     Keys that no query sees are neither read nor written. `rows` (batch · heads, 2, rows) holds L in base 2, and delta;
-    `turns`, if PLAN.ordered, a zero for each consumer's part of a tile of dQ.
+    `turns`, if PLAN.ordered, a zero for each consumer's part of 64 rows of dQ's accumulator, whose rows from
+    SECOND_SUMS on are those of second laps.
     """
-    problem = Problem(N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2)
+    problem = Problem(N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2)
     _run(Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, turns_ptr, problem, None, PLAN)
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "WHOLE", "SHARE"])
 def hopper_split_backward_kernel(
     Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, sums_ptr,
-    N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2, WHOLE, SHARE,
+    N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2, WHOLE, SHARE,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """The same of divided walks, whose sums `join` adds up; if there are WHOLE ones their kernel comes before this."""
-    problem = Problem(N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2)
+    problem = Problem(N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2)
     parts = Parts(sums_ptr, WHOLE, SHARE)
     _run(Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, rows_ptr, problem, parts, PLAN)
 
@@ -648,12 +661,12 @@ def hopper_split_backward_kernel(
 def hopper_listed_backward_kernel(
     Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr,
     num_partial_ptr, partial_ptr, patterns_ptr, num_full_ptr, full_ptr, words_ptr,
-    N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
+    N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2,
     MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """The same, where the query tiles of a tile of keys stand in the lists of a `BlockMask`."""
-    problem = Problem(N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2)
+    problem = Problem(N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2)
     walked = Lists(
         num_partial_ptr, partial_ptr, patterns_ptr, num_full_ptr, full_ptr, words_ptr,
         MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH,
@@ -664,11 +677,11 @@ def hopper_listed_backward_kernel(
 @gluon.jit(do_not_specialize=[*NUMBERS, "N_DOCUMENTS"])
 def hopper_packed_backward_kernel(
     Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2, N_DOCUMENTS,
+    N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2, N_DOCUMENTS,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """dK and dV (keys, kv_heads, D) of packed documents; of `rows` (heads, 2, rows) the first N_QUERIES are used."""
-    problem = Problem(N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2)
+    problem = Problem(N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2)
     documents = Documents(cu_seqlens_q_ptr, cu_seqlens_k_ptr, N_DOCUMENTS)
     _run(Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, rows_ptr, problem, documents, PLAN)
 
@@ -704,12 +717,11 @@ def hopper_backward(
     num_rows = num_tiles(num_queries, padding) * padding
     num_key_tiles = num_tiles(min(num_keys, num_queries) if is_causal else num_keys, key_tile)
     whole_key_tiles = num_key_tiles * key_tile <= num_keys or (is_causal and num_queries <= num_keys)
-    heads_together = tiles_together = 1
+    heads_together = 1
     if is_causal or lists is not None:
         share = L2_SHARE_BYTES if is_causal else HALF_L2_SHARE_BYTES
         heads_together = min(batch * kv_heads, _heads_together(q, group, num_rows, share))
-    elif deterministic:  # the programs of so many tiles wait for each other: `turn_of_tile`
-        tiles_together = min(num_rows // key_tile, num_multiprocessors(q.device) or 1)
+    laps = 2 if deterministic and not is_causal else 1  # that have sums of dQ of their own: `turn_of_tile`
     way = dq_way(head_tile(width), is_causal, num_queries, deterministic, listed=lists is not None)
     plan = BackwardPlan(
         head_tile(width), columns_of(width), query_tile, group, is_causal, whole_key_tiles, way, deterministic,
@@ -725,12 +737,12 @@ def hopper_backward(
 
     grad_q = empty_like(q)
     grad_k, grad_v = gradients_of_keys(k, num_key_tiles * key_tile)
-    rows, sums = _scratch(batch * heads, num_rows, q)
+    rows, sums = _scratch(batch * heads, num_rows, q, laps)
     part_sums = empty((division.programs, 4, HALF.value * head_tile(width)), torch.float32, q.device)
-    turns = empty((batch * heads, num_rows // HALF.value, 2), torch.int32, q.device) if deterministic else None
+    turns = empty((laps, batch * heads, num_rows // HALF.value, 2), torch.int32, q.device) if deterministic else None
     log_launch("backward", f"hopper_backward_{query_tile}x{key_tile}", q, num_queries, num_keys)
     with stage("preprocess"):
-        preprocess(output, lse, grad_output, grad_lse, rows, sums, turns)
+        preprocess(output, lse, grad_output, grad_lse, rows, None if deterministic else sums, turns)
         words = None if lists is None else transposed_words(lists.token_bits, query_tile)
     with stage("dkv"):  # and dQ's sums
         one_batch = (1, batch * kv_heads, num_keys, width)  # programs count batch and heads of dK and dV as one
@@ -739,7 +751,8 @@ def hopper_backward(
             tile_descriptor(grad_output, query_tile), tile_descriptor(sums, SENT_ROWS.value, SENT_COLUMNS.value),
             *(tile_descriptor(x.view(one_batch), CONSUMER_KEYS.value) for x in (grad_k, grad_v)), rows,
         )  # fmt: skip
-        numbers = (kv_heads, heads_together, tiles_together, num_queries, num_keys, scale * LOG2_E.value)
+        second_sums = batch * heads * num_rows
+        numbers = (kv_heads, heads_together, second_sums, num_queries, num_keys, scale * LOG2_E.value)
         grid, options = (division.whole,), _options(plan, q)
         if lists is None:
             if division.whole:
@@ -756,7 +769,9 @@ def hopper_backward(
             sizes = (*lists.q_num_blocks.shape[:2], lists.q_indices.shape[3], lists.full_q_indices.shape[3])
             launch(hopper_listed_backward_kernel, grid, (*tiles, *walked, words), (*numbers, *sizes), options)
     with stage("dq"):
-        convert(sums, grad_q, num_rows, scale)
+        # A walk of a second lap ends before its first block, which is that of the last key tile at most.
+        second_rows = (min(num_key_tiles, num_rows // key_tile) - 1) * key_tile if laps == 2 else None
+        convert(sums, grad_q, num_rows, scale, second_rows=second_rows)
         if division.programs:
             join(part_sums, grad_k, grad_v, num_key_tiles, division, is_causal, scale)
     return _cut((grad_q, grad_k, grad_v), head_dim)
@@ -806,7 +821,7 @@ def hopper_packed_backward(
         )  # fmt: skip
         launch(
             hopper_packed_backward_kernel, ((num_keys // key_tile + documents + 1) * kv_heads,), tensors,
-            (kv_heads, heads_together, 1, num_queries, num_keys, scale * LOG2_E.value, documents),
+            (kv_heads, heads_together, heads * num_rows, num_queries, num_keys, scale * LOG2_E.value, documents),
             _options(plan, q),
         )  # fmt: skip
     with stage("dq"):
@@ -843,9 +858,9 @@ def _heads_together(q: Tensor, group: int, num_rows: int, share: int) -> int:
     return max(1, share // (group * num_rows * head_tile(q.shape[-1]) * (2 * q.element_size() + 4)))
 
 
-def _scratch(heads: int, num_rows: int, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for L and delta, and for the sums of dQ in the rows in which it is sent."""
-    sent_rows = heads * num_rows * head_tile(q.shape[-1]) // SENT_COLUMNS.value
+def _scratch(heads: int, num_rows: int, q: Tensor, laps: int = 1) -> tuple[Tensor, Tensor]:
+    """Room for L and delta, and for each lap's sums of dQ in the rows in which it is sent."""
+    sent_rows = laps * heads * num_rows * head_tile(q.shape[-1]) // SENT_COLUMNS.value
     rows = empty((heads, 2, num_rows), torch.float32, q.device)
     return rows, empty((1, 1, sent_rows, SENT_COLUMNS.value), torch.float32, q.device)
 

@@ -51,7 +51,7 @@ class Problem(NamedTuple):
 
     N_KV_HEADS: gl.tensor
     HEADS_TOGETHER: gl.tensor  # see `tile_of_program`
-    TILES_TOGETHER: gl.tensor  # see `turn_of_tile`
+    SECOND_SUMS: gl.tensor  # row of dQ's accumulator where that of second laps begins, see `turn_of_tile`
     N_QUERIES: gl.tensor
     N_KEYS: gl.tensor
     scale_log2: gl.tensor
@@ -191,21 +191,33 @@ def query_of_step(step, first_tile, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL:
 
 
 @gluon.jit
-def turn_of_tile(query_block, query_blocks, tile_number, num_tiles, TILES_TOGETHER, IS_CAUSAL: gl.constexpr):
-    """How many key tiles add to a block of KEY_TILE queries before this one, where their order is fixed.
+def tiles_in_first_lap(number, query_block, query_blocks):
+    """Of the first `number` key tiles, those that come to a block of queries before their walk wraps around the end."""
+    return number // query_blocks * (query_block + 1) + min(number % query_blocks, query_block + 1)
 
-    The order in which they come there if all start at once, the last key tile's first step being on the diagonal. A
-    program only waits for programs with a lower index, which have started, or for those of its own TILES_TOGETHER,
-    which fit on the GPU together and have no more tiles than a head has blocks.
+
+@gluon.jit
+def turn_of_tile(query_block, query_blocks, tile_number, num_tiles, IS_CAUSAL: gl.constexpr):
+    """(whether a key tile comes to a block of KEY_TILE queries in its second lap, how many add to that lap's sums
+    before it), where the order of additions is fixed.
+
+    The second lap is what a walk without a mask does once it has wrapped around the end; it has sums of its own, and
+    `convert` adds up both. Within a lap the order is that of programs, whose tiles are numbered from the last one down.
+    So a program waits for programs with a lower index alone. These have started, as a GPU starts programs in the order
+    of their indices: however few multiprocessors are free, the lowest program that has not ended can go on.
+
+    Nor does a program wait where all start at once and keep pace. Its walk starts a block before that of the program
+    ahead of it: so it comes to each block a step later in the first lap, and likewise in the second. Were both laps one
+    sum, the first programs of a head would have to wait in their second lap for the last ones in their first.
     """
     if IS_CAUSAL:
-        return min(query_block, num_tiles - 1) - tile_number
+        return False, min(query_block, num_tiles - 1) - tile_number
     else:
-        own = tile_number % TILES_TOGETHER
-        first = tile_number - own
-        width = min(TILES_TOGETHER, num_tiles - first)
-        last = min((query_block + query_blocks - first % query_blocks) % query_blocks, width - 1)
-        return first + last - own + width * (own > last)
+        first = tiles_in_first_lap(num_tiles, query_block, query_blocks)
+        first -= tiles_in_first_lap(tile_number + 1, query_block, query_blocks)
+        second = num_tiles - 1 - tile_number - first
+        is_second = query_block < tile_number % query_blocks
+        return is_second, first + (second - first) * is_second
 
 
 @gluon.constexpr_function
@@ -236,7 +248,7 @@ def _walk_of_list(number, tile_number, batch_head, problem, walked, PLAN: gl.con
 
 @gluon.jit
 def own_tile(problem, walked, PLAN: gl.constexpr):
-    """The tile of this program; causal ones from the last on if ordered, see `turn_of_tile`."""
+    """The tile of this program; if ordered from the last one down, see `turn_of_tile`."""
     if PLAN.packed:
         slots = slots_of_documents(problem.N_KEYS, walked.N_DOCUMENTS, KEY_TILE)
         slot, batch_head = tile_of_program(gl.program_id(0), gl.num_programs(0), slots, problem.HEADS_TOGETHER)
@@ -262,7 +274,7 @@ def own_tile(problem, walked, PLAN: gl.constexpr):
             tile_number, batch_head = tile_of_program(program, gl.num_programs(0), num_tiles, problem.HEADS_TOGETHER)
         else:  # one head after the other, and of some heads programs for some of the tiles
             tile_number, batch_head = program % num_tiles, program // num_tiles
-        if PLAN.is_causal and PLAN.ordered:
+        if PLAN.ordered:
             tile_number = num_tiles - 1 - tile_number
         tiles = query_tiles(problem.N_QUERIES, PLAN.query_tile, query_padding(PLAN.query_block))
         masked = 0

@@ -1,7 +1,7 @@
 """The light kernels of the Hopper backward, in Triton: what comes before and after the main one.
 
 preprocess       delta = rowsum(dO ∘ O), minus the gradient of L if one arrives; L in base 2; dQ's accumulator zeroed,
-                 where there is one: `wide_backward` has none
+                 but where the first part in order is stored; `wide_backward` has none
 transpose bits   a block mask's bits by keys, as the main kernel has its scores
 convert          dQ = scale · accumulator, in rows and in the inputs' dtype
 join             dK and dV from the sums of parts of walks
@@ -33,11 +33,11 @@ PREPROCESS_NUMBERS = (
 def hopper_backward_preprocess_kernel(
     O_ptr, dO_ptr, L_ptr, dL_ptr, rows_ptr, dQ_ptr, turns_ptr,
     chunks_ob, chunks_oh, chunks_os, chunks_dob, chunks_doh, chunks_dos, N_HEADS, N_QUERIES, N_ROWS,
-    HAS_DL: tl.constexpr, HAS_SUMS: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr,
+    HAS_DL: tl.constexpr, HAS_SUMS: tl.constexpr, LAPS: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr,
     ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """L and its gradient are contiguous. The results have N_ROWS rows a head: L and delta in `rows`, and if HAS_SUMS
-    dQ of zeros; if ORDERED two turns of zero for each ROWS of them.
+    dQ of zeros; and of each of LAPS two turns of zero for each ROWS of them.
 
     O and dO are as TMA reads them, with strides that are counted in chunks of 16 bytes: so they fit 32 bits, and the
     compiler knows that a thread may read a chunk at a time.
@@ -65,8 +65,9 @@ def hopper_backward_preprocess_kernel(
     if HAS_SUMS:
         dQ_rows = (batch_head * N_ROWS + query_rows)[:, None]
         tl.store(dQ_ptr + dQ_rows * D_TILE + columns[None, :], tl.zeros([ROWS, D_TILE], tl.float32))
-    if ORDERED:
-        tl.store(turns_ptr + tl.program_id(0) * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
+    for lap in tl.static_range(LAPS):
+        place = lap * tl.num_programs(0) + tl.program_id(0)
+        tl.store(turns_ptr + place * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 @triton.jit
@@ -86,12 +87,13 @@ def hopper_transpose_bits_kernel(bits_ptr, words_ptr, WORDS: tl.constexpr, Q_TIL
 
 @triton.jit(do_not_specialize=["N_QUERIES", "N_ROWS"])
 def hopper_backward_convert_kernel(
-    accumulator_ptr, dQ_ptr, cu_seqlens_ptr, N_QUERIES, N_ROWS, N_DOCUMENTS, scale,
+    accumulator_ptr, dQ_ptr, cu_seqlens_ptr, N_QUERIES, N_ROWS, N_DOCUMENTS, scale, SECOND_ROWS,
     PACKED: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dQ (batch, heads, queries, D), contiguous, from sums of N_ROWS rows a head that lack their scale.
 
-    PACKED: dQ (queries, heads, D), and the rows of a head are those of N_DOCUMENTS documents' slots.
+    PACKED: dQ (queries, heads, D), and the rows of a head are those of N_DOCUMENTS documents' slots. If SECOND_ROWS is
+    not None, the accumulator of second laps lies behind the first, and so many of a head's rows have sums there.
     """
     tiles = N_ROWS // ROWS if PACKED else (N_QUERIES + ROWS - 1) // ROWS
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -110,6 +112,10 @@ def hopper_backward_convert_kernel(
     columns = tl.arange(0, D_TILE)
     await_previous(OVERLAP)
     sums = tl.load(accumulator_ptr + (batch_head * N_ROWS + first_row) * D_TILE + tl.arange(0, ROWS * D_TILE))
+    if SECOND_ROWS is not None:
+        head = tl.num_programs(0) // tiles + batch_head
+        places = (head * N_ROWS + first_row) * D_TILE + tl.arange(0, ROWS * D_TILE)
+        sums += tl.load(accumulator_ptr + places, mask=first_row < SECOND_ROWS, other=0.0)
     # (64 columns, 8 of them, warp, row, pair, half of the warp's rows, of the pair), as `_in_thread_order` leaves them
     sums = tl.permute(tl.reshape(sums, [D_TILE // 64, 8, 4, 8, 4, 2, 2]), [2, 5, 3, 0, 1, 4, 6])
     sums = tl.reshape(sums, [ROWS, D_TILE])
@@ -181,15 +187,18 @@ def preprocess(
         ),
         (*_in_chunks(output), *_in_chunks(grad_output), heads, num_queries, num_rows),
         {
-            "HAS_DL": grad_lse is not None, "HAS_SUMS": sums is not None, "ORDERED": turns is not None,
+            "HAS_DL": grad_lse is not None, "HAS_SUMS": sums is not None, "LAPS": 0 if turns is None else len(turns),
             **_options(width), **overlap_options(output.device),
         },
     )  # fmt: skip
 
 
-def convert(sums: Tensor, grad_q: Tensor, num_rows: int, scale: float, cu_seqlens: Tensor | None = None) -> None:
+def convert(
+    sums: Tensor, grad_q: Tensor, num_rows: int, scale: float, cu_seqlens: Tensor | None = None, *,
+    second_rows: int | None = None,
+) -> None:  # fmt: skip
     """grad_q (batch, heads, queries, head_dim), or with cu_seqlens (queries, heads, head_dim), from sums of `num_rows`
-    rows a head."""
+    rows a head, and of so many `second_rows` of them from those of second laps, too."""
     if cu_seqlens is None:
         batch, heads, num_queries, width = grad_q.shape
         programs, documents = -(-num_queries // LIGHT_ROWS) * batch * heads, 0
@@ -198,7 +207,7 @@ def convert(sums: Tensor, grad_q: Tensor, num_rows: int, scale: float, cu_seqlen
         programs, documents = num_rows // LIGHT_ROWS * heads, len(cu_seqlens) - 1
     launch(
         hopper_backward_convert_kernel, (programs,), (sums, grad_q, sums if cu_seqlens is None else cu_seqlens),
-        (num_queries, num_rows, documents, scale),
+        (num_queries, num_rows, documents, scale, second_rows),
         {"PACKED": cu_seqlens is not None, **_options(width), **overlap_options(grad_q.device, follows=True)},
     )  # fmt: skip
 
