@@ -89,7 +89,8 @@ def flash_attention(
         deterministic: True makes every gradient the same to the last bit in each run. Without it only one may differ
             from run to run: dQ of `hopper` up to head_dim 128 (also where `auto` takes `hopper`), since atomic
             additions come in any order. True then adds in a fixed order, and the backward takes up to 8 %
-            longer, 16 % at 2,048 causal tokens; with few heads, whose work is then not divided, more. Under a
+            longer, 16 % at 2,048 causal tokens; with few heads, whose work is then not divided, more, where `auto`
+            therefore takes `triton`. Without a mask the float32 sums of dQ then take twice the memory. Under a
             block_mask it takes the backward of `triton`. None: as `torch.use_deterministic_algorithms` has set it.
         backend: `auto`, `reference`, `compiled`, `tiled`, `triton_first`, `triton` or `hopper`. The first kernel takes
             lengths in whole tiles of 64, head dims of 16, 32, 64 and 128, and no block mask.
@@ -151,8 +152,9 @@ def flash_attention(
     layout: AttentionLayout = "dense" if block_mask is None else "block_mask"
     size = None if block_mask is None else block_mask.block_size
     backend, _ = explain_backend(
-        q, k, backend=backend, is_causal=is_causal, layout=layout, block_size=size, config=config
-    )
+        q, k, backend=backend, is_causal=is_causal, layout=layout, block_size=size, deterministic=deterministic,
+        config=config,
+    )  # fmt: skip
 
     leading, dense_mask = q.shape[:-3], None
     if backend not in ("triton", "hopper"):  # which take grouped heads, and lists of tiles
@@ -277,12 +279,13 @@ def is_deterministic(asked: bool | None) -> bool:
 def explain_backend(
     q: Tensor, k: Tensor, *, backend: str = "auto", is_causal: bool = False, layout: AttentionLayout = "dense",
     block_size: tuple[int, int] | None = None, longest: tuple[int, int] | None = None,
-    config: AttentionConfig | None = None,
+    deterministic: bool | None = None, config: AttentionConfig | None = None,
 ) -> tuple[str, str]:  # fmt: skip
     """(name, reason) of the back end that `flash_attention` uses for these inputs; ValueError if it refuses.
 
     `layout` is `block_mask` for a call with one, of this `block_size`, and `packed` for `flash_attention_varlen`, whose
     longest document has `longest` queries and keys. A `config` is for `triton` alone, which `auto` then takes.
+    `deterministic` is as in `flash_attention`: `auto` then takes `hopper` for more queries only.
     """
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor):
@@ -307,5 +310,6 @@ def explain_backend(
         is_causal=is_causal,
         block_size=block_size,
         longest=longest,
+        deterministic=is_deterministic(deterministic),
         available=available_here(q.device),
     )

@@ -115,6 +115,10 @@ def _gluon_reason() -> str | None:
 MAX_REFERENCE_SCORE_BYTES = 64 * 2**20
 AttentionLayout = Literal["dense", "block_mask", "packed"]  # what attention runs over
 LAYOUT_WORDS = {"dense": "", "block_mask": " under a block mask", "packed": " over packed documents"}
+# (tokens, queries in all heads) from which on hopper was measured to be at least 1.18 times as fast where no work is
+# divided among idle multiprocessors, by is_causal; additions in a fixed order take up to 16 % of that.
+UNDIVIDED_FROM = {False: (1024, 16384), True: (2048, 65536)}
+DIVIDED_HEAD_DIM = 128  # at most: wider heads have nothing divided, and one order of additions
 TMA_MULTIPLE = 8  # of columns of 16 bits; hopper copies inputs of other head dims first, which has not been timed
 
 
@@ -159,6 +163,7 @@ def select_backend(
     is_causal: bool = False,
     block_size: tuple[int, int] | None = None,
     longest: tuple[int, int] | None = None,
+    deterministic: bool = False,
     available: dict[str, str],
 ) -> tuple[str, str]:
     """(name, reason) of the attention back end for these inputs; a pure function of its arguments.
@@ -175,6 +180,7 @@ def select_backend(
         layout, is_causal: what the call attends over; a block mask is no causal one.
         block_size: of a block mask; kernels are refused for one of smaller tiles than theirs.
         longest: queries and keys of the longest of packed documents, whose totals are seqlen_q and seqlen_k.
+        deterministic: whether gradients must be bit-reproducible, for which hopper needs more queries to be faster.
         available: from `available_backends`, on the inputs' device.
     """
     if dtype not in DTYPES:
@@ -192,13 +198,16 @@ def select_backend(
 
     by_name = ""
     if refusal("hopper") is None:
-        limits = hopper_from(layout, is_causal, head_dim)
+        limits = hopper_from(layout, is_causal, head_dim, deterministic)
+        by_name = "; hopper has not been measured to be faster there"
         if limits is not None:
             tokens, queries = limits
             if min(longest or (seqlen_q, seqlen_k)) >= tokens and batch_heads * seqlen_q >= queries:
                 where = f"head_dim {head_dim}{LAYOUT_WORDS[layout]} from {tokens} tokens"
                 return "hopper", f"hopper is the fastest of ours at {where} and {queries} queries in all heads on"
-        by_name = "; hopper has not been measured to be faster there"
+            by_name = f"; hopper is faster from {tokens} tokens and {queries} queries in all heads on"
+            if limits != hopper_from(layout, is_causal, head_dim):
+                by_name += ", where deterministic=True divides no work"
     why_not_triton = refusal("triton") if device_kind == "cuda" else f"the inputs are on {device_kind}"
     if why_not_triton is None:
         return "triton", f"triton serves {dtype} with head_dim {head_dim} on this GPU{by_name}"
@@ -212,17 +221,25 @@ def select_backend(
     return "reference", f"reference, not triton ({why_not_triton}); {size}, at most {limit}, cheap to store"
 
 
-def hopper_from(layout: AttentionLayout, is_causal: bool, head_dim: int) -> tuple[int, int] | None:
+def hopper_from(
+    layout: AttentionLayout, is_causal: bool, head_dim: int, deterministic: bool = False
+) -> tuple[int, int] | None:
     """The shortest length and the fewest queries in all heads from which on hopper is faster than triton.
 
-    By HOPPER_FROM, which is made from measurements; None where it is not known to be faster at any size.
+    By HOPPER_FROM, which is made from measurements; None where it is not known to be faster at any size. Those of few
+    queries had their work divided: head dims between the measured ones, which divide less of it, and `deterministic`
+    backwards, which divide nothing, need UNDIVIDED_FROM.
     """
     if head_dim % TMA_MULTIPLE:
         return None
     smallest = HOPPER_FROM[layout, is_causal][0][0]
     for measured, limits in HOPPER_FROM[layout, is_causal]:
         if smallest <= head_dim <= measured:
-            return limits
+            divides = head_dim == measured and not deterministic
+            if limits is None or divides or layout != "dense" or head_dim > DIVIDED_HEAD_DIM:
+                return limits
+            tokens, queries = UNDIVIDED_FROM[is_causal]
+            return max(limits[0], tokens), max(limits[1], queries)
     return None
 
 
