@@ -10,10 +10,11 @@ one is used or refused with the reason; `auto` chooses, and `explain_backend` sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import torch
 from jaxtyping import Bool, Float
@@ -29,10 +30,12 @@ from cs336_systems.attention.tiled import tiled_attention
 from cs336_systems.attention.tiles import AttentionConfig
 from cs336_systems.attention.validation import (
     are_plain,
+    autocast_casts,
     check_attention_inputs,
     check_flags,
     has_hooks,
     refuse_forward_mode,
+    refuse_keywords,
     resolve_scale,
     to_autocast_dtype,
 )
@@ -66,6 +69,7 @@ def flash_attention(
     deterministic: bool | None = None,
     backend: str = "auto",
     config: AttentionConfig | None = None,
+    **unknown: Never,
 ) -> Float[Tensor, "... heads queries head_dim"] | tuple[Tensor, Tensor]:
     """Exact scaled dot-product attention with memory linear in the sequence (back ends `tiled`, `triton`, `hopper`).
 
@@ -123,6 +127,8 @@ def flash_attention(
             `hopper`.
     Source: FlashAttention-2 (Dao 2023).
     """
+    if unknown:
+        refuse_keywords("flash_attention", unknown)
     facts = None
     if attn_mask is None and config is None and type(block_mask) in (NoneType, BlockMask) and is_usual(4, q, k, v):
         of_mask = () if block_mask is None else block_mask.facts
@@ -193,7 +199,9 @@ def is_usual(dimensions: int, *tensors: Tensor) -> bool:
     for x in tensors:
         if not isinstance(x, Tensor) or x.ndim != dimensions or x.layout is not torch.strided or x.is_nested:
             return False
-    return not torch._C._is_any_autocast_enabled() and not has_hooks()
+    if torch._C._is_any_autocast_enabled() and any(map(autocast_casts, tensors)):
+        return False
+    return not has_hooks()
 
 
 def facts_of(x: Tensor) -> tuple[Any, ...]:
@@ -267,7 +275,9 @@ def attention_backward(
         keys = tuple(x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in keys)
     extras: tuple[Any, ...] = {"tiled": (None,), "hopper": (is_deterministic(None),)}.get(backend, ())
     arguments = (*extras, is_causal, resolve_scale(scale, q.shape[-1]), "")
-    grad_q, *grads = operator_of(backend).gradients((q, *keys, output, lse), grad_output, None, *arguments)
+    operator = operator_of(backend)
+    operator.check_backward(q, *keys, output, lse, grad_output, None)
+    grad_q, *grads = operator.gradients((q, *keys, output, lse), grad_output, None, *arguments)
     grad_k, grad_v = (grad if grad.shape == k.shape else grad.unflatten(1, (k.shape[1], -1)).sum(2) for grad in grads)
     return grad_q, grad_k, grad_v
 
@@ -303,7 +313,7 @@ def explain_backend(
         device_kind=q.device.type,
         dtype=str(q.dtype).removeprefix("torch."),
         head_dim=q.shape[-1],
-        batch_heads=q.shape[:-2].numel(),
+        batch_heads=math.prod(q.shape[:-2]),  # `numel()` would fix a batch that torch.export leaves open
         seqlen_q=q.shape[-2],
         seqlen_k=k.shape[-2],
         requested=backend,

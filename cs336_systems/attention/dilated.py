@@ -21,14 +21,14 @@ denominators (equations 10 and 11); `merge_attention` of `cs336_systems.distribu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal, Never, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.api import flash_attention
-from cs336_systems.attention.validation import check_attention_inputs, check_count, check_flags
+from cs336_systems.attention.validation import check_attention_inputs, check_count, check_flags, refuse_keywords
 
 Phases = Literal["all", "by_head"]
 
@@ -45,6 +45,7 @@ def dilated_attention(
     scale: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    **unknown: Never,
 ) -> Float[Tensor, "batch heads tokens head_dim"] | tuple[Tensor, Tensor]:
     """Token i attends token j where both are in one segment and i ≡ j modulo the rate (and j <= i if `is_causal`).
 
@@ -58,6 +59,8 @@ def dilated_attention(
 
     Raises TypeError or ValueError naming the argument. Memory is linear in the tokens.
     """
+    if unknown:
+        refuse_keywords("dilated_attention", unknown)
     check_flags(is_causal=is_causal, return_lse=return_lse)
     check_attention_inputs(q, k, v)
     if q.ndim != 4:

@@ -12,6 +12,8 @@ The bias chooses and is not added to the scores. After flash dynamic-mask attent
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -20,7 +22,14 @@ from cs336_systems.attention.api import flash_attention
 from cs336_systems.attention.backends import available_here
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK
-from cs336_systems.attention.validation import check_attention_inputs, check_count, check_flags, check_tensor
+from cs336_systems.attention.validation import (
+    check_attention_inputs,
+    check_count,
+    check_flags,
+    check_tensor,
+    has_values,
+    refuse_keywords,
+)
 
 Positions = Int[Tensor, "batch heads chosen"]  # of keys
 Chosen = Bool[Tensor, "batch heads chosen"]
@@ -37,6 +46,7 @@ def shared_keys_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     backend: str = "auto",
+    **unknown: Never,
 ) -> Float[Tensor, "batch heads queries head_dim"]:
     """Attention of every query over the `num_keys` keys of highest bias, gathered: queries · num_keys scores.
 
@@ -49,6 +59,8 @@ def shared_keys_attention(
 
     Raises TypeError or ValueError naming the argument.
     """
+    if unknown:
+        refuse_keywords("shared_keys_attention", unknown)
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
     check_tensor("bias", bias, {3: "(batch, kv_heads or 1, keys)"})
@@ -65,7 +77,8 @@ def shared_keys_attention(
     check_count("num_keys", num_keys, most=None)
     positions, chosen = choose_keys(bias, num_keys)  # (batch, kv_heads or 1, W) each
     block_mask = None
-    if is_causal or not bool(chosen.all()):
+    # Only the CPU tells for nothing that all are chosen; elsewhere the host would wait, and a compiler give up.
+    if is_causal or not (has_values(chosen) and bool(chosen.all())):
         group = q.shape[1] // kv_heads
         block_mask = mask_chosen(positions, chosen, q.shape[2], k.shape[2], is_causal=is_causal, group=group)
     index = positions[..., None].expand(*k.shape[:2], -1, k.shape[3])

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from cs336_systems.attention.flops import count_flops
 from cs336_systems.attention.validation import (
     DOUBLE_BACKWARD,
     are_plain,
@@ -63,11 +64,12 @@ class AttentionOperator:
         self._registered.register_fake(lambda q, *_: _empty_results(q, packed))
         self._registered.register_autograd(self._differentiate, setup_context=self._save)
         self._registered_backward: Any = torch.library.custom_op(
-            f"cs336_systems::{name}_backward", self.backward, mutates_args=(),
+            f"cs336_systems::{name}_backward", self._checked_backward, mutates_args=(),
             schema=f"({inputs}, {saved}{rest}) -> (Tensor, Tensor, Tensor)",
         )  # fmt: skip
         self._registered_backward.register_fake(lambda q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)))
         self._registered_backward.register_autograd(_refuse_double_backward)
+        count_flops(name, extras, packed)
 
         def run_plain(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
             *given, ctx.passes = arguments
@@ -147,6 +149,37 @@ class AttentionOperator:
         if not self._packed and q.ndim != 4:
             raise ValueError(f"q must have shape (batch, heads, queries, head_dim), got {tuple(q.shape)}")
         return self.forward(q, k, v, *arguments)
+
+    def _checked_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
+        grad_lse: Tensor | None, *arguments: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self.check_backward(q, k, v, output, lse, grad_output, grad_lse)
+        return self.backward(q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse, *arguments)
+
+    def check_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
+        grad_lse: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Raise ValueError unless what a backward is given is of the forward's shapes: kernels read that far."""
+        check_attention_inputs(q, k, v, enable_gqa=True, packed=self._packed)
+        if not self._packed and q.ndim != 4:
+            raise ValueError(f"q must have shape (batch, heads, queries, head_dim), got {tuple(q.shape)}")
+        lse_shape = (q.shape[1], q.shape[0]) if self._packed else tuple(q.shape[:-1])
+        lse_dtype = torch.promote_types(q.dtype, torch.float32)
+        for name, x, shape, dtype in (
+            ("output", output, tuple(q.shape), q.dtype),
+            ("lse", lse, lse_shape, lse_dtype),
+            ("grad_output", grad_output, tuple(q.shape), q.dtype),
+            ("grad_lse", grad_lse, lse_shape, lse_dtype),
+        ):
+            if x is None:
+                continue
+            if tuple(x.shape) != shape or x.dtype != dtype or x.device != q.device:
+                raise ValueError(
+                    f"{name} must be {dtype} of shape {shape} on {q.device}, "
+                    f"got {x.dtype} of shape {tuple(x.shape)} on {x.device}"
+                )
 
 
 def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> None:

@@ -6,10 +6,10 @@ Nothing is launched before all checks pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch._C._functorch import (
 )
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.utils._device import DeviceContext
 
 from cs336_systems.measure.stages import stage
 
@@ -81,6 +82,31 @@ def kind_of(value: object) -> str:
 
 
 # Those of a call
+
+# Keywords of SDPA, flash-attn and FlexAttention, and what is said to who uses them here.
+KEYWORDS_ELSEWHERE = {
+    "causal": "it is called is_causal here",
+    "softmax_scale": "it is called scale here",
+    "sm_scale": "it is called scale here",
+    "attn_mask": "a mask is a BlockMask here, for flash_attention's block_mask",
+    "mask": "a mask is flash_attention's block_mask, or attn_mask of bools",
+    "block_mask": "only flash_attention takes masks",
+    "dropout_p": "there is no dropout of attention weights",
+    "dropout": "there is no dropout of attention weights",
+    "window_size": "a window is a block_mask here: BlockMask.sliding_window",
+    "softcap": "scores are not capped",
+    "alibi_slopes": "there is no bias of scores",
+    "score_mod": "scores are not modified; BlockMask.from_mask_mod takes a mask_mod",
+    "return_attn_probs": "probabilities are never whole; return_lse=True returns the log-sum-exp",
+    "return_softmax_lse": "it is called return_lse here",
+}
+
+
+def refuse_keywords(function: str, unknown: Mapping[str, object]) -> NoReturn:
+    """Raise the TypeError of keywords that `function` does not have, with the name that they have here."""
+    name = next(iter(unknown))
+    hint = f"; {KEYWORDS_ELSEWHERE[name]}" if name in KEYWORDS_ELSEWHERE else ""
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def check_flags(**flags: bool) -> None:
@@ -176,7 +202,7 @@ def are_plain(*arguments: Any) -> bool:
     """Whether these are plain tensors and nobody watches: no compiler, no mode, no transform of torch.func."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+    if torch._C._len_torch_dispatch_stack() or not _functions_are_plain():
         return False
     for x in arguments:
         kind = type(x)
@@ -189,6 +215,17 @@ def are_plain(*arguments: Any) -> bool:
         elif isinstance(x, Tensor):
             return False
     return True
+
+
+def _functions_are_plain() -> bool:
+    """Whether no mode sees calls of torch's functions but that of `torch.set_default_device`, which alters none here.
+
+    It gives a device to what is made without one, and our calls name theirs.
+    """
+    return all(
+        type(torch._C._get_function_stack_at(place)) is DeviceContext
+        for place in range(torch._C._len_torch_function_stack())
+    )
 
 
 def has_hooks() -> bool:
@@ -244,10 +281,15 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 def to_autocast_dtype(x: Tensor) -> Tensor:
     """x in autocast's dtype where autocast is on and x has 16 or 32 bits; anything else is for the checks to judge."""
-    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return x
-    kind = autocast_kind(x)
-    if kind is None or not torch.is_autocast_enabled(kind) or x.dtype == torch.get_autocast_dtype(kind):
+    if not isinstance(x, Tensor) or not autocast_casts(x):
         return x
     with nullcontext() if torch.compiler.is_compiling() else stage("cast"):
-        return x.to(torch.get_autocast_dtype(kind))
+        return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def autocast_casts(x: Tensor) -> bool:
+    """Whether autocast is on where x is, and x has 16 or 32 bits of another dtype than autocast's."""
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return False
+    kind = autocast_kind(x)
+    return kind is not None and torch.is_autocast_enabled(kind) and x.dtype != torch.get_autocast_dtype(kind)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Never
 
 import torch
 from jaxtyping import Float, Int
@@ -33,6 +34,7 @@ from cs336_systems.attention.validation import (
     check_documents,
     check_flags,
     refuse_forward_mode,
+    refuse_keywords,
     resolve_scale,
     to_autocast_dtype,
 )
@@ -54,6 +56,7 @@ def flash_attention_varlen(
     deterministic: bool | None = None,
     backend: str = "auto",
     config: AttentionConfig | None = None,
+    **unknown: Never,
 ) -> Float[Tensor, "total_queries heads head_dim"] | tuple[Tensor, Tensor]:
     """Exact attention of each document's queries to its own keys; the rest is as in `flash_attention`.
 
@@ -77,6 +80,8 @@ def flash_attention_varlen(
         NotImplementedError: torch.func differentiates `tiled`, `triton` or `hopper`, or an input of theirs carries a
             forward-mode tangent.
     """
+    if unknown:
+        refuse_keywords("flash_attention_varlen", unknown)
     facts = None
     if config is None and is_usual(3, q, k, v) and is_usual(1, cu_seqlens_q, cu_seqlens_k) and cu_seqlens_k.is_cuda:
         facts = (  # of boundaries on a GPU, whose values nobody looks at

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -80,9 +80,8 @@ class BlockMask:
     lists: TileLists  # what kernels walk
     block_size: BlockSize  # query rows and key columns of a tile, powers of two from 16 on
     seq_lengths: tuple[int, int]  # queries and keys, in tokens
-    # "full" or "causal" where the mask is exactly that: then the dense kernels serve it. Constructors find it out,
-    # but not under torch.compile, which knows no values; of fields put together by hand it stays None.
-    dense_form: DenseForm | None = None
+    # The dense form that constructors have found, and the versions of the lists that it was found for.
+    _found_form: tuple[DenseForm, tuple[int, ...]] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
@@ -99,6 +98,7 @@ class BlockMask:
                 most = min(existing, indices.shape[3])
                 self._check(f"{prefix}{side}_num_blocks", (*leading, lines), most)
             self._check(f"{side}_tokens", getattr(self.lists, f"{side}_indices").shape, num_patterns - 1)
+            self._check_listed_once(side, tiles[other])
         # Autograd saves no tensor of inference mode, and what an evaluation has made may be kept and trained with.
         if not torch.compiler.is_compiling() and self.lists.kv_num_blocks.is_inference():
             with torch.inference_mode(False):
@@ -133,6 +133,38 @@ class BlockMask:
             if least < 0 or most > largest:
                 raise ValueError(f"BlockMask.{name} must have values from 0 to {largest}, got {least} to {most}")
         return tensor
+
+    def _check_listed_once(self, side: str, existing: int) -> None:
+        """Raise ValueError where the host sees a tile twice in a line: kernels would add it twice, `to_dense` not."""
+        indices, counts = (
+            [getattr(self.lists, f"{prefix}{side}_{name}") for prefix in ("", "full_")]
+            for name in ("indices", "num_blocks")
+        )
+        if not indices[0].numel() or not all(map(has_values, (*indices, *counts))):
+            return
+        times = indices[0].new_zeros((*indices[0].shape[:3], existing + 1))  # the last is for slots behind a list's end
+        for listed, count in zip(indices, counts):
+            is_entry = torch.arange(listed.shape[3]) < count[..., None]
+            places = torch.where(is_entry, listed, existing).long()
+            times.scatter_add_(3, places, torch.ones_like(listed))
+        if existing and int(times[..., :existing].max()) > 1:
+            raise ValueError(
+                f"BlockMask.{side}_indices and full_{side}_indices must list each tile of a line once, got one twice"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "lists": self.lists, "block_size": self.block_size, "seq_lengths": self.seq_lengths,
+            "dense_form": self.dense_form,
+        }  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what a copy or a file holds, checked as by hand: `torch.load` reads files that anybody wrote."""
+        for name in ("lists", "block_size", "seq_lengths"):
+            object.__setattr__(self, name, state[name])
+        object.__setattr__(self, "_found_form", None)
+        self.__post_init__()
+        self._remember_form(state["dense_form"])
 
     # Constructors
 
@@ -401,8 +433,29 @@ class BlockMask:
                 lists = make_lists(pattern, data, leading, lengths, block_size, numbers)
         mask = cls(lists=TileLists(*lists), block_size=block_size, seq_lengths=lengths)
         if not torch.compiler.is_compiling():
-            object.__setattr__(mask, "dense_form", mask._find_dense_form())
+            mask._remember_form(mask._find_dense_form())
         return mask
+
+    @property
+    def dense_form(self) -> DenseForm | None:
+        """ "full" or "causal" where the mask is exactly that: then the dense kernels serve it.
+
+        Constructors find it out, but not under torch.compile, which knows no values. It is None of lists that were put
+        together by hand, or have been written into since.
+        """
+        if self._found_form is None:
+            return None
+        form, versions = self._found_form
+        # The compiler guards what it has read of a mask, and does not know versions.
+        return form if torch.compiler.is_compiling() or versions == self._versions() else None
+
+    def _remember_form(self, form: DenseForm | None) -> None:
+        found = None if form is None or torch.compiler.is_compiling() else (form, self._versions())
+        object.__setattr__(self, "_found_form", found)
+
+    def _versions(self) -> tuple[int, ...]:
+        """How often each list has been written into."""
+        return tuple([x._version for x in self.lists])
 
     def _find_dense_form(self) -> DenseForm | None:
         """ "full" or "causal" (top left) where every batch entry and head is exactly that: the dense kernels serve it.
@@ -505,7 +558,9 @@ class BlockMask:
 
     def to(self, device: Device) -> BlockMask:
         """The same mask on `device`."""
-        return replace(self, lists=TileLists(*(x.to(device) for x in self.lists)))
+        moved = replace(self, lists=TileLists(*(x.to(device) for x in self.lists)))
+        moved._remember_form(self.dense_form)
+        return moved
 
     def to_dense(self) -> Bool[Tensor, "b h queries keys"]:
         """True where a query attends a key: O(queries · keys) memory, for oracles and pictures."""
@@ -754,3 +809,7 @@ def from_attn_mask(attn_mask: Bool[Tensor, "... queries keys"], q: Tensor, k: Te
     if not any(mask.stride()[:-3]):
         mask = mask[(slice(1),) * (mask.ndim - 3)]
     return BlockMask.from_dense(mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:]))
+
+
+# Both are checked when they are loaded: `torch.load(path)`, whose default is weights_only=True, may make them.
+torch.serialization.add_safe_globals([BlockMask, TileLists])
