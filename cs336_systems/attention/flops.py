@@ -1,7 +1,7 @@
 """What `torch.utils.flop_counter.FlopCounterMode` counts for the attention operators: their useful FLOPs.
 
-As `accounting.attention_flops` has them: 4 · attended pairs · head_dim of each head forward, 2.5 times that backward. Of
-masks and packed documents the values decide: counting reads them, and waits for a GPU.
+As `accounting.attention_flops` has them: 4 · attended pairs · head_dim of each head forward, 2.5 times that backward.
+Of masks and packed documents the values decide: counting reads them, and waits for a GPU.
 """
 
 from __future__ import annotations
