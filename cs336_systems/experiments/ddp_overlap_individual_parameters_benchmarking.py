@@ -20,5 +20,8 @@ class DDPOverlapBenchmarking(ddp.DataParallelExperiment):
         return cells
 
     two_ranks = ddp.steps_table("A training step on two ranks", {"num_ranks": 2})
-    tables = ddp.DataParallelExperiment.tables | {"two_ranks": two_ranks}
+    naive = ddp.steps_table(
+        "A naive training step", {"implementation": "naive", "precision": ("bfloat16 autocast",)}, ranks="num_ranks"
+    )
+    tables = ddp.DataParallelExperiment.tables | {"two_ranks": two_ranks, "naive": naive}
     figures = {"traces": ddp.two_rank_traces("without overlap, and with it", ("naive", "overlap"))}

@@ -12,6 +12,7 @@ A training step goes the same way under every wrapper, ours and PyTorch's (`meas
 """
 
 import gc
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +29,7 @@ from cs336_systems.experiments import Cell, Disagreement, Experiment, Row, Sampl
 from cs336_systems.experiments.figures import WIDTH
 from cs336_systems.experiments.frames import dicts, pick, speed
 from cs336_systems.experiments.parallel_step import ParallelStep, check_wrapper
-from cs336_systems.measure.intervals import simplify
+from cs336_systems.measure.intervals import Interval, length, simplify, union
 from cs336_systems.measure.memory import CPU_ALLOCATOR, MIB, release
 from cs336_systems.measure.overlap import trace_lanes
 from cs336_systems.measure.timing import plan_samples, synchronize, time_calls, time_once
@@ -267,7 +268,8 @@ class StepExperiment(Experiment):
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`efficiency(name, alone, ...)`: the step of one rank over that of N, each with as many sequences.
 
-        NaN where the two are not of one run.
+        NaN where the two are not of one run. `messages(name, over=1, ...)`: how long each collective of the traced
+        step took, in ms, those over and under a bound. `drawn_unhidden(name, ...)`: communication beside no compute in the figure, which closes short gaps, in ms.
         """
 
         def step(name: str, where: dict[str, Any]) -> dict[str, Any]:
@@ -277,4 +279,17 @@ class StepExperiment(Experiment):
         def efficiency(name: str, alone: str = "naive", **where: Any) -> float:
             return speed(step(name, where), step(alone, where | {"num_ranks": 1}))
 
-        return {"efficiency": efficiency}
+        def lane(name: str, quantity: str, where: dict[str, Any]) -> list[Interval]:
+            (found,) = dicts(pick(frame, where | {"implementation": name, "quantity": quantity}))
+            ends = found["samples"]
+            return list(zip(ends[::2], ends[1::2]))
+
+        def messages(name: str, over: float = 0.0, under: float = math.inf, **where: Any) -> pd.Series:
+            taken = pd.Series([end - start for start, end in lane(name, "communication_intervals", where)])
+            return taken[(taken > over) & (taken < under)]
+
+        def drawn_unhidden(name: str, **where: Any) -> float:
+            compute, communication = (lane(name, quantity, where) for quantity in INTERVALS)
+            return length(union([*compute, *communication])) - length(compute)
+
+        return {"efficiency": efficiency, "messages": messages, "drawn_unhidden": drawn_unhidden}
