@@ -184,6 +184,7 @@ class RankBytes:
     gathered: int = 0  # FSDP: whole weights of the blocks in use and on their way
     buffers: int = 0  # copies made only to communicate, FSDP's whole gradients on their way to a reduction
     block: int = 0  # what one block saved: all that is left of the activations when backward ends
+    gradients_stay: bool = False  # buckets: gradients and buffers have their memory before backward starts, too
 
     @property
     def persistent(self) -> int:
@@ -195,6 +196,9 @@ class RankBytes:
         """The larger of backward's start, with all activations, and its end, with all gradients."""
         start = self.activations + self.loss
         end = self.gradients + max(self.block, self.buffers)
+        if self.gradients_stay:
+            start += self.gradients + self.buffers
+            end = self.gradients + self.buffers + self.block
         return self.persistent + self.gathered + max(start, end)
 
     def fits(self, memory_bytes: int, *, usable: float = 0.95) -> bool:

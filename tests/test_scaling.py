@@ -293,3 +293,14 @@ def test_each_scheme_divides_what_it_shards():
     block = 4 * 2560 * 2560 + 3 * 2560 * 10240
     assert fsdp.gathered == 2 * 4 * block  # three blocks' weights and one's gradients, in two bytes
     assert rank_bytes(model, Plan(scheme="fsdp"), batch=1).gathered == 0
+
+
+def test_buckets_are_there_beside_the_activations() -> None:
+    """Their memory was counted at backward's end only, as if it were free while activations need theirs."""
+    model = MODEL_SIZES["xl"]
+    kept = rank_bytes(model, Plan(scheme="bucketed", data_parallel=2), batch=2)
+    freed = rank_bytes(model, Plan(scheme="overlap", data_parallel=2), batch=2)
+    assert kept.peak == kept.persistent + kept.gradients + kept.activations + kept.loss
+    assert freed.peak == freed.persistent + max(freed.activations + freed.loss, freed.gradients + freed.block)
+    zero = rank_bytes(model, Plan(scheme="zero1", data_parallel=2), batch=2)
+    assert zero.peak == zero.persistent + zero.gradients + zero.buffers + zero.activations + zero.loss

@@ -33,7 +33,8 @@ def rank_bytes(
 ) -> RankBytes:
     """Bytes of each rank with `batch` sequences on it.
 
-    DDP keeps everything on every rank, `flat` a second copy of the gradients while it reduces. The sharded optimizer
+    DDP keeps everything on every rank, `flat` a second copy of the gradients while it reduces,
+    `bucketed` and `zero1` the gradients in buckets that are never freed. The sharded optimizer
     and ZeRO-1 keep 1/N of the moments, ZeRO-1 also the averaged 1/N of the gradients. FSDP keeps 1/N, rounded up, of
     every matrix, its gradient and its moments, and gathers the unit in use and PREFETCH more; norms are whole on
     every rank. Tensor parallelism divides the matrices and, a little too well, all activations. `checkpointed` saves
@@ -63,6 +64,7 @@ def rank_bytes(
         activations=activations // plan.tensor_parallel,
         loss=logits // plan.tensor_parallel,
         block=block // plan.tensor_parallel,
+        gradients_stay=plan.scheme in ("bucketed", "zero1"),
     )
 
 

@@ -14,7 +14,7 @@ GPUS = tuple(2**power for power in range(3, 15))
 LISTED = (8, 512, 2048, 16_384)
 PLANS = (("bucketed", 1), ("zero1", 1), ("fsdp", 1), ("fsdp", 8))  # scheme, GPUs of tensor parallelism
 SCHEMES = ("bucketed", "flat", "sharded-optimizer", "zero1", "fsdp")
-PARTS = ("parameters", "gradients", "moments", "gathered, buffers", "activations", "peak")  # of a rank's memory
+PARTS = ("parameters", "gradients", "moments", "gathered, buffers", "activations, loss", "peak")  # of a rank's memory
 
 
 @problem(title="Training at scale, on paper", order=20)
@@ -47,7 +47,7 @@ class TrainingAtScale(Calculation):
                 used = rank_bytes(MODEL_SIZES[size], Plan(scheme=scheme, data_parallel=2), batch=2)
                 fits = used.peak < 0.95 * HARDWARE["H200"].memory_bytes
                 kept, passing = (used.parameters, used.gradients, used.optimizer), used.gathered + used.buffers
-                parts = dict(zip(PARTS, (*kept, passing, used.activations, used.peak)))
+                parts = dict(zip(PARTS, (*kept, passing, used.activations + used.loss, used.peak)))
                 row = {"quantity": "memory", "model": size, "scheme": scheme, "fits an H200": "yes" if fits else "no"}
                 rows.append(row | {name: num_bytes / GIB for name, num_bytes in parts.items()})
         return rows
