@@ -276,7 +276,7 @@ def attention_backward(
     extras: tuple[Any, ...] = {"tiled": (None,), "hopper": (is_deterministic(None),)}.get(backend, ())
     arguments = (*extras, is_causal, resolve_scale(scale, q.shape[-1]), "")
     operator = operator_of(backend)
-    operator.check_backward(q, *keys, output, lse, grad_output, None)
+    operator.check_backward((q, *keys), output, lse, grad_output, None)
     grad_q, *grads = operator.gradients((q, *keys, output, lse), grad_output, None, *arguments)
     grad_k, grad_v = (grad if grad.shape == k.shape else grad.unflatten(1, (k.shape[1], -1)).sum(2) for grad in grads)
     return grad_q, grad_k, grad_v

@@ -54,8 +54,8 @@ def _attended_pairs(q: Tensor, k: Tensor, extras: dict[str, Any], *, is_causal: 
         block_size = lists.token_bits.shape[1], lists.token_bits.shape[2] * WORD_BITS
         mask = BlockMask(lists=lists, block_size=block_size, seq_lengths=lengths)
         return mask.num_attended * batch_heads // (mask.shape[0] * mask.shape[1])
-    if (mask := extras.get("mask")) is not None:
-        return int(mask.sum()) * batch_heads // (mask.shape[0] * mask.shape[1])
+    if (dense := extras.get("mask")) is not None:
+        return int(dense.sum()) * batch_heads // (dense.shape[0] * dense.shape[1])
     return batch_heads * _area(*lengths, is_causal)
 
 

@@ -13,6 +13,7 @@ There is no double backward: under `create_graph` the backward leaves a node tha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cs336_systems.attention.flops import count_flops
 from cs336_systems.attention.validation import (
     DOUBLE_BACKWARD,
     are_plain,
@@ -54,6 +54,8 @@ class AttentionOperator:
     ) -> None:  # fmt: skip
         self._forward, self._backward, self._packed, self._replays = run_forward, run_backward, packed, replays
         self._num_tensors = sum(extra.startswith("Tensor") for extra in extras)
+        self._counted = (name, extras, packed)
+        self._is_counted = False
         rest = "".join(f", {extra}" for extra in (*extras, "bool is_causal", "float scale", "str config"))
         inputs = "Tensor q, Tensor k, Tensor v"
         saved = "Tensor output, Tensor lse, Tensor grad_output, Tensor? grad_lse"
@@ -61,7 +63,7 @@ class AttentionOperator:
             f"cs336_systems::{name}", self._checked_forward, mutates_args=(),
             schema=f"({inputs}{rest}) -> (Tensor, Tensor)",
         )  # fmt: skip
-        self._registered.register_fake(lambda q, *_: _empty_results(q, packed))
+        self._registered.register_fake(self._fake_forward)
         self._registered.register_autograd(self._differentiate, setup_context=self._save)
         self._registered_backward: Any = torch.library.custom_op(
             f"cs336_systems::{name}_backward", self._checked_backward, mutates_args=(),
@@ -69,7 +71,6 @@ class AttentionOperator:
         )  # fmt: skip
         self._registered_backward.register_fake(lambda q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)))
         self._registered_backward.register_autograd(_refuse_double_backward)
-        count_flops(name, extras, packed)
 
         def run_plain(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
             *given, ctx.passes = arguments
@@ -87,6 +88,8 @@ class AttentionOperator:
         """(output, lse), differentiable; the inputs fit together."""
         if not are_plain(q, k, v, *arguments):
             refuse_differentiating_transforms(q, k, v)
+            if not torch.compiler.is_compiling():
+                self._tell_counters()
             return self._registered(q, k, v, *arguments)
         if has_hooks():
             return self.apply(q, k, v, *arguments, self)
@@ -96,6 +99,21 @@ class AttentionOperator:
             for place, x in enumerate((q, k, v, *arguments))
         ]
         return self.apply(q, k, v, *arguments, _passes_of(self, q.device, tuple(facts)))
+
+    def _fake_forward(self, q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        self._tell_counters()
+        return _empty_results(q, self._packed)
+
+    def _tell_counters(self) -> None:
+        """Have torch's FlopCounterMode know this operator, once its module, which takes a second, is imported.
+
+        Whoever counts has imported it, and is seen here: a counter is a mode, and tracing for the compiler runs fakes.
+        """
+        if not self._is_counted and "torch.utils.flop_counter" in sys.modules:
+            from cs336_systems.attention.flops import count_flops
+
+            count_flops(*self._counted)
+            self._is_counted = True
 
     def passes(self) -> Passes:
         """`forward` and `backward` for plain calls that have the same shapes, strides, dtypes, device and arguments.
@@ -154,14 +172,14 @@ class AttentionOperator:
         self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
         grad_lse: Tensor | None, *arguments: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        self.check_backward(q, k, v, output, lse, grad_output, grad_lse)
+        self.check_backward((q, k, v), output, lse, grad_output, grad_lse)
         return self.backward(q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse, *arguments)
 
     def check_backward(
-        self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
-        grad_lse: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Raise ValueError unless what a backward is given is of the forward's shapes: kernels read that far."""
+        self, inputs: tuple[Tensor, ...], output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
+    ) -> None:
+        """Raise ValueError unless what a backward of q, k, v is given is of the forward's shapes: kernels read it."""
+        q, k, v = inputs
         check_attention_inputs(q, k, v, enable_gqa=True, packed=self._packed)
         if not self._packed and q.ndim != 4:
             raise ValueError(f"q must have shape (batch, heads, queries, head_dim), got {tuple(q.shape)}")

@@ -43,8 +43,10 @@ def show_text(text: str) -> None:
 def wrapped(line: str, width: int, further: str = "") -> str:
     """`line` on lines of at most `width`, but for longer words; all but the first as far in as it, and `further`."""
     indent = line[: len(line) - len(line.lstrip())]
-    words = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(line.strip(), width, initial_indent=indent, subsequent_indent=indent + further, **words)
+    return textwrap.fill(
+        line.strip(), width, initial_indent=indent, subsequent_indent=indent + further,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def table_lines(table: Table, width: int | None) -> list[str]:

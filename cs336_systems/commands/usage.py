@@ -58,7 +58,7 @@ class Group(_Checked, TyperGroup):
 
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
         try:
-            code = super().main(*args, standalone_mode=False, **options)
+            code = super().main(*args, standalone_mode=False, **options)  # type: ignore[misc]
         except USAGE_ERROR as error:
             if not standalone_mode:
                 raise

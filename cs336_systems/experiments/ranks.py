@@ -269,7 +269,8 @@ class StepExperiment(Experiment):
         """`efficiency(name, alone, ...)`: the step of one rank over that of N, each with as many sequences.
 
         NaN where the two are not of one run. `messages(name, over=1, ...)`: how long each collective of the traced
-        step took, in ms, those over and under a bound. `drawn_unhidden(name, ...)`: communication beside no compute in the figure, which closes short gaps, in ms.
+        step took, in ms, those over and under a bound. `drawn_unhidden(name, ...)`: communication beside no compute in
+        the figure, which closes short gaps, in ms.
         """
 
         def step(name: str, where: dict[str, Any]) -> dict[str, Any]:

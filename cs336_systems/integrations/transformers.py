@@ -149,7 +149,7 @@ def attention_forward(
         enable_gqa=query.shape[1] != key.shape[1], return_lse=s_aux is not None, backend=backend,
     )  # fmt: skip
     if s_aux is not None:
-        output = with_sinks(*output, s_aux, caller)
+        output = with_sinks(output[0], output[1], s_aux, caller)
     assert isinstance(output, Tensor)
     return output[..., :value_dim].transpose(1, 2).contiguous(), None
 
