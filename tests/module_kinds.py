@@ -10,7 +10,7 @@ Widths are odd: no weight divides evenly among ranks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
+from torch.nn.utils.parametrize import register_parametrization
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.model import TransformerLM
@@ -249,6 +250,92 @@ def keeps_a_loss(model: Any, x: Tensor) -> Tensor:
     return output
 
 
+class Slotted:
+    """Keeps a tensor where `vars()` shows none."""
+
+    __slots__ = ("loss",)
+
+
+LOSSES: list[Tensor] = []  # of the blocks of a forward, in no module
+
+
+def keeps_losses_elsewhere(model: Any, x: Tensor) -> Tensor:
+    """Each of its losses leaves it by another way than its output: an attribute, a slot, a closure, a global list."""
+    losses = [model.b(x).square().mean(-1) * factor for factor in (1.0, 0.5, 0.25, 0.125)]
+    model._loss, model.slotted.loss = losses[:2]
+    model.ask = lambda: losses[2]
+    LOSSES.append(losses[3])
+    return model.a(x)
+
+
+def gathers_losses(model: Any, x: Tensor) -> list[Tensor]:
+    LOSSES.clear()
+    for block in model.blocks:
+        x = x + block(x)
+    kept = [loss for block in model.blocks for loss in (block._loss, block.slotted.loss, block.ask())]
+    return [x, *kept, *LOSSES]
+
+
+class KeepsItsWeight(torch.autograd.Function):
+    """A linear map that keeps its weight past `save_for_backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return gradient @ ctx.weight, gradient.t() @ ctx.x
+
+
+def transposed_linear() -> nn.Module:
+    layer = linear(WIDTH, HIDDEN)
+    layer.weight = nn.Parameter(torch.randn(WIDTH, HIDDEN).t())
+    return layer
+
+
+class LowRank(nn.Module):
+    """The update of a LoRA adapter, as a parametrization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = matrix(2, WIDTH), matrix(WIDTH, 2)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.up @ self.down
+
+
+def adapted() -> nn.Module:
+    layer = linear()
+    register_parametrization(layer, "weight", LowRank())
+    layer.parametrizations.weight.original.requires_grad_(False)  # type: ignore[union-attr, operator]
+    return layer
+
+
+def selectively_checkpointed(model: Any, x: Tensor) -> Tensor:
+    """Keeps the results of matmuls, and computes the rest once more."""
+
+    def policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_matmul = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(model.inner, x, use_reentrant=False, context_fn=contexts)
+
+
+def saved_on_cpu(model: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return model.inner(x)
+
+
+def yields(model: Any, x: Tensor) -> Iterator[Tensor]:
+    """Computes when its caller asks, after it was called."""
+    for layer in (model.a, model.b):
+        x = layer(x).tanh()
+        yield x @ model.weight
+
+
 def _through(block: nn.Module, x: Tensor) -> Tensor:
     block(x[:])
     return x
@@ -272,6 +359,17 @@ KINDS: dict[str, Kind] = {
     "encoder": Kind(
         lambda: nn.Sequential(linear(WIDTH, 6), nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)),
         sequences,
+    ),
+    "channels last": Kind(
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 4, 2), nn.Flatten()).to(
+            memory_format=torch.channels_last
+        ),
+        images,
+    ),
+    "transposed weight": Kind(lambda: nn.Sequential(transposed_linear(), nn.Tanh())),
+    "function that keeps its weight": of(
+        lambda m, x: m.blocks[0](x),
+        blocks=several(1, of(lambda m, x: KeepsItsWeight.apply(x, m.weight), weight=matrix).build),
     ),
     # models
     "transformer": Kind(transformer, tokens),
@@ -322,6 +420,7 @@ KINDS: dict[str, Kind] = {
     # parametrizations and hooks
     "weight norm": Kind(lambda: nn.Sequential(parametrizations.weight_norm(linear()), nn.Tanh(), linear())),
     "legacy weight norm": Kind(lambda: nn.Sequential(legacy_weight_norm(linear()), nn.Tanh(), linear())),
+    "low-rank adapter": Kind(lambda: nn.Sequential(adapted(), nn.Tanh(), linear())),
     "gradient hook": Kind(lambda: hooked(nn.Sequential(linear(), linear()))),
     # what goes in and out
     "list and dict arguments": of(filled, blocks=several(2, of(fills_a_list, inner=linear).build)),
@@ -348,10 +447,30 @@ KINDS: dict[str, Kind] = {
         lambda m, x: m.blocks[1](m.blocks[0](x)) + m.blocks[0].loss + m.blocks[1].loss,
         blocks=several(2, of(keeps_a_loss, a=linear, b=linear).build),
     ),
+    "losses kept elsewhere": of(
+        gathers_losses,
+        blocks=several(2, of(keeps_losses_elsewhere, a=linear, b=linear, slotted=Slotted, ask=lambda: None).build),
+    ),
+    "weight returned": of(lambda m, x: x @ m.prompt(), prompt=of(lambda m: m.weight, weight=matrix).build),
+    "view of a weight returned": of(
+        lambda m, x: m.inner(x + m.positions(LENGTH)[0]),
+        sequences,
+        positions=of(lambda m, count: (m.weight[:count], count), weight=partial(matrix, 4, WIDTH)).build,
+        inner=linear,
+    ),
+    "generator": of(
+        lambda m, x: sum(m.blocks[0](x)), blocks=several(1, of(yields, a=linear, b=linear, weight=matrix).build)
+    ),
     "in-place relu": Kind(lambda: nn.Sequential(linear(), nn.ReLU(inplace=True), linear()), sequences),
     # checkpoints within
     "checkpointed": Kind(lambda: checkpointed(False, mlp(), mlp(), mlp())),
     "checkpointed reentrantly": Kind(lambda: checkpointed(True, mlp(), mlp(), mlp())),
+    "selectively checkpointed": of(
+        lambda m, x: m.blocks[1](m.blocks[0](x)), blocks=several(2, of(selectively_checkpointed, inner=mlp).build)
+    ),
+    "saved on the CPU": of(
+        lambda m, x: m.blocks[1](m.blocks[0](x)), blocks=several(2, of(saved_on_cpu, inner=mlp).build)
+    ),
     "checkpointed nested units": Kind(lambda: checkpointed(False, owns_and_calls(), recursive(1))),
     "reentrantly checkpointed nested units": Kind(lambda: checkpointed(True, owns_and_calls(), recursive(1))),
     "checkpointed shared block": Kind(lambda: checkpointed(False, *[mlp()] * 2)),

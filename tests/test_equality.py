@@ -82,7 +82,8 @@ LEFT_OUT: list[tuple[str, str, str]] = [
 # What once went wrong, in silence or by a crash, is tried in every run: (wrappers, kinds, uses).
 ALWAYS: list[tuple[str, str, str]] = [
     ("fsdp, *", "tied*|head by*|*nested units|owns and calls|shared*|list*|multihead attention|attention in a list|"
-     "encoder|parameter*|*weight norm|complex|dataclass output|*in place|losses kept*|in-place relu|max norm|*hook",
+     "encoder|parameter*|*weight norm|complex|dataclass output|*in place|losses kept*|in-place relu|max norm|*hook|"
+     "channels last|transposed weight|*weight returned|generator|function*",
      "plain|forward without backward|clipping|load_state_dict"),
     ("overlap|zero1", "sparse embedding", "plain"),
     ("zero1", "complex", "clipping"),
@@ -335,6 +336,32 @@ def _raise(*_: Any) -> None:
     raise ArithmeticError("planted")
 
 
+def interrupt_a_forward(side: Side, step: int) -> None:
+    """By Ctrl-C, for which modules call no hooks."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = list(side.module.modules())[-1].register_forward_hook(interrupt)
+    with suppress(KeyboardInterrupt):
+        side.loss(step + 10)
+    handle.remove()
+    side.backward(side.loss(step))
+
+
+def freeze_for_a_backward(side: Side, step: int) -> None:
+    """As a discriminator in its generator's step: only the input's gradient is wanted."""
+    trained = [parameter for parameter in side.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    inputs = [one.requires_grad_(one.is_floating_point()) for one in side.inputs(step + 10)]
+    if any(one.requires_grad for one in inputs):
+        mean_loss(side.model(*inputs)).backward()
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    side.backward(side.loss(step))
+
+
 def behind_a_checkpoint(inner: nn.Module, use_reentrant: bool) -> nn.Module:
     """The whole model behind one checkpoint, with an input that makes a reentrant one differentiable."""
 
@@ -386,6 +413,8 @@ USES: dict[str, Use] = {
     "list argument": Use(fill_a_list, with_auxiliary_loss),
     "input gradients": Use(take_input_gradients),
     "forward that raises": Use(raise_in_a_forward),
+    "interrupted forward": Use(interrupt_a_forward),
+    "frozen for a backward": Use(freeze_for_a_backward),
 }
 INITIAL: dict[Kind, dict[str, Tensor]] = {}  # the parameters that `load` starts from
 

@@ -6,10 +6,12 @@ what it refuses, memory, precision, and errors.
 
 from __future__ import annotations
 
+import copy
 import gc
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -17,11 +19,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.nn.utils.parametrizations import weight_norm
 
 from cs336_systems.device import has_cxx_compiler
-from cs336_systems.distributed import FSDP, run_ranks, wrap_blocks
+from cs336_systems.distributed import FSDP, RankError, Zero1Optimizer, run_ranks, wrap_blocks
 from cs336_systems.distributed.fsdp.life import watch
-from cs336_systems.distributed.fsdp.plan import chunk_rows, own_rows, plan_units
+from cs336_systems.distributed.fsdp.plan import chunk_rows, own_rows, plan_units, whole_of
 from cs336_systems.grading.counting import LiveBytes
 from cs336_systems.model import AdamW, TransformerLM
 from tests.module_kinds import Net
@@ -166,6 +170,253 @@ def test_D5_a_step_that_overflows_on_one_rank_is_skipped_by_all(rank: int, num_r
         scaler.step(optimizer)
         scaler.update()
         assert torch.equal(model.gather_full_params()["weight"], before) and scaler.get_scale() == 2.0**15
+
+
+# After wrapping: weights that are replaced, cast, copied, changed between a forward and its backward (D17)
+
+
+def in_a_block(**parts: Any) -> nn.Module:
+    """A block of one linear layer, and a linear head."""
+    block = Net(lambda model, x: model.inner(x).tanh(), inner=nn.Linear(4, 4), **parts)
+    return Net(lambda model, x: model.head(model.layers[0](x)), layers=nn.ModuleList([block]), head=nn.Linear(4, 4))
+
+
+def replace_weight(model: FSDP) -> None:
+    model.module.head.weight = nn.Parameter(torch.ones(4, 4))  # type: ignore[union-attr]
+
+
+def tie_weights(model: FSDP) -> None:
+    model.module.head.weight = model.module.layers[0].inner.weight  # type: ignore[union-attr, index]
+
+
+def add_a_parameter(model: FSDP) -> None:
+    model.module.head.scale = nn.Parameter(torch.ones(4))  # type: ignore[union-attr]
+
+
+def call_with_others(model: FSDP) -> None:
+    others = {name: parameter * 2 for name, parameter in model.named_parameters()}
+    torch.func.functional_call(model, others, (torch.ones(2, 4),))
+
+
+def replace_in_the_forward(model: FSDP) -> None:
+    def replace(head: nn.Module, *_: Any) -> None:
+        head.weight = nn.Parameter(torch.ones(4, 4))
+
+    model.module.head.register_forward_hook(replace)  # type: ignore[union-attr]
+
+
+HANDLED: list[tuple[Callable[[FSDP], object], str]] = [
+    (replace_weight, "parameter 'head.weight' cannot be replaced once FSDP has wrapped its module"),
+    (tie_weights, "parameter 'head.weight' cannot be replaced"),
+    (add_a_parameter, "parameter 'head.scale' cannot be added"),
+    (lambda model: weight_norm(model.module.layers[0].inner), "parameter 'layers.0.inner.weight' cannot be removed"),  # type: ignore[union-attr, index]
+    (call_with_others, "parameter 'layers.0.inner.weight' cannot be replaced"),
+    (replace_in_the_forward, "parameter 'head.weight' must not be replaced in a forward"),
+    (
+        lambda model: model.half(),
+        r"parameter 'layers.0.inner.weight' must not be cast.* rows were torch.float32 \(4, 4\)",
+    ),
+    (lambda model: model.module.head.double(), "parameter 'head.weight' must not be cast"),  # type: ignore[union-attr]
+    (
+        lambda model: model.to("meta"),
+        "parameter 'layers.0.inner.weight' must not be cast, moved .* on cpu and are .* meta",
+    ),
+    (copy.deepcopy, "FSDP cannot be copied or pickled: keep copies of its parameters"),
+    (lambda model: copy.deepcopy(model.module), "FSDP cannot be copied or pickled"),
+    (torch.optim.swa_utils.AveragedModel, "FSDP cannot be copied or pickled"),
+]
+
+
+def test_D17_handling_weights_after_wrapping_is_refused_by_name(alone_in_a_group):
+    """A replaced weight, or functional_call's, was ignored; a cast or a copy ended in an error of torch or pickle."""
+    for handle, message in HANDLED:
+        model = FSDP(in_a_block())
+        with pytest.raises((RuntimeError, TypeError), match=message):
+            handle(model)
+            model(torch.ones(2, 4))
+            model(torch.ones(2, 4))
+
+
+def test_D17_handling_that_changes_nothing_is_served(alone_in_a_group):
+    model, x = FSDP(in_a_block()), torch.ones(2, 4)
+    expected = model(x)
+    model.to("cpu", torch.float32).to(memory_format=torch.channels_last)
+    model.half().float()  # rounded, and back in time
+    own = dict(model.named_parameters())
+    torch.testing.assert_close(torch.func.functional_call(model, own, (x,)), expected, rtol=1e-2, atol=1e-2)
+    copies = copy.deepcopy(list(model.parameters()))  # an average of this rank's rows
+    assert [one.shape for one in copies] == [one.shape for one in model.parameters()]
+
+
+def test_D17_rows_of_a_model_that_is_gone_count_as_no_whole_weight(alone_in_a_group):
+    model = FSDP(in_a_block())
+    rows = next(model.parameters())
+    assert whole_of(rows) is model.weights["layers.0.inner.weight"]
+    assert whole_of(nn.Parameter(torch.ones(2))) is None
+    del model
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"shape \(4, 4\) is a rank's rows of a weight whose FSDP module is gone"):
+        whole_of(rows)
+
+
+def step_between(model: Any, optimizer: Any, finish: Callable[[], None]) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    finish()
+    loss = model(torch.ones(2, 4)).square().sum()
+    optimizer.step()
+    loss.backward()
+
+
+def test_D17_a_step_between_a_forward_and_its_backward_raises_as_in_one_process(alone_in_a_group):
+    """FSDP and Zero1Optimizer went on, with gradients of neither the old weights nor the new ones."""
+    plain, wrapped, sharded = in_a_block(), FSDP(in_a_block()), in_a_block()
+    one_process = torch.optim.SGD(plain.parameters(), lr=0.1)
+    zero1 = Zero1Optimizer(sharded.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step_between(plain, one_process, lambda: None)
+    with pytest.raises(RuntimeError, match=r"parameter 'head.weight' was changed between a forward and its backward"):
+        step_between(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), wrapped.finish_gradient_synchronization)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step_between(sharded, zero1, lambda: None)
+
+
+def test_D17_a_step_between_of_what_the_backward_does_not_need_is_no_error(alone_in_a_group):
+    gradients = []
+    for model in (seeded(in_a_block), FSDP(seeded(in_a_block))):
+        bias = [parameter for name, parameter in model.named_parameters() if name.endswith("inner.bias")]
+        optimizer = torch.optim.SGD(bias, lr=0.1)
+        step_between(model, optimizer, getattr(model, "finish_gradient_synchronization", lambda: None))
+        getattr(model, "finish_gradient_synchronization", lambda: None)()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def test_D17_what_a_block_changes_in_place_after_saving_it_raises_as_in_one_process(alone_in_a_group):
+    """Saved-tensor hooks switch off autograd's own check."""
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        y = model.inner(x).tanh()
+        loss = y.square()
+        y.add_(1)
+        return loss
+
+    for wrap in (lambda block: block, FSDP):
+        model = wrap(in_one_block(Net(run, inner=nn.Linear(4, 4))))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(torch.ones(2, 4)).sum().backward()
+
+
+class Counted(dict[str, int]):
+    """Counts how often it is looked through."""
+
+    walks = 0
+
+    def items(self) -> Any:
+        type(self).walks += 1
+        return super().items()
+
+    def values(self) -> Any:
+        type(self).walks += 1
+        return super().values()
+
+    def __iter__(self) -> Any:
+        type(self).walks += 1
+        return super().__iter__()
+
+
+def test_D18_a_block_may_refer_to_large_and_foreign_objects(alone_in_a_group):
+    """A vocabulary of 200,000 cost 340 ms in each forward; modules of Python in an attribute were a crash."""
+    vocabulary = Counted({str(index): index for index in range(200_000)})
+    parts = {
+        "vocabulary": vocabulary,
+        "tokens": list(range(200_000)),
+        "F": nn.functional,
+        "torch": torch,
+        "self": pytest,
+    }
+    calls = []
+    for model in (FSDP(in_a_block()), FSDP(in_a_block(**parts))):
+        Counted.walks, num_calls = 0, 0
+
+        def count(*_: Any) -> None:
+            nonlocal num_calls
+            num_calls += 1
+
+        model(torch.ones(2, 4)).sum().backward()
+        sys.setprofile(count)
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+        finally:
+            sys.setprofile(None)
+        calls.append(num_calls)
+        assert Counted.walks == 0
+    assert calls[0] == calls[1] > 0
+
+
+def test_D14_an_output_that_is_computed_later_is_refused(alone_in_a_group):
+    model = FSDP(Net(lambda model, x: map(model.inner, x), inner=nn.Linear(4, 4)))
+    with pytest.raises(TypeError, match="forward must return what it has computed, got a map, which computes later"):
+        model(torch.ones(2, 4))
+    hidden = in_one_block(Net(lambda model, x: SimpleOutput(model.weight), weight=nn.Parameter(torch.ones(4, 4))))
+    with pytest.raises(
+        RuntimeError, match="'layers.0' must not return its weights, which are freed, in a SimpleOutput"
+    ):
+        FSDP(hidden)(torch.ones(2, 4))
+
+
+@dataclass
+class SimpleOutput:
+    weight: Tensor
+
+
+def test_D14_errors_of_torch_say_what_fsdp_has_to_do_with_them(alone_in_a_group):
+    def differentiate(model: Any, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda y: model.inner(y).sum())(x)
+
+    model = FSDP(in_one_block(Net(differentiate, inner=nn.Linear(4, 4))))
+    with pytest.raises(RuntimeError, match="saved tensor hooks(.|\n)*FSDP has such hooks while 'layers.0' runs"):
+        model(torch.ones(2, 4))
+    blur = Net(
+        lambda model, x: nn.functional.conv1d(model.inner(x)[:, None], model.kernel),
+        inner=nn.Linear(4, 4), kernel=nn.Buffer(torch.ones(1, 1, 3)),
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match=r"casts no buffers: cast 'layers.0.kernel' in the forward, or before"):
+        FSDP(in_one_block(blur), torch.bfloat16)(torch.ones(2, 4))
+
+
+# Ranks that part (D15)
+
+
+def stack(*widths: int) -> Any:
+    """Layers of these widths, in a list, that run in the order of `order`."""
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        for place in model.order:
+            layer = model.layers[place]
+            x = layer(x[:, :1].expand(-1, layer.in_features)).tanh()
+        return x
+
+    return Net(run, layers=nn.ModuleList(nn.Linear(width, width) for width in widths), order=range(len(widths)))
+
+
+def part_in_the_fifth_step(rank: int, num_ranks: int, widths: tuple[int, ...], order: list[int]) -> None:
+    model = FSDP(stack(*widths))
+    for step in range(6):
+        if step == 4 and rank == 1:
+            model.module.order = order
+        model(torch.ones(2, 1)).sum().backward()
+        model.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize("widths", [(4, 4, 4), (4, 32, 64)], ids=["same-shapes", "other-shapes"])
+@pytest.mark.parametrize("order", [[1, 0, 2], [0, 2]], ids=["another-order", "one-skipped"])
+def test_D15_ranks_that_part_after_the_first_steps_are_told_where(widths, order):
+    """With the same shapes they mixed weights in silence, with others they hung until the time-out or were killed."""
+    with pytest.raises(
+        RankError, match="all ranks must run the same modules in the same order: rank .* 'layers."
+    ) as caught:
+        run_ranks(part_in_the_fifth_step, 2, widths, order, timeout_s=20)
+    assert caught.value.error_type == "RuntimeError"
 
 
 # Memory: the window (D12), meta construction, shapes (D3)
@@ -339,6 +590,22 @@ def train_compiled(rank: int, num_ranks: int) -> float:
 @pytest.mark.skipif(not has_cxx_compiler(), reason="no C++ compiler")
 def test_compiled_blocks_train_like_one_process():
     assert max(run_ranks(train_compiled, 2)) <= FP32_BOUND
+
+
+@TWO_RANKS.check
+def test_D17_a_compiled_wrapper_trains_as_one_process_and_compiles_once(rank: int, num_ranks: int) -> None:
+    """Its hooks were traced: ranks told each other falsely that they had parted, or compiled anew in each step."""
+    single, fsdp = seeded(transformer), FSDP(seeded(transformer))
+    counter = CompileCounter()
+    compiled = torch.compile(fsdp, backend=counter)
+    counts = []
+
+    def run(model: nn.Module, step: int, *tensors: Tensor) -> None:
+        token_loss(compiled if model is fsdp else model, *tensors).backward()
+        counts.append(counter.frame_count)
+
+    assert train_both(rank, num_ranks, single, fsdp, run, steps=6) <= FP32_BOUND
+    assert 0 < counts[-1] == counts[4]
 
 
 # Unused weights (D1), errors (D8, D9)

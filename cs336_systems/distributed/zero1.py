@@ -145,6 +145,8 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
             bucket.follow_parameters()
         self.local.step()
         wait_for([bucket.gather() for bucket in self.buckets])
+        # Past autograd, by the flat tensor: a backward whose forward was before this step must raise as in one process.
+        torch.autograd.graph.increment_version(self._queue.parameters)
         self._queue.begin()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -189,11 +189,23 @@ class ShardedWeight:
 
     def keep(self, values: Tensor) -> None:
         """Take this rank's rows of whole `values`; the modules see them from now on."""
-        self.shard = nn.Parameter(values[self.rows].clone(), requires_grad=self.whole.requires_grad)
+        rows = values[self.rows].clone(memory_format=torch.contiguous_format)  # also of channels-last convolutions
+        self.shard = nn.Parameter(rows, requires_grad=self.whole.requires_grad)
+        self._as_kept = (rows.dtype, rows.device, rows.shape)
         # For all who meet it, by whatever handle of the model: `whole_of` reads it. A cycle would keep both.
         self.shard.is_rows = weakref.ref(self)  # type: ignore[attr-defined]
         for module, attribute in self.homes:
             module._parameters[attribute] = self.shard
+
+    def check_shard(self) -> None:
+        """RuntimeError if the shard has another dtype, device or shape than when it was made."""
+        now = (self.shard.dtype, self.shard.device, self.shard.shape)
+        if now != self._as_kept:
+            before, after = (f"{dtype} {tuple(shape)} on {device}" for dtype, device, shape in (self._as_kept, now))
+            raise RuntimeError(
+                f"parameter {self.name!r} must not be cast, moved or reshaped once FSDP has wrapped it: its rows were "
+                f"{before} and are {after}; do that before, or choose compute_dtype"
+            )
 
     def take_gradient(self) -> Tensor:
         """The whole gradient, with what was put aside before, taken off the weight."""
@@ -206,5 +218,14 @@ class ShardedWeight:
 
 
 def whole_of(parameter: Tensor) -> ShardedWeight | None:
-    """The weight of which FSDP has made `parameter` this rank's rows; None for one that is whole."""
-    return parameter.is_rows() if hasattr(parameter, "is_rows") else None
+    """The weight of which FSDP has made `parameter` this rank's rows; None for one that is whole.
+
+    RuntimeError for rows of a weight that is gone: nobody knows of which whole they are.
+    """
+    if not hasattr(parameter, "is_rows"):
+        return None
+    weight = parameter.is_rows()
+    if weight is None:
+        shape = tuple(parameter.shape)
+        raise RuntimeError(f"a parameter of shape {shape} is a rank's rows of a weight whose FSDP module is gone")
+    return weight

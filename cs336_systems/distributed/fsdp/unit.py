@@ -17,14 +17,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cs336_systems.distributed.collectives import Work, all_gather_flat, wait_for
+from cs336_systems.distributed.collectives import Work, wait_for
+from cs336_systems.distributed.fsdp.agreement import Agreement
+from cs336_systems.distributed.fsdp.engine import current_backward, storage_id
 from cs336_systems.distributed.fsdp.plan import ShardedWeight, UnitPlan, chunk_rows
 from cs336_systems.distributed.fsdp.reduce import GradientReducer, Lane, gather_rows
 
@@ -62,11 +64,12 @@ class ExecutionOrder:
         return self.expected[:PREFETCH]
 
     def visit(self, unit: Unit) -> None:
-        """Note that `unit` runs now. A surprise ends all guesses of this pass."""
+        """Note that `unit` runs now. A surprise ends all guesses of this pass, and is told to the ranks' agreement."""
         place = self._places[unit] = len(self.seen)
         self.seen.append(unit)
         if place < len(self.expected) and self.expected[place] is not unit:
             self.expected = []
+            unit.window.agreement.surprise()
 
     def ahead(self, unit: Unit) -> Unit | None:
         """The unit that is gathered when `unit` is done; None if it has run already or is not known."""
@@ -89,12 +92,12 @@ class Window:
         self.units: list[Unit] = []
         self.gathered: dict[Unit, None] = {}  # in the order of gathering
         self.in_forward = False
-        self._messages = self._digest = 0  # how many there were, and which
+        self.agreement = Agreement(group, device)
 
     @property
     def in_backward(self) -> bool:
         """Whether this code runs inside autograd's engine: in a hook, or in a checkpoint's recomputation."""
-        return torch._C._current_graph_task_id() != -1
+        return current_backward() != -1
 
     def make_room(self, unit: Unit) -> None:
         """Before `unit` is gathered for use: free idle units, gathered for an order that did not come; oldest first."""
@@ -108,29 +111,6 @@ class Window:
         if unit is not None and len(self.gathered) < MAX_GATHERED:
             unit.gather()
 
-    def agree(self, action: str, unit: Unit, weights: int = 0) -> None:
-        """RuntimeError naming `unit` where another rank gathers, or reduces (`weights` as bits), something else.
-
-        The ranks compare the messages of about two steps one by one, and later, at each power of two, all there were.
-        """
-        if self.num_ranks == 1:
-            return
-        code = 2 * unit.index + (action == "reduces")
-        self._digest = hash((self._digest, code, weights))
-        self._messages += 1
-        if self._messages > 6 * len(self.units) and self._messages & (self._messages - 1):
-            return
-        own = torch.tensor([code, self._digest], device=self.device)
-        everyone = own.new_empty(2 * self.num_ranks)
-        all_gather_flat(everyone, own, self.group)
-        for rank, (code, digest) in enumerate(everyone.view(-1, 2).tolist()):
-            if digest != self._digest:
-                other = f"{('gathers', 'reduces')[code % 2]} {self.units[code // 2].name!r}"
-                raise RuntimeError(
-                    f"all ranks must run the same modules in the same order: rank {self.rank} {action} {unit.name!r}, "
-                    f"rank {rank} {other}; where that is the same, it is for other weights, or came after other units"
-                )
-
 
 # Gather, free
 
@@ -143,10 +123,12 @@ class Unit:
         self.window = window
         self.index = len(window.units)
         window.units.append(self)
+        window.agreement.names.append(self.name)
         self.state = State.REST
         self.backward = 0  # which one BACKWARD is for
         self.began = 0  # time of the forward that BACKWARD is of
         self._views: list[tuple[nn.Module, RestingParameters, dict[str, Any]]] = []  # of a module: at rest, in use
+        self._shown: list[tuple[dict[str, Any], str, ShardedWeight]] = []  # where each weight is shown in use
         self._works: list[Work] = []  # the gather under way
         # The place of the wholes. Of the parameters, which may be on the meta device, only shapes and dtypes are read.
         self._bytes = 0
@@ -163,7 +145,7 @@ class Unit:
             place = memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             self.weights.append(ShardedWeight(name, parameter, homes, place, window.group))
         self._memory = memory.untyped_storage()  # under all wholes
-        self.storage_id = self._memory._cdata
+        self.storage_id = storage_id(memory)
         self._memory.resize_(0)
         # Those that are trained, when they were wrapped: hooks wait for their gradients.
         self.trainable = [weight for weight in self.weights if weight.whole.requires_grad]
@@ -177,14 +159,15 @@ class Unit:
         """Whose gradients are complete and not yet reduced."""
         return [weight for weight in self.trainable if weight.whole.grad is not None]
 
-    def come_to_rest(self) -> None:
-        """From now on the modules see what the state says; every weight has its shard."""
+    def come_to_rest(self, paths: dict[nn.Module, str]) -> None:
+        """From now on the modules, of these paths, see what the state says; every weight has its shard."""
         in_use: dict[nn.Module, dict[str, Any]] = {}
         for weight in self.weights:
             for module, attribute in weight.homes:
                 in_use.setdefault(module, dict(module._parameters))[attribute] = weight.whole
+                self._shown.append((in_use[module], attribute, weight))
         for module, wholes in in_use.items():
-            self._views.append((module, RestingParameters(self, module._parameters), wholes))
+            self._views.append((module, RestingParameters(self, paths[module], module._parameters), wholes))
             vars(module)["_parameters"] = self._views[-1][1]
 
     def become(self, state: State) -> None:
@@ -200,18 +183,20 @@ class Unit:
         """Start gathering, behind what is queued now; nothing if it was started before."""
         if self.state is not State.REST:
             return
-        self.window.agree("gathers", self)
+        self.window.agreement.send("gathers", self.index)
         self._memory.resize_(self._bytes)
         inputs: list[Tensor] = []
         places: list[Tensor] = []
         shards: list[Tensor] = []
         for weight in self.weights:
-            inputs.append(weight.shard.detach())
-            if weight.gathered.dtype != weight.shard.dtype or len(weight.chunk) != len(weight.shard):
+            shard = weight.shard.detach()
+            weight.check_shard()
+            inputs.append(shard)
+            if weight.gathered.dtype != shard.dtype or len(weight.chunk) != len(shard) or not shard.is_contiguous():
                 # One chunk in the compute dtype, made where the gather would put it: no memory of its own. What lies
                 # behind the own rows is padding that nobody reads.
                 places.append(weight.gathered[weight.rows])
-                shards.append(weight.shard)
+                shards.append(shard)
                 inputs[-1] = weight.chunk
         with self.window.lane.after_compute():
             if places:
@@ -224,12 +209,13 @@ class Unit:
     def wait(self) -> None:
         """Let what follows on the compute stream see the wholes."""
         self.gather()
-        wait_for(self._works)
+        with self.window.agreement:
+            wait_for(self._works)
 
     def free(self) -> None:
         """Give the memory of the wholes back, once what is queued on the compute stream has used them.
 
-        RuntimeError naming a weight that was changed, since the change is lost.
+        RuntimeError naming a weight that a forward has changed or replaced, since that is lost.
         """
         if self.state is State.REST:
             return
@@ -240,6 +226,9 @@ class Unit:
         for weight in self.weights:
             if weight.whole._version:
                 raise RuntimeError(f"parameter {weight.name!r} must not be changed in a forward, as max_norm does")
+        for in_use, attribute, weight in self._shown:
+            if in_use.get(attribute) is not weight.whole:
+                raise RuntimeError(f"parameter {weight.name!r} must not be replaced in a forward")
 
 
 # A weight that is used outside the forwards of its unit
@@ -251,9 +240,9 @@ class RestingParameters(dict[str, Any]):
     But within a pass a head that computes `F.linear(h, self.embedding.weight)` gets the whole, in a copy of its own.
     """
 
-    def __init__(self, unit: Unit, shards: dict[str, Any]) -> None:
+    def __init__(self, unit: Unit, path: str, shards: dict[str, Any]) -> None:
         super().__init__(shards)
-        self.window = unit.window
+        self.path, self.window = path, unit.window
         self.readers = {weight.shard: (weight, unit) for weight in unit.weights}
 
     def __getitem__(self, name: str) -> Any:  # of `module.weight`
@@ -265,6 +254,23 @@ class RestingParameters(dict[str, Any]):
     def items(self) -> Any:  # of `module.parameters()`
         return {name: self[name] for name in self}.items()
 
+    def __setitem__(self, name: str, value: Any) -> None:  # as `module.weight = ...`, tying, functional_call do
+        if value is not self.get(name):
+            self._refuse(name, "replaced" if name in self else "added")
+
+    def __delitem__(self, name: str) -> None:  # as parametrizations and weight norms do
+        self._refuse(name, "removed")
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self._refuse(name, "removed")
+
+    def _refuse(self, name: str, change: str) -> NoReturn:
+        path = f"{self.path}.{name}" if self.path else name
+        raise RuntimeError(
+            f"parameter {path!r} cannot be {change} once FSDP has wrapped its module: do that before, or give it other "
+            "values by load_full_params"
+        )
+
 
 class ReadOutside(torch.autograd.Function):
     """From a shard to its whole, for a use outside the forwards of the unit's entries, and back with the gradient."""
@@ -272,15 +278,17 @@ class ReadOutside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, weight: ShardedWeight, unit: Unit) -> Tensor:
         ctx.weight, ctx.unit = weight, unit
-        unit.window.agree("gathers", unit)
-        return gather_copy(weight, weight.whole.dtype)
+        unit.window.agreement.send("gathers", unit.index)
+        with unit.window.agreement:
+            return gather_copy(weight, weight.whole.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         window = ctx.unit.window
-        window.agree("reduces", ctx.unit)
-        window.reducer.reduce({ctx.weight: gradient})
+        window.agreement.send("reduces", ctx.unit.index)
+        with window.agreement:
+            window.reducer.reduce({ctx.weight: gradient})
         window.reducer.wait()  # where no unit is reduced, nobody may wait for it later
         return None, None, None  # to the shard it is added there, on another stream
 

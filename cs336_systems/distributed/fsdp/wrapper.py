@@ -25,12 +25,12 @@ Which weights are trained is what they say when they are wrapped.
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,8 @@ from cs336_systems.distributed.ddp import (
     dense_gradient,
     watch_steps,
 )
+from cs336_systems.distributed.fsdp import engine
+from cs336_systems.distributed.fsdp.call import Call, explain, explain_dtypes, version
 from cs336_systems.distributed.fsdp.plan import (
     Granularity,
     ShardedWeight,
@@ -109,7 +111,7 @@ class FSDP(nn.Module, Accumulating):
         self.fixed = [(weight.name, weight.shard, weight.whole.requires_grad) for weight in self.weights.values()]
         self._replicated = [one for name, one in module.named_parameters() if name not in self.weights]
         self._forward_order, self._backward_order = ExecutionOrder(), ExecutionOrder()
-        self._calls: list[_Call] = []  # forwards of entries under way, one in another
+        self._calls: list[Call] = []  # forwards of entries under way, one in another
         self._clock = 0  # counts beginnings and ends of calls
         self._backwards: list[int] = []  # under way: the engine's, and in it those of reentrant checkpoints
         self._float16 = False  # whether gradients may overflow
@@ -147,8 +149,9 @@ class FSDP(nn.Module, Accumulating):
             for weight in ends_with[inner]:
                 module, attribute = weight.homes[0]  # materialising may have replaced the parameter
                 weight.keep(self._from_rank_0(module._parameters[attribute]))
+        paths = {inner: path for path, inner in self.module.named_modules()}
         for unit in units:
-            unit.come_to_rest()
+            unit.come_to_rest(paths)
         return units
 
     def _from_rank_0(self, tensor: Any) -> Tensor:
@@ -157,8 +160,16 @@ class FSDP(nn.Module, Accumulating):
         broadcast_from_first(values, self.group)
         return values
 
+    def __getstate__(self) -> NoReturn:
+        """Of deepcopy, AveragedModel and pickle; TypeError, since shards belong to their process group and units."""
+        raise TypeError(
+            "FSDP cannot be copied or pickled: keep copies of its parameters() for their average, and load "
+            "gather_full_params() into another FSDP, or save_checkpoint, for a second model"
+        )
+
     # Forward
 
+    @torch.compiler.disable(recursive=False)  # the units' states change all the time; modules within are compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
         if self._window.in_forward or self._window.in_backward:  # of a checkpoint around the model
@@ -174,11 +185,16 @@ class FSDP(nn.Module, Accumulating):
             self._window.in_forward = True
             for unit in self._forward_order.begin():
                 unit.gather()
-            return self.module(*inputs, **kwargs)
-        except BaseException:  # what catches the error (a bad batch, no memory) may go on
+            output = self.module(*inputs, **kwargs)
+            if isinstance(output, Iterator | Awaitable):
+                kind = type(output).__name__
+                raise TypeError(f"forward must return what it has computed, got a {kind}, which computes later")
+            return output
+        except BaseException as error:  # what catches the error (a bad batch, no memory) may go on
             for unit in self.units:
                 with suppress(RuntimeError):  # of a rank that is gone: the forward's own error is to be told
                     unit.free()
+            explain_dtypes(error, self.module, self.compute_dtype)
             raise
         finally:
             self._window.in_forward = False
@@ -209,7 +225,7 @@ class FSDP(nn.Module, Accumulating):
         self._window.make_room(unit)
         unit.wait()
         self._clock += 1
-        call = _Call(unit, self._before_backward, unit.state, self._clock)  # BACKWARD in a recomputation
+        call = Call(unit, self._before_backward, unit.state, self._clock)  # BACKWARD in a recomputation
         for weight in unit.trainable:
             if weight.whole.requires_grad != weight.shard.requires_grad:  # which may be frozen for a while
                 weight.whole.requires_grad = weight.shard.requires_grad
@@ -217,47 +233,42 @@ class FSDP(nn.Module, Accumulating):
         if self.compute_dtype is not None:
             args = call.cast(args, self.compute_dtype)
             kwargs = {name: call.cast(value, self.compute_dtype) for name, value in kwargs.items()}
-        call.given = {id(one) for one in (*_tensors_in(args), *_tensors_in(kwargs))}
         self._calls.append(call)
-        call.start_saving()
+        call.start(args, kwargs)
         return args, kwargs
 
     @torch.compiler.disable
     def _after_forward(
         self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """Free, and gather ahead. It comes after an error as well."""
+    ) -> Any:
+        """Look at what comes out; then free, and gather ahead. It comes after an error as well."""
         if not self._calls or self._calls[-1].unit is not unit:
-            return  # the hook before has raised
+            return output  # the hook before has raised
         call = self._calls.pop()
         call.stop_saving()
         self._clock += 1
         call.ended = self._clock
         unit.become(call.state_before)
-        if any(map(_version, call.casts)):
+        if output is None:  # after an error
+            explain(sys.exception(), unit)
+        if any(map(version, call.casts)):
             raise RuntimeError(f"{unit.name!r} must not write into its arguments unless they are {self.compute_dtype}")
-        call.casts.clear()  # what is saved holds the call
-        # Functions that keep a weight themselves, and hooks of the module's own for what is saved, are not asked.
-        for tensor in _tensors_in(output):
-            if tensor.layout is torch.strided and tensor.untyped_storage()._cdata == unit.storage_id:
-                raise RuntimeError(f"{unit.name!r} must not return its weights, or views of them: they are freed")
-            if tensor.requires_grad and id(tensor) not in call.given:
-                _ = tensor.grad_fn  # made anew where a view was written through: a hook on the old one crashes
-                tensor.register_hook(call.gradient_comes)
+        output = call.end(output)
         in_forward = self._window.in_forward
         if self._window.in_backward and not in_forward:
-            return  # recomputed: its backward comes soon
+            return output  # recomputed: its backward comes soon
         order = self._forward_order
         if in_forward and call.has_saved and self.module.training and order.ends_with(unit):
-            return  # the backward begins here, at once: gathering again would be waiting
+            return output  # the backward begins here, at once: gathering again would be waiting
         if unit.state is State.GATHERED:
             unit.free()
         if in_forward and output is not None:  # None after an error
             self._window.gather_ahead(order.ahead(unit))
+        return output
 
     # Backward
 
-    def _before_backward(self, call: _Call) -> None:
+    def _before_backward(self, call: Call) -> None:
         """The backward comes to what a call of the unit has saved: gather.
 
         The engine runs nodes in the reverse order of their making. So the units that began after that call are done
@@ -266,11 +277,10 @@ class FSDP(nn.Module, Accumulating):
         unit = call.unit
         if torch.is_grad_enabled():
             raise RuntimeError(f"create_graph=True is not supported: {unit.name!r} is freed before a second backward")
-        order, backward = self._backward_order, torch._C._current_graph_task_id()
+        order, backward = self._backward_order, engine.current_backward()
         if backward not in self._backwards:
             self._backwards.append(backward)
-            # The engine's own queue: DDP and torch's FSDP use it as well, and there is no public one.
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, backward))
+            engine.call_at_end_of_backward(partial(self._end_backward, backward))
             if len(self._backwards) == 1:
                 for first in order.begin(default=reversed(self._forward_order.seen)):
                     self._window.gather_ahead(first)
@@ -303,9 +313,11 @@ class FSDP(nn.Module, Accumulating):
         # In the order of the unit, which all ranks share, not of arrival.
         ready = [weight.whole.grad is not None or weight.accumulated is not None for weight in unit.weights]
         if any(ready):
-            self._window.agree("reduces", unit, sum(is_ready << place for place, is_ready in enumerate(ready)))
+            bits = sum(is_ready << place for place, is_ready in enumerate(ready))
+            self._window.agreement.send("reduces", unit.index, bits)
             weights = [weight for weight, is_ready in zip(unit.weights, ready) if is_ready]
-            self._window.reducer.reduce({weight: weight.take_gradient() for weight in weights})
+            with self._window.agreement:
+                self._window.reducer.reduce({weight: weight.take_gradient() for weight in weights})
 
     def _waiting(self) -> set[Tensor]:
         aside = {weight.shard for weight in self.weights.values() if weight.accumulated is not None}
@@ -333,9 +345,11 @@ class FSDP(nn.Module, Accumulating):
                 if weight.shard._backward_hooks or weight.shard._post_accumulate_grad_hooks:
                     raise RuntimeError(f"parameter {weight.name!r} must have no gradient hooks: FSDP never calls them")
         self._window.reducer.wait()
+        self._window.agreement.end_step()
         if self._window.num_ranks == 1:
             return
-        average_replicated(self._replicated, self.group)
+        with self._window.agreement:
+            average_replicated(self._replicated, self.group)
         if self._float16:  # torch.amp.GradScaler decides from its own rank's gradients: let all see an overflow
             self.clip_grad_norm_(math.inf)
 
@@ -407,92 +421,3 @@ def load_full_params(handle: nn.Module, full: dict[str, Tensor]) -> None:
             got = f"got {tuple(full[name].shape)}" if name in full else "it is missing"
             raise ValueError(f"full must hold {name!r} of shape {tuple(shape)}, {got}")
         parameter.copy_(full[name] if weight is None else full[name][weight.rows])
-
-
-# What a unit's forward saves for its backward
-
-
-@dataclass(eq=False)
-class _Call:
-    """A forward of a unit's entry: what autograd saves in it, the backward asks for here, and the unit is gathered.
-
-    A user's own hooks (save_on_cpu, a checkpoint around the unit) keep their part: only the top ones are ever called.
-    """
-
-    unit: Unit
-    need: Callable[[_Call], None]
-    state_before: State
-    began: int
-    ended: float = math.inf
-    casts: list[Tensor] = field(default_factory=list)
-    has_saved: bool = False
-    versions: list[int] = field(default_factory=list)  # of the shards
-    given: set[int] = field(default_factory=set)  # ids of arguments: what is handed through is no output
-    below: Any = None  # the user's hooks that were there before
-
-    def start_saving(self) -> None:
-        self.versions = self.unit.versions()
-        self.below = _AUTOGRAD._top_saved_tensors_default_hooks(False)
-        if self.below is not None and isinstance(outer := getattr(self.below[0], "__self__", None), _Call):
-            self.below = outer.below
-        _AUTOGRAD._push_saved_tensors_default_hooks(self.pack, self.unpack)
-
-    def stop_saving(self) -> None:
-        _AUTOGRAD._pop_saved_tensors_default_hooks()
-
-    def pack(self, tensor: Tensor) -> Any:
-        self.has_saved = True
-        if self.below is not None:
-            return self.below[0](tensor)
-        # Detached, as a node must not hold its own output; that has the same version counter.
-        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
-
-    def unpack(self, packed: Any) -> Tensor:
-        self.gradient_comes()
-        if self.below is not None:
-            return self.below[1](packed)
-        tensor, version = packed
-        if tensor.untyped_storage()._cdata == self.unit.storage_id and self.versions != self.unit.versions():
-            raise RuntimeError(f"the weights of {self.unit.name!r} were changed between this forward and its backward")
-        if tensor._version != version:  # autograd leaves this to hooks
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.unit.name!r} saved a tensor of shape {tuple(tensor.shape)} at version {version}, "
-                f"which is at version {tensor._version}"
-            )
-        return tensor
-
-    def gradient_comes(self, _: Tensor | None = None) -> None:
-        unit = self.unit
-        if unit.state is State.BACKWARD and unit.began == self.began:
-            return
-        if unit.window.in_backward and unit.state is not State.FORWARD:
-            self.need(self)
-
-    def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """`value` in `dtype` if it is a floating-point tensor, or a tuple with such tensors so."""
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
-            value = value.to(dtype)
-            self.casts.append(value)
-        elif isinstance(value, tuple):
-            items = [self.cast(item, dtype) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        return value
-
-
-_AUTOGRAD = torch._C._autograd
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested containers and dataclasses."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        value = [getattr(value, name) for name in getattr(value, "__dataclass_fields__", ())]
-    return [tensor for item in value for tensor in _tensors_in(item)]
