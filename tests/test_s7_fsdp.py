@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -34,6 +35,7 @@ from tests.sharding_models import (
     TINY,
     awkward,
     batch,
+    finish,
     part,
     seeded,
     token_loss,
@@ -202,7 +204,7 @@ def replace_in_the_forward(model: FSDP) -> None:
     def replace(head: nn.Module, *_: Any) -> None:
         head.weight = nn.Parameter(torch.ones(4, 4))
 
-    model.module.head.register_forward_hook(replace)  # type: ignore[union-attr]
+    model.module.head.register_forward_pre_hook(replace)  # type: ignore[union-attr]
 
 
 HANDLED: list[tuple[Callable[[FSDP], object], str]] = [
@@ -285,10 +287,30 @@ def test_D17_a_step_between_of_what_the_backward_does_not_need_is_no_error(alone
     for model in (seeded(in_a_block), FSDP(seeded(in_a_block))):
         bias = [parameter for name, parameter in model.named_parameters() if name.endswith("inner.bias")]
         optimizer = torch.optim.SGD(bias, lr=0.1)
-        step_between(model, optimizer, getattr(model, "finish_gradient_synchronization", lambda: None))
-        getattr(model, "finish_gradient_synchronization", lambda: None)()
+        step_between(model, optimizer, partial(finish, model))
+        finish(model)
         gradients.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def test_D17_a_recomputation_after_a_step_sees_the_new_weights(alone_in_a_group):
+    """As in one process; the last blocks stay gathered for the backward, with the weights of before the step."""
+    weights = []
+    for wrap in (lambda module: module, FSDP):
+        model = wrap(wrap_blocks(seeded(transformer), checkpointing="non_reentrant"))
+        blocks = [parameter for name, parameter in model.named_parameters() if ".ffn." in name]
+        optimizer = torch.optim.SGD(blocks, lr=0.1)
+        for step in range(3):
+            token_loss(model, *batch(step)).backward()
+            loss = token_loss(model, *batch(step + 10))
+            finish(model)
+            optimizer.step()
+            loss.backward()
+            finish(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append([parameter.detach() for parameter in model.parameters()])
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 def test_D17_what_a_block_changes_in_place_after_saving_it_raises_as_in_one_process(alone_in_a_group):
@@ -332,7 +354,7 @@ def test_D18_a_block_may_refer_to_large_and_foreign_objects(alone_in_a_group):
         "tokens": list(range(200_000)),
         "F": nn.functional,
         "torch": torch,
-        "self": pytest,
+        "pytest": pytest,
     }
     calls = []
     for model in (FSDP(in_a_block()), FSDP(in_a_block(**parts))):

@@ -117,9 +117,7 @@ def run_ranks(
         del store  # and its port: an error's traceback would hold this frame
 
 
-def _rank_main(
-    rank: int, port: int, queue: Any, job: tuple[int, str, str, float], function: Any, args: Any
-) -> None:
+def _rank_main(rank: int, port: int, queue: Any, job: tuple[int, str, str, float], function: Any, args: Any) -> None:
     """A rank's main: meet, join, call, report, wait for the others, leave without the interpreter's tear-down."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     end_with_parent()

@@ -26,7 +26,7 @@ ACTIONS = ("gathers", "reduces")
 COMPARED_ONE_BY_ONE = 6  # times the number of units: a step sends about three messages a unit
 REMEMBERED = 10_000  # messages, to name the place where ranks parted
 POLL_S = 0.02
-PATIENCE_S = 3.0  # for the other ranks' accounts, after a collective has failed
+PATIENCE_S = 1.5  # for the other ranks' accounts, after a collective has failed; then a launcher ends this rank
 RULE = "all ranks must run the same modules in the same order"
 
 Message = tuple[int, int, int]  # place in ACTIONS, place in the names of the units, weights as bits
@@ -117,8 +117,8 @@ class Agreement:
             return
         accounts: list[Any] = [None] * self.num_ranks  # all ranks are here, since all see the same digests
         dist.all_gather_object(accounts, self._account(is_all=True), group=self.group)
-        self._raise_difference(dict(enumerate(accounts)))
-        raise RuntimeError(f"{RULE}: they parted more than {REMEMBERED} messages ago")
+        difference = self._difference(dict(enumerate(accounts)))
+        raise RuntimeError(f"{RULE}: {difference or f'they parted more than {REMEMBERED} messages ago'}")
 
     # After a collective that failed
 
@@ -132,7 +132,8 @@ class Agreement:
         if not (isinstance(error, dist.DistError) or "gloo/" in str(error)):
             return
         self._is_told = True
-        self._raise_difference(self._exchange(), error)
+        if (difference := self._difference(self._exchange())) is not None:
+            raise RuntimeError(f"{RULE}: {difference}") from error
         if self._departure is not None:
             raise RuntimeError(
                 f"{RULE}: rank {self.rank} {self._words(self._departure)}, unlike in the step before, "
@@ -156,7 +157,7 @@ class Agreement:
             store, until = self._write(is_all=True), time.monotonic() + PATIENCE_S
             while time.monotonic() < until:
                 missing = [one for one in range(self.num_ranks) if one not in accounts or not accounts[one].is_all]
-                if not missing:
+                if not missing or self._difference(accounts) is not None:
                     break
                 for rank in missing:
                     if store.check([f"{self._key} {rank}"]):
@@ -164,8 +165,8 @@ class Agreement:
                 time.sleep(POLL_S)
         return accounts
 
-    def _raise_difference(self, accounts: dict[int, Account], error: BaseException | None = None) -> None:
-        """RuntimeError naming the first message in which another rank differs from this one."""
+    def _difference(self, accounts: dict[int, Account]) -> str | None:
+        """Words for the first message in which another rank differs from this one; None if none is known to."""
         own = accounts[self.rank].by_number()
         for rank, account in sorted(accounts.items()):
             other = account.by_number()
@@ -173,10 +174,11 @@ class Agreement:
             begin = max(min(own, default=0), min(other, default=0))
             for number in sorted(number for number in known if number >= begin):
                 if own.get(number) != other.get(number):
-                    raise RuntimeError(
-                        f"{RULE}: rank {self.rank} {self._words(own.get(number))}, "
+                    return (
+                        f"rank {self.rank} {self._words(own.get(number))}, "
                         f"rank {rank} {self._words(other.get(number))}; where that is the same, it is for other weights"
-                    ) from error
+                    )
+        return None
 
     def _words(self, message: Message | None) -> str:
         return f"{ACTIONS[message[0]]} {self.names[message[1]]!r}" if message else "nothing more"

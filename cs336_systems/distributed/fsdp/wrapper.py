@@ -339,6 +339,8 @@ class FSDP(nn.Module, Accumulating):
 
     def _finish(self) -> None:
         for unit in self.units:
+            if unit.state is State.GATHERED:  # of a forward after the backward: a step will change the rows
+                unit.free()
             if not unit.arrived:  # else a backward has raised
                 self._reduce(unit)
             for weight in unit.trainable:
