@@ -11,13 +11,14 @@ The life of a weight, whose words the code repeats; `plan.py` says which weights
 - rest (`plan.py`): this rank holds its rows, in float32, the master weights;
 - gather (`unit.py`): all ranks send their rows, in the compute dtype, into the whole weight. It starts when the unit
   two before has completed, so that it runs beside the unit in between;
-- use (here): the module sees the whole weight in its forward, and once more in its backward;
+- use (here, `call.py`): the module sees the whole weight in its forward, and once more in its backward, which begins
+  where autograd asks for what the forward has saved;
 - free (`unit.py`): the whole gives its memory back after each use, and all do when a forward begins, since the
   optimizer may have changed the rows, and when a backward ends. A unit's wholes and the next one's are all there is;
 - reduce (`reduce.py`): the gradient of the whole is averaged over ranks; each keeps the part of its rows, in float32.
 
 Replicated parameters (norms) keep whole gradients, which `finish_gradient_synchronization` averages in one message.
-Every rank must run the same modules in the same order; the first steps check it. Backwards under `no_sync` put the
+Every rank must run the same modules in the same order, which `agreement.py` compares. Backwards under `no_sync` put the
 gradients of sharded weights aside, whole, in no `.grad`: the wrapper's `zero_grad` drops them, an optimizer's does not.
 Which weights are trained is what they say when they are wrapped.
 """
@@ -75,9 +76,11 @@ class FSDP(nn.Module, Accumulating):
 
     Construction raises ValueError naming the argument, a wrapper in the module, a parameter of which ranks hold other
     shapes or one with gradient hooks. A step raises RuntimeError naming a unit that only some ranks run, that writes
-    into an argument which was cast, or whose gradients shall have a graph, and a parameter that a forward changes or
-    that has hooks; TypeError for a sparse gradient; ValueError for an optimizer that was built before, or does not
-    update row by row.
+    into an argument which was cast, or whose gradients shall have a graph; and a parameter that was replaced, tied,
+    added to a module with sharded ones, cast or moved after wrapping, that a forward or a step before the backward
+    changes, or that has hooks. It raises TypeError for a sparse gradient, a copy of the wrapper and a generator as
+    output; ValueError for an optimizer that was built before, or does not update row by row. Gradients by torch.func
+    inside of a unit are refused by PyTorch.
     """
 
     def __init__(
