@@ -175,33 +175,49 @@ class FSDP(nn.Module, Accumulating):
     @torch.compiler.disable(recursive=False)  # the units' states change all the time; modules within are compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
-        if self._window.in_forward or self._window.in_backward:  # of a checkpoint around the model
+        if self._is_running():  # a checkpoint around the model computes it again
             return self.module(*inputs, **kwargs)
-        self._forget_backward()
-        kind = self.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        self._float16 = torch.float16 in (self.compute_dtype, autocast)
-        self._end_calls()
         try:
-            for unit in self.units:
-                unit.free()
-            self._window.in_forward = True
-            for unit in self._forward_order.begin():
-                unit.gather()
+            self._begin_forward()
             output = self.module(*inputs, **kwargs)
             if isinstance(output, Iterator | Awaitable):
                 kind = type(output).__name__
                 raise TypeError(f"forward must return what it has computed, got a {kind}, which computes later")
             return output
         except BaseException as error:  # what catches the error (a bad batch, no memory) may go on
-            for unit in self.units:
-                with suppress(RuntimeError):  # of a rank that is gone: the forward's own error is to be told
-                    unit.free()
-            explain_dtypes(error, self.module, self.compute_dtype)
+            self._free_after(error)
             raise
         finally:
-            self._window.in_forward = False
-            self._end_calls()
+            self._end_forward()
+
+    @torch.compiler.disable
+    def _is_running(self) -> bool:
+        return self._window.in_forward or self._window.in_backward
+
+    @torch.compiler.disable
+    def _begin_forward(self) -> None:
+        self._forget_backward()
+        kind = self.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._float16 = torch.float16 in (self.compute_dtype, autocast)
+        self._end_calls()
+        for unit in self.units:
+            unit.free()
+        self._window.in_forward = True
+        for unit in self._forward_order.begin():
+            unit.gather()
+
+    @torch.compiler.disable
+    def _free_after(self, error: BaseException) -> None:
+        for unit in self.units:
+            with suppress(RuntimeError):  # of a rank that is gone: the forward's own error is to be told
+                unit.free()
+        explain_dtypes(error, self.module, self.compute_dtype)
+
+    @torch.compiler.disable
+    def _end_forward(self) -> None:
+        self._window.in_forward = False
+        self._end_calls()
 
     def _end_calls(self) -> None:
         """Of an error that calls no hooks, as KeyboardInterrupt: autograd saves as it did before."""
