@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.utils.parametrizations import weight_norm
 
+from cs336_systems.attention import flash_attention
+from cs336_systems.attention.api import is_usual
 from cs336_systems.device import has_cxx_compiler
 from cs336_systems.distributed import FSDP, RankError, Zero1Optimizer, run_ranks, wrap_blocks
 from cs336_systems.distributed.fsdp.life import watch
@@ -224,6 +226,23 @@ HANDLED: list[tuple[Callable[[FSDP], object], str]] = [
     (lambda model: copy.deepcopy(model.module), "FSDP cannot be copied or pickled"),
     (torch.optim.swa_utils.AveragedModel, "FSDP cannot be copied or pickled"),
 ]
+
+
+def test_attention_in_a_unit_is_remembered_as_anywhere(alone_in_a_group):
+    """FSDP's hooks on saved tensors kept its launches from being replayed, which cost the host a millisecond a call."""
+    seen = []
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        q = model.q(x).view(1, 1, 8, 16)
+        seen.append(is_usual(4, q, q, q))
+        return flash_attention(q, q, q, backend="tiled")
+
+    model = FSDP(Net(run, q=nn.Linear(16, 16)))
+    x = torch.ones(8, 16)
+    model(x).sum().backward()
+    with torch.autograd.graph.save_on_cpu():  # which gives back other tensors
+        model(x).sum().backward()
+    assert seen == [True, False]
 
 
 def test_D17_handling_weights_after_wrapping_is_refused_by_name(alone_in_a_group):

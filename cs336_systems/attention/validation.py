@@ -229,8 +229,12 @@ def _functions_are_plain() -> bool:
 
 
 def has_hooks() -> bool:
-    """Whether `torch.autograd.graph.saved_tensors_hooks` is active."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    """Whether `torch.autograd.graph.saved_tensors_hooks` is active with hooks that may give back other tensors.
+
+    Those of an object that says `gives_back_the_same`, as FSDP's do, give back the memory that they were given.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and not getattr(getattr(hooks[0], "__self__", None), "gives_back_the_same", False)
 
 
 def refuse_forward_mode(*tensors: Tensor) -> None:

@@ -42,6 +42,11 @@ class Call:
     versions: list[int] = field(default_factory=list)  # of the shards
     below: engine.Hooks | None = None
 
+    @property
+    def gives_back_the_same(self) -> bool:
+        """Whether `unpack` returns the memory that `pack` was given: what replays attention's launches asks this."""
+        return self.below is None
+
     # Forward
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
