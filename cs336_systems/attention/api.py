@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from types import NoneType
 from typing import Any, NamedTuple, Never
 
 import torch
@@ -130,8 +129,11 @@ def flash_attention(
     if unknown:
         refuse_keywords("flash_attention", unknown)
     facts = None
-    if attn_mask is None and config is None and type(block_mask) in (NoneType, BlockMask) and is_usual(4, q, k, v):
-        of_mask = () if block_mask is None else block_mask.facts
+    is_known_kind = block_mask is None or type(block_mask) is BlockMask
+    if attn_mask is None and config is None and is_known_kind and is_usual(4, q, k, v):
+        of_mask: tuple[Any, ...] | None = ()
+        if block_mask is not None:
+            of_mask = (block_mask.dense_facts if backend == "auto" else None) or block_mask.facts
         if of_mask is not None:
             facts = (
                 *facts_of(q), *facts_of(k), *facts_of(v), of_mask,

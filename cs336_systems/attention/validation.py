@@ -202,7 +202,9 @@ def are_plain(*arguments: Any) -> bool:
     """Whether these are plain tensors and nobody watches: no compiler, no mode, no transform of torch.func."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    if torch._C._len_torch_dispatch_stack() or not _functions_are_plain():
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._len_torch_function_stack() and not _functions_are_plain():
         return False
     for x in arguments:
         kind = type(x)

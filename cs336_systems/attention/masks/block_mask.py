@@ -491,7 +491,13 @@ class BlockMask:
         """
         if not are_plain(*self.lists) or len(set(map(id, self.lists))) < len(self.lists):
             return None
-        return (*(x.shape for x in self.lists), self.device, self.block_size, self.seq_lengths, self.dense_form)
+        return (*[x.shape for x in self.lists], self.device, self.block_size, self.seq_lengths)
+
+    @property
+    def dense_facts(self) -> tuple[Any, ...] | None:
+        """What a call of the dense kernels in the mask's place depends on, which reads no list; None without a form."""
+        form = self.dense_form
+        return None if form is None else (form, self.shape, self.device)
 
     @property
     def device(self) -> torch.device:
