@@ -11,8 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, causal_area
-from cs336_systems.attention import flash_attention, flash_attention_varlen
+from cs336_systems.attention import api, flash_attention, flash_attention_varlen
 from cs336_systems.attention.api import attention_backward, is_usual
+from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import shared_keys_attention
 from cs336_systems.attention.masks import BlockMask
@@ -74,10 +75,42 @@ def test_a_default_device_leaves_calls_usual() -> None:
     half = x.bfloat16()
     with torch.device("cpu"):
         assert is_usual(4, x, x, x)
+        known = []
+        flash_attention(x, x, x, backend="triton")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(api, "recall", lambda facts: known.append(api.usual_calls.get(facts)) or known[-1])
+            flash_attention(x, x, x, backend="triton")
+        assert len(known) == 1 and known[0] is not None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert is_usual(4, half, half, half) and not is_usual(4, x, x, x)
     with torch.overrides.TorchFunctionMode():
         assert not is_usual(4, x, x, x)
+
+
+@pytest.mark.parametrize("sigma", [50.0, 100.0])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_large_float32_scores_keep_the_contract(is_causal: bool, sigma: float) -> None:
+    """Kernels rounded L to float32 three times on its way to the backward: dV was up to 1.4 times its bound."""
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v, grad = (torch.randn(1, 2, 192, 32, generator=generator) for _ in range(4))
+        leaves = [x.requires_grad_() for x in (q * sigma, k, v)]
+        oracle = compute_oracle(*leaves, grad, is_causal=is_causal)
+        output, lse = flash_attention(*leaves, is_causal=is_causal, backend="triton", return_lse=True)
+        grads = torch.autograd.grad(output, leaves, grad)
+        results = dict(zip(("output", "lse", "grad_q", "grad_k", "grad_v"), (output, lse, *grads)))
+        errors = contract_errors(oracle, {name: x.detach() for name, x in results.items()})
+        assert max(errors.values()) <= 1, errors
+
+
+def test_the_dense_form_is_remembered_without_a_look_at_the_lists(monkeypatch) -> None:
+    """A call that `auto` gives to the dense kernels read eleven lists first, of which none is used."""
+    mask = BlockMask.causal(128, block_size=64)
+    assert mask.dense_facts is not None
+    monkeypatch.setattr("cs336_systems.attention.masks.block_mask.are_plain", None)
+    facts = mask.dense_facts
+    mask.lists.token_bits.zero_()
+    assert facts is not None and mask.dense_facts is None
 
 
 @pytest.mark.parametrize("backend", ["tiled", "triton"])

@@ -110,10 +110,9 @@ def flash_attention(
     a block_mask.
 
     Scores must be finite too. If one score of a query is NaN, or all are -inf, some back ends give NaN for its O and L,
-    others 0 and -inf. The backward of `tiled`, `triton` and `hopper` reads L rounded to float32, which `triton` and
-    `hopper` turn into base 2, rounded again: with random scores of a standard deviation of 50 to 100 gradients of
-    `triton` in float32 leave the contract, dK by a factor of 2, dV of 6, and from 1e8 on they may overflow in 16 bits.
-    If a query sees one key only, its exact dQ and dK are 0; rounding gives some 1e-5 in float32.
+    others 0 and -inf. The backward of `tiled`, `triton` and `hopper` reads L rounded to float32: with random scores
+    of a standard deviation of hundreds gradients leave the contract in float32, and from 1e8 on they may overflow in 16
+    bits. If a query sees one key only, its exact dQ and dK are 0; rounding gives some 1e-5 in float32.
 
     Under autocast inputs of 16 or 32 bits are cast to autocast's dtype, as SDPA does. Without keys the output is 0 and
     the log-sum-exp -inf. Not there: dropout, additive bias, a value head dim other than the key's. Only

@@ -144,7 +144,7 @@ class BlockMask:
             return
         times = indices[0].new_zeros((*indices[0].shape[:3], existing + 1))  # the last is for slots behind a list's end
         for listed, count in zip(indices, counts):
-            is_entry = torch.arange(listed.shape[3]) < count[..., None]
+            is_entry = torch.arange(listed.shape[3], device=listed.device) < count[..., None]
             places = torch.where(is_entry, listed, existing).long()
             times.scatter_add_(3, places, torch.ones_like(listed))
         if existing and int(times[..., :existing].max()) > 1:

@@ -81,7 +81,11 @@ def flash_backward_preprocess_kernel(
         delta -= tl.load(dL_base + query_rows.to(tl.int64) * dL_strides[2], mask=query_rows < N_QUERIES, other=0.0)
     L = tl.load(L_ptr + batch_head * N_QUERIES + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
     delta = tl.where(float("-inf") < L, delta, 0.0)  # no key: P = 0, and 0 times a NaN gradient of L would be NaN
-    tl.store(L_log2_ptr + batch_head * num_rows + query_rows, L * LOG2_E, mask=query_rows < num_rows)
+    # In base 2 but for float32 inputs, of which `recompute_probabilities` wants it as it is.
+    if O.dtype == tl.float32:
+        tl.store(L_log2_ptr + batch_head * num_rows + query_rows, L, mask=query_rows < num_rows)
+    else:
+        tl.store(L_log2_ptr + batch_head * num_rows + query_rows, L * LOG2_E, mask=query_rows < num_rows)
     tl.store(delta_ptr + batch_head * num_rows + query_rows, delta, mask=query_rows < num_rows)
 
 

@@ -39,7 +39,6 @@ from cs336_systems.attention.triton.operands import (
     tile_options,
 )
 from cs336_systems.attention.triton.steps import (
-    LN_2,
     LOG2_E,
     LOWEST,
     Problem,
@@ -49,6 +48,7 @@ from cs336_systems.attention.triton.steps import (
     heads_together,
     key_bounds,
     load_rows,
+    natural_lse,
     start_next,
     store_rows,
     tile_of_program,
@@ -155,7 +155,8 @@ def flash_merge_kernel(
     m = tl.max(m_parts, axis=0)
     weights = tl.math.exp2(m_parts - m[None, :])
     l = tl.sum(weights * tl.load(all_l + places, mask=there, other=0.0), axis=0)
-    tl.store(L_ptr + head * N_QUERIES + rows, (m + tl.math.log2(l)) * LN_2, mask=rows < N_QUERIES)
+    SINGLE: tl.constexpr = O_ptr.dtype.element_ty == tl.float32
+    tl.store(L_ptr + head * N_QUERIES + rows, natural_lse(m, l, SINGLE), mask=rows < N_QUERIES)
 
     columns = tl.arange(0, D_TILE)
     if ROWS == 1:

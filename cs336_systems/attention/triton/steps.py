@@ -67,6 +67,9 @@ class Problem(NamedTuple):
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# Of both the first 12 bits, whose product with 12 other bits float32 holds exactly, and the rest.
+LOG2_E_FIRST, LOG2_E_REST = tl.constexpr(1.4423828125), tl.constexpr(0.00031222838896340736)
+LN_2_FIRST, LN_2_REST = tl.constexpr(0.693115234375), tl.constexpr(3.1946184945309417e-05)
 # The backward's numbers of a query row, L in base 2 and delta, are padded to a multiple of so many rows, at least a
 # tile. Rows past the end have L = +inf, hence P = 0, and the loads need no bounds, which Triton would not pipeline.
 ROW_PADDING = tl.constexpr(256)
@@ -226,15 +229,40 @@ def online_softmax(S, m, l, scale_log2):
 
 
 @triton.jit
-def recompute_probabilities(S, L_log2, scale_log2, SINGLE: tl.constexpr):
-    """The probabilities of raw scores S whose rows' log-sum-exps, in base 2, are L_log2; both broadcast.
+def recompute_probabilities(S, L, scale_log2, SINGLE: tl.constexpr):
+    """The probabilities of raw scores S whose rows' log-sum-exps are L, as the preprocess leaves it; both broadcast.
 
-    SINGLE, for float32 inputs, keeps them at 1: of scores as large as those may be, L is rounded by more than 1.
+    L is in base 2. SINGLE, for float32 inputs: it is not, since it would be rounded once more, and with large scores
+    that is more than the contract allows. Then its first bits are subtracted in base 2 without an error, and the rest
+    after them. Probabilities are kept at 1: of scores as large as those may be, L is rounded by more than 1.
     """
-    exponents = S * scale_log2 - L_log2
     if SINGLE:
+        first, rest = split_bits(L)
+        exponents = (S * scale_log2 - first * LOG2_E_FIRST) - (first * LOG2_E_REST + rest * LOG2_E)
         exponents = tl.minimum(exponents, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        exponents = S * scale_log2 - L
     return tl.math.exp2(exponents)
+
+
+@triton.jit
+def natural_lse(m, l, SINGLE: tl.constexpr):
+    """The natural log-sum-exp of a maximum m, in base 2, and a sum l.
+
+    SINGLE, for float32 inputs: rounded once. With large scores each rounding is as large as the contract's bounds.
+    """
+    if SINGLE:
+        first, rest = split_bits(m)
+        return first * LN_2_FIRST + (first * LN_2_REST + (rest + tl.math.log2(l)) * LN_2)
+    else:
+        return (m + tl.math.log2(l)) * LN_2
+
+
+@triton.jit
+def split_bits(x):
+    """(first, rest) of float32 numbers: the first 12 bits and what is left; nothing is left of an infinity."""
+    first = (x.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
+    return first, tl.where(x == first, 0.0, x - first)
 
 
 @triton.jit
@@ -245,7 +273,7 @@ def store_queries(
     """Normalise once and store O and L; a row that saw no key has l = 0, hence O = 0 and L = -inf."""
     normaliser = tl.where(l == 0.0, 1.0, l) if ROWS_WITHOUT_KEYS else l
     store_rows(O_base, accumulator / normaliser[:, None], query_rows, N_QUERIES, stride_os, TILES)
-    L = (m + tl.math.log2(normaliser)) * LN_2
+    L = natural_lse(m, normaliser, O_base.dtype.element_ty == tl.float32)
     if ROWS_WITHOUT_KEYS:
         L = tl.where(l == 0.0, float("-inf"), L)
     tl.store(L_base + query_rows, L, mask=query_rows < N_QUERIES)
