@@ -254,3 +254,14 @@ def test_it_compiles(folder):
     path = native.build()
     assert native.load() is not None and native.build() == path
     assert [x.name for x in path.parent.iterdir()] == [path.name]
+
+
+def test_a_call_that_cannot_be_bound_is_not_recorded_for_ever(monkeypatch):
+    """It was recorded anew each time, which takes longer than the call's own launches."""
+    recordings = []
+    recorded = launch._recorded
+    monkeypatch.setattr(launch, "_recorded", lambda: recordings.append(1) or recorded())
+    replay = launch.Replay(lambda first: (torch.empty(1),))  # a result that no launch's recording knows
+    for _ in range(4 * launch.MOST_RECORDINGS):
+        replay(SimpleNamespace(is_cuda=True))
+    assert len(recordings) == launch.MOST_RECORDINGS
