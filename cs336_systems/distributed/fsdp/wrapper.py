@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo as uncompiled  # torch.compiler.disable loads the compiler at once
 from torch.nn.parallel import DistributedDataParallel
 
 from cs336_systems.distributed.collectives import as_group, broadcast_from_first, check_same_shapes, clip_shards
@@ -172,7 +173,7 @@ class FSDP(nn.Module, Accumulating):
 
     # Forward
 
-    @torch.compiler.disable(recursive=False)  # the units' states change all the time; modules within are compiled
+    @uncompiled(recursive=False)  # the units' states change all the time; modules within are compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
         if self._is_running():  # a checkpoint around the model computes it again
@@ -190,11 +191,11 @@ class FSDP(nn.Module, Accumulating):
         finally:
             self._end_forward()
 
-    @torch.compiler.disable
+    @uncompiled
     def _is_running(self) -> bool:
         return self._window.in_forward or self._window.in_backward
 
-    @torch.compiler.disable
+    @uncompiled
     def _begin_forward(self) -> None:
         self._forget_backward()
         kind = self.device.type
@@ -207,14 +208,14 @@ class FSDP(nn.Module, Accumulating):
         for unit in self._forward_order.begin():
             unit.gather()
 
-    @torch.compiler.disable
+    @uncompiled
     def _free_after(self, error: BaseException) -> None:
         for unit in self.units:
             with suppress(RuntimeError):  # of a rank that is gone: the forward's own error is to be told
                 unit.free()
         explain_dtypes(error, self.module, self.compute_dtype)
 
-    @torch.compiler.disable
+    @uncompiled
     def _end_forward(self) -> None:
         self._window.in_forward = False
         self._end_calls()
@@ -234,7 +235,7 @@ class FSDP(nn.Module, Accumulating):
             for weight in unit.weights:
                 weight.whole.grad = None
 
-    @torch.compiler.disable
+    @uncompiled
     def _before_forward(self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, and let the modules see the wholes."""
         if self._window.in_forward:
@@ -256,7 +257,7 @@ class FSDP(nn.Module, Accumulating):
         call.start(args, kwargs)
         return args, kwargs
 
-    @torch.compiler.disable
+    @uncompiled
     def _after_forward(
         self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
