@@ -130,6 +130,13 @@ def return_many(rank: int, num_ranks: int, count: int) -> Outer.Inner:
     return Outer.Inner(tuple(torch.full((2,), float(rank * count + index)) for index in range(count)))
 
 
+def return_views(rank: int, num_ranks: int) -> tuple[torch.Tensor, ...]:
+    """Of 4 MB; a parameter and a type of few bits are handled apart by PyTorch."""
+    whole = torch.arange(2.0**20)
+    views = whole.view(64, -1).unbind()
+    return *views, torch.nn.Parameter(whole[3:5]), whole[3:5].to(torch.float8_e4m3fn), torch.empty(0)
+
+
 def leave_early(rank: int, num_ranks: int) -> None:
     if rank != 1:
         dist.all_reduce(torch.ones(3))
@@ -194,6 +201,17 @@ def test_a_result_of_many_tensors_needs_no_file_for_each(few_files):
     first, second = run_ranks(return_many, 2, 4 * few_files)
     values = [tensor[0].item() for tensor in (*first.many, *second.many)]
     assert values == [float(index) for index in range(8 * few_files)]
+
+
+def test_views_of_one_tensor_come_back_as_such():
+    """A copy of the whole for each would be 64 times as much."""
+    *views, parameter, small, empty = run_ranks(return_views, 1)[0]
+    assert torch.equal(torch.cat(views), torch.arange(2.0**20))
+    assert len({view.untyped_storage().data_ptr() for view in (*views, parameter)}) == 1
+    assert isinstance(parameter, torch.nn.Parameter) and parameter.tolist() == small.float().tolist() == [3, 4]
+    assert empty.numel() == 0
+    views[0].add_(1)
+    assert views[0][0] == 1, "it can be written"
 
 
 # Failures

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import io
 import json
 import logging
 import multiprocessing
@@ -31,10 +30,13 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import reduce_storage
 from torch.multiprocessing.spawn import ProcessException, _prctl_pr_set_pdeathsig, start_processes
 
 from cs336_systems.device import get_device_info
@@ -42,7 +44,6 @@ from cs336_systems.device import get_device_info
 DEFAULT_TIMEOUT_S = 120.0  # that a collective waits for the other ranks
 START_TIMEOUT = timedelta(seconds=300)  # that a rank waits for the others to be up: importing torch on a cold disk
 POLL_S = 0.02
-PICKLE_PROTOCOL = 5  # torch.save's own, 2, knows no classes within classes
 MOST_SHOWN = 100_000  # characters of an error: the store takes some millions
 GRACE_S = 2.0  # after the first failure, in which the others may say more about it
 START_METHOD = "spawn"  # where the caller names none
@@ -101,8 +102,7 @@ def run_ranks(
     try:
         while not ranks.join(timeout=POLL_S, grace_period=GRACE_S):
             while not queue.empty():
-                rank, packed = queue.get()
-                results[rank] = torch.load(io.BytesIO(packed), weights_only=False)  # from a process of our own
+                rank, results[rank] = queue.get()
                 if len(results) == num_ranks:
                     store.set("all done", "")
         return [results[rank] for rank in range(num_ranks)]
@@ -131,7 +131,9 @@ def _rank_main(rank: int, port: int, queue: Any, job: tuple[int, str, str, float
             store.set("all up", "")
         store.wait(["all up"])
         _join_group(backend, device, rank, timeout_s, store=store, rank=rank, world_size=num_ranks)
-        queue.put((rank, _packed(function(rank, num_ranks, *args))))
+        result = function(rank, num_ranks, *args)
+        ForkingPickler.register(torch.UntypedStorage, _copied)  # for this last message: the function may share its own
+        queue.put((rank, result))
         store.wait(["all done"], timedelta(days=365))
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -142,11 +144,18 @@ def _rank_main(rank: int, port: int, queue: Any, job: tuple[int, str, str, float
     _leave(0)
 
 
-def _packed(result: Any) -> bytes:
-    """A rank's result as bytes: tensors that a queue shares cost the other process a file descriptor each."""
-    buffer = io.BytesIO()
-    torch.save(result, buffer, pickle_protocol=PICKLE_PROTOCOL)
-    return buffer.getvalue()
+def _copied(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    """How a queue sends the memory of CPU tensors: its bytes, where PyTorch shares it and keeps a file open for each.
+
+    Once for all tensors that view it.
+    """
+    if storage.device.type != "cpu":
+        return reduce_storage(storage)
+    return _storage_of, (torch.empty(0, dtype=torch.uint8).set_(storage).numpy(),)
+
+
+def _storage_of(data: np.ndarray) -> torch.UntypedStorage:
+    return torch.from_numpy(data).untyped_storage()
 
 
 def _share_cores(num_ranks: int) -> None:
