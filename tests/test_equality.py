@@ -640,7 +640,14 @@ def test_wrong_outcomes_are_told():
     assert judge([Outcome("naive", "mlp", "plain")]) == []
     assert judge([Outcome("naive", "mlp", "plain", failure="differs")]) == ["naive × mlp × plain: differs"]
     assert judge([Outcome("naive", "mlp", "plain", refusal="no")]) == ["naive × mlp × plain: refused: no"]
+    differs = Outcome("naive", "mlp", "plain", failure="differs")
+    refused = Outcome("naive", "mlp", "plain", refusal="no")
+    assert [verdict(one) for one in (differs, refused)] == ["wrong", "refused"]
     assert "REFUSED has it" in judge([Outcome("zero1", "mlp", "parameters in a later group")])[0]
+
+
+def verdict(outcome: Outcome) -> str:
+    return "refused" if outcome.refusal else "wrong" if outcome.failure else "equal"
 
 
 def main() -> None:
@@ -648,7 +655,7 @@ def main() -> None:
     cases = [case for wrapper in WRAPPERS for case in all_cases(wrapper) if all(map(fits, case, patterns))]
     outcomes = run_ranks(make, 2, cases, timeout_s=120)[0]
     print("\n\n".join(judge(outcomes)))
-    print(len(outcomes), "cases,", Counter("refused" if one.refusal else "equal" for one in outcomes))
+    print(len(outcomes), "cases,", Counter(map(verdict, outcomes)))
 
 
 if __name__ == "__main__":

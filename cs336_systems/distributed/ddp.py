@@ -118,6 +118,21 @@ class Registrations:
         cls.count += 1
 
 
+def check_members(module: nn.Module, members: set[Tensor], registrations: int) -> int:
+    """RuntimeError naming a parameter of `module` that is not among `members`, those when it was wrapped.
+
+    `registrations` is what the check before returned, -1 for the first one: without new ones there is nothing to do.
+    """
+    if registrations != Registrations.count:
+        for name, parameter in module.named_parameters():
+            if parameter not in members:
+                raise RuntimeError(
+                    f"parameter {name!r} was added or replaced after wrapping, so its gradient is this rank's own: "
+                    "wrap again, with a new optimizer"
+                )
+    return Registrations.count
+
+
 @cache
 def watch_steps() -> None:
     """From now on raise an error before an optimizer's step that would go wrong in silence.
@@ -215,7 +230,7 @@ class DataParallel(nn.Module, Accumulating):
         return self.module(*args, **kwargs)
 
     def _finish(self) -> None:
-        self._check_members()
+        self._registrations = check_members(self.module, self._members, self._registrations)
         self._check_sent()
         unused = [index for index, parameter in enumerate(self.trainable) if parameter.grad is None]
         if unused and not self.find_unused_parameters:
@@ -234,18 +249,6 @@ class DataParallel(nn.Module, Accumulating):
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
             for index in (votes == 0).nonzero().flatten().tolist():  # that no rank has used
                 self.trainable[index].grad = None
-
-    def _check_members(self) -> None:
-        """RuntimeError naming a parameter that the module has been given since it was wrapped."""
-        if self._registrations == Registrations.count:
-            return
-        for name, parameter in self.module.named_parameters():
-            if parameter not in self._members:
-                raise RuntimeError(
-                    f"parameter {name!r} was added or replaced after wrapping, so its gradient is this rank's own: "
-                    "wrap again, with a new optimizer"
-                )
-        self._registrations = Registrations.count
 
     def _check_sent(self) -> None:
         """RuntimeError naming a gradient that has been replaced since it was sent; here none is sent early."""

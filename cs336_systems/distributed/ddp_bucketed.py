@@ -74,7 +74,6 @@ class Bucket:
         *self.offsets, length = accumulate(map(aligned_size, parameters), initial=0)
         self.flat = parameters[0].detach().new_zeros(-(-length // multiple) * multiple)
         self.views = self.views_of(self.flat)
-        self.addresses = [view.data_ptr() for view in self.views]
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """The parameters' places in `flat`, in their shapes."""
@@ -89,7 +88,8 @@ class Bucket:
         """
         parameter, view = self.parameters[place], self.views[place]
         is_taken = parameter.grad is view
-        if is_taken and view.data_ptr() == self.addresses[place]:
+        # Asked of `flat`, as a copy of the bucket lies elsewhere.
+        if is_taken and view.data_ptr() == self.flat.data_ptr() + self.offsets[place] * view.itemsize:
             return
         gradient = dense_gradient(parameter)
         if is_taken or gradient.dtype != self.flat.dtype or gradient.device != self.flat.device:
