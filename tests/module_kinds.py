@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import register_parametrization
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.model import TransformerLM
@@ -313,6 +313,17 @@ def adapted() -> nn.Module:
     return layer
 
 
+def selectively_checkpointed(model: Any, x: Tensor) -> Tensor:
+    """Keeps the results of matmuls, and computes the rest once more."""
+
+    def policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_matmul = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(model.inner, x, use_reentrant=False, context_fn=contexts)
+
+
 def saved_on_cpu(model: Any, x: Tensor) -> Tensor:
     with torch.autograd.graph.save_on_cpu():
         return model.inner(x)
@@ -454,6 +465,12 @@ KINDS: dict[str, Kind] = {
     # checkpoints within
     "checkpointed": Kind(lambda: checkpointed(False, mlp(), mlp(), mlp())),
     "checkpointed reentrantly": Kind(lambda: checkpointed(True, mlp(), mlp(), mlp())),
+    "selectively checkpointed": of(
+        lambda m, x: m.blocks[1](m.blocks[0](x)), blocks=several(2, of(selectively_checkpointed, inner=mlp).build)
+    ),
+    "selective checkpoints within another": Kind(
+        lambda: checkpointed(False, *(of(selectively_checkpointed, inner=mlp).build() for _ in range(2)))
+    ),
     "saved on the CPU": of(
         lambda m, x: m.blocks[1](m.blocks[0](x)), blocks=several(2, of(saved_on_cpu, inner=mlp).build)
     ),

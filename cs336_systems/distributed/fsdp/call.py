@@ -118,16 +118,12 @@ class Call:
 
     def _check_weight(self, saved: Tensor) -> None:
         """RuntimeError if `saved` is of a weight whose shard has changed: one process raises as well."""
-        now = self.unit.versions()
-        if now == self.versions:
-            return
-        at = saved.storage_offset() * saved.itemsize
-        for weight, before, after in zip(self.unit.weights, self.versions, now):
-            begin = weight.gathered.storage_offset() * weight.gathered.itemsize
-            if before != after and begin <= at < begin + weight.gathered.nbytes:
-                raise RuntimeError(
-                    f"parameter {weight.name!r} was changed between a forward and its backward, as by a step()"
-                )
+        place = self.unit.place_of(saved)
+        weight = self.unit.weights[place]
+        if weight.shard._version != self.versions[place]:
+            raise RuntimeError(
+                f"parameter {weight.name!r} was changed between a forward and its backward, as by a step()"
+            )
 
     def gradient_comes(self, _: Tensor | None = None) -> None:
         """Gather for the backward, once."""

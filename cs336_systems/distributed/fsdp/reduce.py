@@ -22,6 +22,7 @@ from cs336_systems.distributed.collectives import (
     reduce_scatter_mean_flat,
 )
 from cs336_systems.distributed.ddp_flat import average_flat
+from cs336_systems.distributed.fsdp.engine import unseen_by_checkpoints
 from cs336_systems.distributed.fsdp.plan import ShardedWeight
 
 
@@ -36,6 +37,7 @@ class GradientReducer:
         self._under_way = Work()
         self._in_use: list[Tensor] = []
 
+    @unseen_by_checkpoints
     @torch.no_grad()
     def accumulate(self, weight: ShardedWeight) -> None:
         """Put the gradient that just arrived aside, to be reduced with a later one."""

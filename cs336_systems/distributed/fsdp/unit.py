@@ -15,6 +15,7 @@ same objects throughout, so what autograd saved in the forward finds its values 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable
 from enum import Enum
 from typing import Any, NoReturn
@@ -26,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from cs336_systems.distributed.collectives import Work, wait_for
 from cs336_systems.distributed.fsdp.agreement import Agreement
-from cs336_systems.distributed.fsdp.engine import current_backward, storage_id
+from cs336_systems.distributed.fsdp.engine import current_backward, storage_id, unseen_by_checkpoints
 from cs336_systems.distributed.fsdp.plan import ShardedWeight, UnitPlan, chunk_rows
 from cs336_systems.distributed.fsdp.reduce import GradientReducer, Lane, gather_rows
 
@@ -144,6 +145,7 @@ class Unit:
         for (offset, shape, dtype), (name, parameter, homes) in zip(places, plan.parameters):
             place = memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             self.weights.append(ShardedWeight(name, parameter, homes, place, window.group))
+        self._begins = [offset for offset, _, _ in places]  # of each weight in the memory, in bytes
         self._memory = memory.untyped_storage()  # under all wholes
         self.storage_id = storage_id(memory)
         self._memory.resize_(0)
@@ -153,6 +155,10 @@ class Unit:
     def versions(self) -> list[int]:
         """They rise where an optimizer changes the rows."""
         return [weight.shard._version for weight in self.weights]
+
+    def place_of(self, tensor: Tensor) -> int:
+        """The place in `weights` of the one that `tensor`, a view into the unit's memory, is of."""
+        return bisect_right(self._begins, tensor.storage_offset() * tensor.itemsize) - 1
 
     @property
     def arrived(self) -> list[ShardedWeight]:
@@ -178,6 +184,7 @@ class Unit:
                 vars(module)["_parameters"] = in_use if is_in_use else at_rest
         self.state = state
 
+    @unseen_by_checkpoints
     @torch.no_grad()
     def gather(self) -> None:
         """Start gathering, behind what is queued now; nothing if it was started before."""
@@ -276,6 +283,7 @@ class ReadOutside(torch.autograd.Function):
     """From a shard to its whole, for a use outside the forwards of the unit's entries, and back with the gradient."""
 
     @staticmethod
+    @unseen_by_checkpoints
     def forward(ctx: Any, shard: Tensor, weight: ShardedWeight, unit: Unit) -> Tensor:
         ctx.weight, ctx.unit = weight, unit
         unit.window.agreement.send("gathers", unit.index)
@@ -283,6 +291,7 @@ class ReadOutside(torch.autograd.Function):
             return gather_copy(weight, weight.whole.dtype)
 
     @staticmethod
+    @unseen_by_checkpoints
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         window = ctx.unit.window

@@ -43,6 +43,7 @@ from cs336_systems.distributed.collectives import as_group, broadcast_from_first
 from cs336_systems.distributed.ddp import (
     Accumulating,
     call_at_each_gradient,
+    check_members,
     check_unwrapped,
     dense_gradient,
     watch_steps,
@@ -114,6 +115,9 @@ class FSDP(nn.Module, Accumulating):
         self.weights = {weight.name: weight for unit in self.units for weight in unit.weights}
         self.fixed = [(weight.name, weight.shard, weight.whole.requires_grad) for weight in self.weights.values()]
         self._replicated = [one for name, one in module.named_parameters() if name not in self.weights]
+        # With the wholes, which modules show after a backward that raised.
+        self._members = {*module.parameters(), *(weight.whole for weight in self.weights.values())}
+        self._registrations = -1  # that were counted when all members were known
         self._forward_order, self._backward_order = ExecutionOrder(), ExecutionOrder()
         self._calls: list[Call] = []  # forwards of entries under way, one in another
         self._clock = 0  # counts beginnings and ends of calls
@@ -329,6 +333,7 @@ class FSDP(nn.Module, Accumulating):
         if len(unit.arrived) == len(unit.trainable):
             self._reduce(unit)
 
+    @engine.unseen_by_checkpoints
     def _reduce(self, unit: Unit) -> None:
         # In the order of the unit, which all ranks share, not of arrival.
         ready = [weight.whole.grad is not None or weight.accumulated is not None for weight in unit.weights]
@@ -358,6 +363,7 @@ class FSDP(nn.Module, Accumulating):
                 unit.free()
 
     def _finish(self) -> None:
+        self._registrations = check_members(self.module, self._members, self._registrations)
         for unit in self.units:
             if unit.state is State.GATHERED:  # of a forward after the backward: a step will change the rows
                 unit.free()
