@@ -1,4 +1,4 @@
-"""Every model class of the installed Transformers under our attention: equal to `eager`, or refused by name.
+"""Every model class of Transformers that can be built small, under our attention: equal to `eager`, or refused by name.
 
 The classes are enumerated from the library, so that one that is new in a release cannot slip in.
 """
@@ -12,15 +12,16 @@ from cs336_systems.integrations.transformers import register
 from tests.transformers_models import (
     Verdict,
     compare_with_eager,
-    first_of_each_way_to_call,
     model_classes,
     model_folders,
+    ways_to_call,
 )
 
-# Percent of each part's classes that are built, then compared or refused: it was 3 to 8 more with Transformers 5.23.
-# Where it becomes less, the test names those that were not, with the reasons.
-COVERED = (60, 55, 58, 50, 54, 34, 45, 55, 60, 55, 50, 42, 55, 46, 53, 60)
-KINDS_COVERED = 60
+# What is reached with the Transformers of constraints.txt. Where it becomes less, the tests name what was not built and
+# why. In another release the parts hold other models: measure anew.
+COVERED = (61, 47, 51, 44, 46, 30, 39, 50, 62, 41, 43, 46, 52, 34, 46, 50)  # classes of each part that are built, then judged
+WAYS_COVERED = 71  # ways to call attention of which a module is
+OURS = 80  # classes of those modules in which it is our attention that runs
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +54,16 @@ def walk(folders: list[str], calls: list[str]) -> dict[str, Verdict]:
     return verdicts
 
 
-def walk_one_of_each_kind(folders: list[str], calls: list[str]) -> dict[str, Verdict]:
+def walk_one_of_each_kind(folder: str, calls: list[str]) -> dict[str, Verdict]:
     """The verdict, with gradients and a cache, on the first class that generates and the first that does not."""
     verdicts = {}
-    for folder in folders:
-        wanted = {True, False}
-        for model_class in model_classes(folder):
-            if model_class.can_generate() in wanted:
-                verdict = compare_with_eager(model_class, "cs336_walk", calls, thoroughly=True)
-                verdicts[f"{folder.partition('.')[0]}.{model_class.__name__}"] = verdict
-                if verdict.outcome != "unbuilt":
-                    wanted.remove(model_class.can_generate())
+    wanted = {True, False}
+    for model_class in model_classes(folder):
+        if model_class.can_generate() in wanted:
+            verdict = compare_with_eager(model_class, "cs336_walk", calls, thoroughly=True)
+            verdicts[f"{folder.partition('.')[0]}.{model_class.__name__}"] = verdict
+            if verdict.outcome != "unbuilt":
+                wanted.remove(model_class.can_generate())
     return verdicts
 
 
@@ -81,18 +81,24 @@ def test_every_model_class_is_equal_to_eager_or_refused_by_name(hf, calls, part)
     verdicts = walk(model_folders()[part :: len(COVERED)], calls)
     assert of_outcome(verdicts, "different", "broken") == {}
     unbuilt = of_outcome(verdicts, "unbuilt")
-    assert 100 * (len(verdicts) - len(unbuilt)) >= COVERED[part] * len(verdicts), unbuilt
+    assert len(verdicts) - len(unbuilt) >= COVERED[part], unbuilt
 
 
 def test_a_model_of_each_way_to_call_attention_is_equal_or_refused(hf, calls):
-    """With gradients, and with a cache from left-padded prompts."""
-    folders = first_of_each_way_to_call(model_folders())
-    verdicts = walk_one_of_each_kind(folders, calls)
-    assert of_outcome(verdicts, "different", "broken") == {}
-    known = {name.partition(".")[0] for name in of_outcome(verdicts, "equal", "refused")}
-    unknown = {name: reason for name, reason in of_outcome(verdicts, "unbuilt").items() if name not in known}
-    assert 100 * len(known) >= KINDS_COVERED * len(folders), unknown
-    assert sum(verdict.calls > 0 for verdict in verdicts.values()) > 30  # it is ours that ran
+    """With gradients, and with a cache from left-padded prompts: the first module of each way that can be built."""
+    ours, unbuilt = 0, []
+    ways = ways_to_call(model_folders())
+    for folders in ways:
+        for folder in folders:
+            verdicts = walk_one_of_each_kind(folder, calls)
+            assert of_outcome(verdicts, "different", "broken") == {}
+            ours += sum(verdict.calls > 0 for verdict in verdicts.values())
+            if of_outcome(verdicts, "equal", "refused"):
+                break
+        else:
+            unbuilt.append(folders)
+    assert len(ways) - len(unbuilt) >= WAYS_COVERED, unbuilt
+    assert ours >= OURS
 
 
 def test_the_walk_rejects_a_lost_mask_and_a_lost_sink(hf, calls, monkeypatch):

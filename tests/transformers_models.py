@@ -27,7 +27,7 @@ TOLERANCE = 1e-4  # of float32, of the largest element; eager's softmax is in fl
 GRADIENT_TOLERANCE = 1e-3
 PADDINGS = ("", "right", "left")
 TASK = r"For[A-Z](?!ausalLM|onditionalGeneration)|LMHead"
-REFUSAL = re.compile(r"\(\w+( of \w+)?\)$")  # who was refused: the module and its model's type
+REFUSAL = re.compile(r"\(\w+( of [\w-]+)?\)$")  # who was refused: the module and its model's type
 
 # How an integer of a config becomes small: the first pattern that is its whole name. It never grows.
 SIZES = [
@@ -65,20 +65,20 @@ def model_folders() -> list[str]:
     return [f"{path.parent.name}.{path.stem}" for path in sorted(root.glob("*/modeling_*.py"))]
 
 
-def first_of_each_way_to_call(folders: list[str]) -> list[str]:
-    """One module for each set of arguments to attention functions and of functions that make masks.
+def ways_to_call(folders: list[str]) -> list[list[str]]:
+    """The modules with one set of arguments to attention functions and of functions that make masks, for each set.
 
     Models that share both are handed the same things by us and hand the same things to us.
     """
     root = Path(importlib.import_module("transformers.models").__file__ or "").parent
-    first: dict[Any, str] = {}
+    ways: dict[Any, list[str]] = {}
     for folder in folders:
         source = (root / (folder.replace(".", "/") + ".py")).read_text(encoding="utf-8")
         calls = re.findall(r"= attention_interface\((.*?)\n +\)", source, re.DOTALL)
         arguments = frozenset(name for call in calls for name in re.findall(r"^ +(\w+)=", call, re.MULTILINE))
         masks = frozenset(re.findall(r"\bcreate_\w*masks?\w*(?=\()", source))
-        first.setdefault((arguments, masks, "ALL_ATTENTION_FUNCTIONS" in source), folder)
-    return list(first.values())
+        ways.setdefault((arguments, masks, "ALL_ATTENTION_FUNCTIONS" in source), []).append(folder)
+    return list(ways.values())
 
 
 def model_classes(folder: str) -> Iterator[Any]:
