@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from cs336_systems.config import SIZES_OF_BOTH, DTypeName, ModelCase, Precision, RunConfig
 from cs336_systems.experiments import Bars, Cell, Experiment, Pick, Pivot, Row, Sample, Wide, problem
+from cs336_systems.experiments.frames import dicts, digits, pick, speed
 from cs336_systems.experiments.models import (
     MODEL_MODES,
     STEPS_A_TURN,
@@ -155,6 +157,23 @@ class BenchmarkingMixedPrecision(Experiment):
             "percent": 100 * row["median"] if row["quantity"] == "overflowing_squares" else float("nan"),
         }
 
+    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Column `over_float32`: how many times as fast a pass is as the same model's in float32."""
+        rows = dicts(frame)
+        known = {(row["model"], row["mode"], row["precision"]): row for row in rows if row["quantity"] == "time"}
+        pairs = [(row, known.get((row["model"], row["mode"], "float32"))) for row in rows]
+        return frame.assign(over_float32=[speed(row, base) if base else float("nan") for row, base in pairs])
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """`gain(model)`: the speed of its training step under bfloat16 autocast over float32's."""
+
+        def gain(model: str) -> str:
+            chosen = {"model": model, "mode": "train_step", "precision": "bfloat16 autocast", "quantity": "time"}
+            (row,) = dicts(pick(frame, chosen))
+            return digits(row["over_float32"])
+
+        return {"gain": gain}
+
     tables = {
         "times": Pivot(
             title="Time of a step; speed within a run, the bfloat16 autocast's over float32's",
@@ -182,9 +201,12 @@ class BenchmarkingMixedPrecision(Experiment):
     }
     figures = {
         "steps": Bars(
-            title="Time of a step by precision",
-            x="mode",
-            color="precision",
-            where={"quantity": "time", "model": ("xl", "medium-proxy", "small-proxy")},
+            title="What bfloat16 autocast gains grows with the model",
+            x="model",
+            y="over_float32",
+            y_title="speed over float32's",
+            facet="mode",
+            columns=3,
+            where={"quantity": "time", "precision": "bfloat16 autocast"},
         )
     }

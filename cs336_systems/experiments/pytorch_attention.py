@@ -1,9 +1,14 @@
 """Plain PyTorch attention over sequence length and head dim: time, memory, and where it runs out of it."""
 
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
 
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments import Lines, Pick, Wide, attention, problem
+from cs336_systems.experiments.frames import pick
 from cs336_systems.measure.timing import time_calls
 
 BATCH = 8
@@ -36,6 +41,13 @@ class PyTorchAttention(attention.AttentionExperiment):
             return super().samples_of(call, case, run)
         passes = PASSES if case.seqlen_q <= LONGEST_OF_HANDOUT else PASSES_BEYOND
         return time_calls(call, device=run.device, warmup=1, num_samples=passes)
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """The forward at the handout's longest as a line over d: `intercept` in ms, `slope` in ms a column."""
+        chosen = {"mode": "forward", "quantity": "time", "seqlen_q": LONGEST_OF_HANDOUT, "status": "ok"}
+        rows = pick(frame, chosen)
+        slope, intercept = np.polyfit(rows["head_dim"].astype(float), rows["median"].astype(float), 1)
+        return {"slope": float(slope), "intercept": float(intercept)}
 
     tables = {
         name: Wide(
