@@ -196,3 +196,14 @@ def test_keywords_of_others_are_named(function, keyword: str, hint: str) -> None
     required = {"segment_length": 2, "dilation_rate": 1} if function is dilated_attention else {}
     with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) .*{hint}"):
         function(*inputs(1, 1, 4, 4), *call, **required, **{keyword: 1})
+
+
+@pytest.mark.parametrize("shape", [(4, 32, 16), (2, 3, 32, 16), (32, 16)])
+def test_the_handouts_function_has_a_watched_backward_of_any_leading_shape(shape: tuple[int, ...]) -> None:
+    """Under torch.compile or a counter its backward is the operator's, which takes (batch, heads, queries, head_dim)."""
+    tensors = inputs(*shape, requires_grad=True)
+    expected = torch.autograd.grad(FlashAttentionPyTorch.apply(*tensors, True).sum(), tensors)
+    with FlopCounterMode(display=False):
+        watched = torch.autograd.grad(FlashAttentionPyTorch.apply(*tensors, True).sum(), tensors)
+    for one, other in zip(expected, watched):
+        torch.testing.assert_close(one, other)
