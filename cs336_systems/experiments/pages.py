@@ -133,7 +133,9 @@ class Book:
         return f"*{rows['device'].iloc[0]}, records of {dates}{age}{more}.*"
 
     def show(self, row: dict[str, Any]) -> None:
-        """Remember that the page in the making shows this row of a frame."""
+        """Remember that the page in the making shows this row of a frame; calculated ones have no samples."""
+        if "median" not in row:
+            return
         value = f"{digits(float(row['median']), 4)} {row['unit']}"
         self._shown.setdefault(quantity_of(row), {}).setdefault(value, set()).add(self._rendering)
 
