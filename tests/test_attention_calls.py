@@ -200,7 +200,7 @@ def test_keywords_of_others_are_named(function, keyword: str, hint: str) -> None
 
 @pytest.mark.parametrize("shape", [(4, 32, 16), (2, 3, 32, 16), (32, 16)])
 def test_the_handouts_function_has_a_watched_backward_of_any_leading_shape(shape: tuple[int, ...]) -> None:
-    """Under torch.compile or a counter its backward is the operator's, which takes (batch, heads, queries, head_dim)."""
+    """Under torch.compile or a counter its backward is the operator's, which takes four dimensions: it raised."""
     tensors = inputs(*shape, requires_grad=True)
     expected = torch.autograd.grad(FlashAttentionPyTorch.apply(*tensors, True).sum(), tensors)
     with FlopCounterMode(display=False):

@@ -195,14 +195,13 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         arguments = (None, ctx.is_causal, ctx.scale, COMPILED if ctx.compiled else "")
-        *matrices, lse = *ctx.saved_tensors[:4], grad_output, ctx.saved_tensors[4]
-        if grad_output.ndim != 4:  # the operator's shape: batch and one head
+        q, k, v, output, lse = ctx.saved_tensors
+        matrices = [q, k, v, output, grad_output]
+        if q.ndim != 4:  # the operator's shape: batch and one head
             matrices = [x.reshape(-1, 1, *x.shape[-2:]) for x in matrices]
             lse = lse.reshape(-1, 1, lse.shape[-1])
-        *saved, gradient = matrices
-        grads = tiled_attention.gradients((*saved, lse), gradient, None, *arguments)
-        inputs = ctx.saved_tensors[:3]
-        return *(grad.reshape(x.shape) for grad, x in zip(grads, inputs)), None, None, None
+        grads = tiled_attention.gradients((*matrices[:4], lse), matrices[4], None, *arguments)
+        return *(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v))), None, None, None
 
 
 def _forward(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import accumulate
@@ -118,7 +118,7 @@ class Registrations:
         cls.count += 1
 
 
-def check_members(module: nn.Module, members: set[Tensor], registrations: int) -> int:
+def check_members(module: nn.Module, members: Set[Tensor], registrations: int) -> int:
     """RuntimeError naming a parameter of `module` that is not among `members`, those when it was wrapped.
 
     `registrations` is what the check before returned, -1 for the first one: without new ones there is nothing to do.
