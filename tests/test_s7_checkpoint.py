@@ -422,6 +422,16 @@ def layers(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
 
 
+def with_copies(model: nn.Module) -> nn.Module:
+    """`model`, with a state dict of copies, as a hook may make it."""
+
+    def copy(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        state.update({name: value.clone() for name, value in state.items()})
+
+    model.register_state_dict_post_hook(copy)
+    return model
+
+
 def average_of(model: nn.Module) -> nn.Module:
     return torch.optim.swa_utils.AveragedModel(model)
 
@@ -439,6 +449,8 @@ HANDLES: dict[str, Callable[[int], nn.Module]] = {  # of a seed
     "two fsdps": lambda seed: nn.ModuleDict({"a": FSDP(layers(seed)), "b": FSDP(layers(seed + 1))}),
     "average": lambda seed: average_of(layers(seed)),
     "own module": lambda seed: Holder(layers(seed)),
+    "copies": lambda seed: with_copies(layers(seed)),
+    "fsdp of copies": lambda seed: FSDP(with_copies(layers(seed))),
 }
 
 
@@ -471,7 +483,8 @@ def load_handles(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_D17_a_checkpoint_of_any_handle_of_the_model_is_exact(saved_handles, num_ranks):
     """Of `fsdp.module`, a compiled FSDP or one inside another module it held rank 0's rows as if they were all of
-    them; a model's own `.module`, and an average's, counted as a wrapper's, and the rest of the model was lost."""
+    them; a model's own `.module`, and an average's, counted as a wrapper's, and the rest of the model was lost.
+    Where a hook puts copies into the state dict, the values were loaded into those, and the model kept its own."""
     folder, expected = saved_handles
     results = [run_alone(load_handles, str(folder))] if num_ranks == 1 else run_ranks(load_handles, 3, str(folder))
     for found in results:
@@ -516,6 +529,19 @@ def differ(rank: int, num_ranks: int, folder: str) -> list[list[float]]:
         save_checkpoint(Path(folder) / name, 1, model)
         load_checkpoint(Path(folder) / name, model)
         found.append([float(buffer.float().mean()) for buffer in model.buffers()])
+    teacher = layers(0)  # which no wrapper makes equal, and no optimizer updates
+    for parameter in teacher.parameters():
+        parameter.detach().fill_(rank + 1)
+    pair = nn.ModuleDict({"student": FSDP(layers(0)), "teacher": teacher})
+    student_optimizer = torch.optim.SGD(pair["student"].parameters(), lr=0.1)
+    save_checkpoint(Path(folder) / "pair", 1, pair, student_optimizer)
+    load_checkpoint(Path(folder) / "pair", pair, student_optimizer)
+    found.append([float(parameter.detach().mean()) for parameter in teacher.parameters()])
+    with pytest.raises(ValueError, match="ranks must save one step, rank 0 saves 2, rank 1 saves 3"):
+        save_checkpoint(Path(folder) / "plain", 2 + rank, layers(0))
+    with pytest.raises(ValueError, match="step must not be negative, .* got -1") as negative:
+        save_checkpoint(Path(folder) / "plain", -1 if rank else 2, layers(0))
+    assert negative.value.__notes__ == ["on rank 1"]
     model, optimizer = layers(0), None
     position = {"seen": {1, 2}} if rank else {}
     with pytest.raises(TypeError if rank else RuntimeError, match="Object of type set is not JSON") as told:
@@ -534,10 +560,10 @@ def differ(rank: int, num_ranks: int, folder: str) -> list[list[float]]:
 
 
 def test_D17_ranks_that_differ_save_rank_0s_buffers_and_fail_together(tmp_path):
-    """One rank wrote the mean, the other the variance, each its own; and what failed on one rank left the others
-    waiting until their time-out."""
+    """One rank wrote the mean, the other the variance, each its own, and so it went with the weights of a part that
+    is neither wrapped nor trained; what failed on one rank left the others waiting until their time-out."""
     for found in run_ranks(differ, 2, str(tmp_path), timeout_s=30):
-        assert found == [[1.0, 1.0, 1.0]] * 3
+        assert found == [[1.0, 1.0, 1.0]] * 3 + [[1.0] * 6]
 
 
 # What is told
@@ -550,6 +576,35 @@ def test_D17_a_step_of_nine_digits_is_newer_than_one_of_eight(tmp_path):
         save_checkpoint(tmp_path, step, model, keep=1)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-100000000"]
     assert load_checkpoint(tmp_path, model).step == 100_000_000
+
+
+@pytest.mark.parametrize(
+    ("step", "position", "message"),
+    [
+        (1, [130], r"position must be a dictionary, got \[130\]"),
+        ("1", None, "step must be an int, got '1'"),
+        (1.0, None, "step must be an int, got 1.0"),
+    ],
+)
+def test_a_step_or_position_that_would_not_load_is_refused(tmp_path, step, position, message):
+    """A list was saved, and the checkpoint was damaged when it was to be loaded."""
+    with pytest.raises(TypeError, match=message):
+        save_checkpoint(tmp_path, step, nn.Linear(2, 2), position=position)
+    assert not checkpoints(tmp_path)
+
+
+class WithWeight(OverlapDDP):
+    """A wrapper with a parameter of its own, of the name of one in its module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+def test_two_parameters_of_one_plain_name_are_refused(tmp_path, alone):
+    """The later one took the place of the other."""
+    with pytest.raises(ValueError, match="two tensors would be kept as 'weight': 'weight' and 'module.weight'"):
+        save_checkpoint(tmp_path, 1, WithWeight(nn.Linear(2, 2)))
 
 
 def test_a_model_that_is_without_a_saved_parameter_is_refused(tmp_path):

@@ -15,9 +15,10 @@ process that is killed, or finds the disk full, at any point leaves the checkpoi
 
 `model` is any handle of the model: a wrapper, what it wraps, a compiled module, a module with wrapped ones inside.
 Names are those of the unwrapped model, and a parameter that FSDP has cut says so itself. `optimizer` is any torch
-optimizer over its parameters, a ShardedOptimizer or a Zero1Optimizer. Saved are the state dict, with rank 0's buffers,
-the optimizer's state and settings, each rank's random generators, the step and the position in the data. A process
-without a process group saves and loads alone.
+optimizer over its parameters, a ShardedOptimizer or a Zero1Optimizer. Saved are the parameters and buffers of the state
+dict, the optimizer's state and settings, each rank's random generators, the step and the position in the data. Of what
+ranks may have unlike (buffers, and parameters that neither FSDP has cut nor the optimizer updates) it is rank 0's. A
+process without a process group saves and loads alone.
 """
 
 from __future__ import annotations
@@ -94,13 +95,15 @@ def errors_name(path: Path) -> Iterator[None]:
 def on_all_ranks(call: Callable[[], Any], group: Group = None) -> list[Any]:
     """Every rank's result of `call`; an error of one of them is raised on all, for nobody to wait for that rank.
 
-    Elsewhere an error that is not Python's own or of this file is a RuntimeError with its text.
+    A note tells its rank. Elsewhere one that is not Python's own or of this file is a RuntimeError with its text.
     """
     try:
         result = call()
     except Exception as error:
         is_known = isinstance(error, ValueError | OSError) and type(error).__module__ in ("builtins", __name__)
-        rank, _ = _rank_and_size(group)
+        rank, size = _rank_and_size(group)
+        if size > 1:
+            error.add_note(f"on rank {rank}")
         told = error if is_known else RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
         _gather_objects((None, told), group)
         raise
@@ -230,13 +233,16 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder`/step-<step> and remove all but the newest `keep` checkpoints; collective.
 
-    An error on one rank is raised on all. ValueError for a negative step, keep below 1, an optimizer with parameters
-    that are not the model's, with settings that are no JSON or with a state that cannot be sharded, TypeError for a
-    position that is no JSON, FileExistsError where the step is there already, CheckpointError while
-    another process saves into `folder`, and OSError where it cannot be written.
+    An error on one rank is raised on all. ValueError for a negative step, keep below 1, ranks with unlike steps, an
+    optimizer with parameters that are not the model's, with settings that are no JSON or with a state that cannot be
+    sharded, TypeError for a step that is no int or a position that is no dictionary of JSON, FileExistsError where the
+    step is there already, CheckpointError while another process saves into `folder`, and OSError where it cannot be
+    written.
     """
-    if step < 0 or keep < 1:
-        raise ValueError(f"step must not be negative, and keep at least 1, got {step} and {keep}")
+    steps = on_all_ranks(lambda: _checked_step(step, position, keep), process_group)
+    for other, its_step in enumerate(steps):
+        if its_step != steps[0]:
+            raise ValueError(f"ranks must save one step, rank 0 saves {steps[0]}, rank {other} saves {its_step}")
     rank, size = _rank_and_size(process_group)
     folder = Path(folder)
     final = folder / f"step-{step:08d}"
@@ -251,7 +257,7 @@ def save_checkpoint(
 
     def describe() -> dict[tuple[str, int], int]:
         parts.update(state.optimizer_parts())
-        of_all = {name: part for name, part in parts.items() if rank == 0 or not part.is_buffer}
+        of_all = {name: part for name, part in parts.items() if rank == 0 or not part.is_own}
         return {(name, part.start): part.tensor.nbytes for name, part in of_all.items()}
 
     with ExitStack() as held, errors_name(folder):
@@ -261,6 +267,17 @@ def save_checkpoint(
         written = on_all_ranks(lambda: _write(aside / f"rank-{rank}.bin", parts, mine), process_group)
         on_rank_0(lambda: _complete(aside, final, content, written, keep), process_group)
     return final
+
+
+def _checked_step(step: int, position: dict[str, Any] | None, keep: int) -> int:
+    """`step`; TypeError or ValueError where one of the three could not be loaded or kept."""
+    if not isinstance(step, int):
+        raise TypeError(f"step must be an int, got {step!r}")
+    if not isinstance(position, dict | None):
+        raise TypeError(f"position must be a dictionary, got {position!r}")
+    if step < 0 or keep < 1:
+        raise ValueError(f"step must not be negative, and keep at least 1, got {step} and {keep}")
+    return step
 
 
 def _claim(held: ExitStack, final: Path, aside: Path) -> None:

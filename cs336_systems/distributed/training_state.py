@@ -30,7 +30,7 @@ class Part:
     tensor: Tensor
     shape: tuple[int, ...]  # of the whole
     start: int = 0
-    is_buffer: bool = False  # which ranks may have unlike: rank 0's is saved
+    is_own: bool = False  # of a rank, as buffers are, which ranks may have unlike: rank 0's is saved
 
 
 class TrainingState:
@@ -72,16 +72,33 @@ class TrainingState:
         return {"kind": type(makes).__name__, "groups": settings, "names": names}
 
     def model_parts(self) -> dict[str, Part]:
-        """Parameters and buffers, a tied one once; ValueError naming what a module's `get_extra_state` adds."""
-        parts, seen = {}, set()
+        """Parameters and buffers, a tied one once; ValueError naming what else the state dict has.
+
+        That is what a module's `get_extra_state` or a hook adds. A copy which a hook has put in the place of a
+        parameter or buffer stands for that one: values loaded into a copy would be lost.
+        """
+        members: dict[str, Tensor] = dict(self.model.named_buffers(remove_duplicate=False))
+        members |= self.model.named_parameters(remove_duplicate=False)
+        known = {id(member) for member in members.values()}
+        updated = set(self.updated.values())
+        parts: dict[str, Part] = {}
+        names: dict[str, str] = {}  # in the state dict, by the plain one
+        seen: set[int] = set()
         for name, value in self.model.state_dict(keep_vars=True).items():
-            if name.rpartition(".")[2] == "_extra_state" and value is not None:
+            member = value if id(value) in known else members.get(name)
+            if member is None:
+                if value is None:
+                    continue
                 raise ValueError(f"{name!r} cannot be kept: a checkpoint has parameters, buffers and optimizer states")
-            if isinstance(value, Tensor) and id(value) not in seen:
-                seen.add(id(value))
-                part = self._part(value, value.detach())
-                is_buffer = not isinstance(value, nn.Parameter)
-                parts[f"model.{plain_name(self.model, name)}"] = replace(part, is_buffer=is_buffer)
+            if id(member) in seen:
+                continue
+            seen.add(id(member))
+            plain = plain_name(self.model, name)
+            if plain in names:
+                raise ValueError(f"two tensors would be kept as {plain!r}: {names[plain]!r} and {name!r}")
+            names[plain] = name
+            is_own = member not in self.shards and member not in updated
+            parts[f"model.{plain}"] = replace(self._part(member, member.detach()), is_own=is_own)
         return parts
 
     def optimizer_parts(self) -> dict[str, Part]:

@@ -422,7 +422,8 @@ def plain_name(handle: nn.Module, name: str) -> str:
     """`name` in `handle` without what wrappers (FSDP, the DDPs, torch.compile) add: that of the unwrapped model."""
     kept, at = [], handle
     for part in name.split("."):
-        if not isinstance(at, Accumulating | DistributedDataParallel) and part != "_orig_mod":
+        is_wrapped = part == "module" and isinstance(at, Accumulating | DistributedDataParallel)
+        if not is_wrapped and part != "_orig_mod":
             kept.append(part)
         at = getattr(at, part, None)  # type: ignore[assignment]
     return ".".join(kept)
