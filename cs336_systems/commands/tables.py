@@ -65,7 +65,8 @@ def table_lines(table: Table, width: int | None) -> list[str]:
     for column, column_width in zip(table.columns, _widths(least, wanted, room)):
         column.width = column_width
         column.overflow = "fold"  # does not happen: the longest word has room
-    console = Console(width=UNBOUNDED if width is None else width, markup=False, highlight=False)
+    # Cells are plain text: `[x]` is no style, and `:a:` no picture.
+    console = Console(width=UNBOUNDED if width is None else width, markup=False, emoji=False, highlight=False)
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip() for line in captured.get().splitlines()]
