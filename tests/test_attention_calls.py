@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, causal_area
-from cs336_systems.attention import api, flash_attention, flash_attention_varlen
+from cs336_systems.attention import FlashAttentionPyTorch, api, flash_attention, flash_attention_varlen
 from cs336_systems.attention.api import attention_backward, is_usual
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.dilated import dilated_attention
