@@ -361,7 +361,7 @@ for problem in ("hopper_ladder", "attention_shapes"):
     page = Page(book, problem)
     display(Markdown(f"`{problem}` on an {page.device()}:"))
     show_published(book.figure_path(problem, "forward_backward"), f"{problem}: TFLOP/s, forward and backward")
-    display(Markdown(page.table("forward_backward")))
+    display(Markdown(page.table("forward_backward", age=False)))
 
 # %% [markdown]
 # Further: the kernels read from top to bottom, with their steps drawn in the docstring:

@@ -434,8 +434,13 @@ class Page:
             raise ValueError(f"no {column} of {implementation} with {where}")
         return _range(numbers, significant)
 
-    def table(self, name: str, *, lines: Sequence[str] | None = None, columns: Sequence[str] | None = None) -> str:
-        """The table `name`, or those `lines` (texts of the first column) and `columns` (headings) of it."""
+    def table(
+        self, name: str, *, lines: Sequence[str] | None = None, columns: Sequence[str] | None = None, age: bool = True
+    ) -> str:
+        """The table `name`, or those `lines` (texts of the first column) and `columns` (headings) of it.
+
+        Below it stands the age of its records, but without `age`.
+        """
         if name not in self._experiment.tables:
             raise ValueError(f"no table {name!r}; there are {', '.join(self._experiment.tables)}")
         spec = self._experiment.tables[name]
@@ -446,8 +451,8 @@ class Page:
         for row in dicts(rows) if lines is columns is None and "case" in rows else ():
             if row["status"] == "ok":
                 self._book.show(row)
-        age = self._book.age(self._problem, rows)
-        return "\n\n".join(filter(None, (f"**{table.title}**" if table.title else "", table.markdown(), age)))
+        words = self._book.age(self._problem, rows) if age else ""
+        return "\n\n".join(filter(None, (f"**{table.title}**" if table.title else "", table.markdown(), words)))
 
     def figure(self, name: str) -> str:
         """The figure `name` as an image, its title as the text for those who cannot see it."""
