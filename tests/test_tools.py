@@ -111,7 +111,8 @@ def check_notebooks() -> ModuleType:
 
 
 def test_a_notebook_runs_and_finds_the_package_and_one_that_raises_fails_the_check(check_notebooks, tmp_path, capsys):
-    (tmp_path / "good.py").write_text("# %% [markdown]\n# # Title\n# %%\nimport cs336_systems\nopen('left', 'w').close()\n")
+    good = "# %% [markdown]\n# # Title\n# %%\nimport cs336_systems\nopen('left', 'w').close()\n"
+    (tmp_path / "good.py").write_text(good)
     (tmp_path / "bad.py").write_text("# %%\nvalue = 1\n# %%\nassert value == 2, 'wrong value'\n")
     assert check_notebooks.main([str(tmp_path / "good.py")]) == 0
     assert capsys.readouterr().out.startswith("good.py: ok in ")
