@@ -67,7 +67,9 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("overlap|bucketed|zero1", "reentrantly checkpointed shared block", "*", TWICE),
     ("overlap|bucketed|zero1", "*checkpointed reentrantly*", "two forwards, one backward", TWICE),
     ("overlap|bucketed|zero1", "reentrantly checkpointed*", "two forwards, one backward", TWICE),
-    ("zero1", "parameter dict|linear without bias|own matrix|complex", "parameters in a later group", ""),  # have one
+    # These have one parameter, and so no later group.
+    ("zero1", "parameter dict|linear without bias|own matrix|complex", "parameters in a later group", ""),
+    ("zero1", "function that keeps its weight", "parameters in a later group", ""),
     ("zero1", "*", "parameters in a later group", r"Zero1Optimizer cannot add a group"),
     ("zero1", "*", "gradient scaler", "Zero1Optimizer needs LossScaler"),
     ("zero1", "*", "synchronized twice", TWICE),

@@ -88,8 +88,9 @@ class Bucket:
         """
         parameter, view = self.parameters[place], self.views[place]
         is_taken = parameter.grad is view
-        # Asked of `flat`, as a copy of the bucket lies elsewhere.
-        if is_taken and view.data_ptr() == self.flat.data_ptr() + self.offsets[place] * view.itemsize:
+        # Asked of `flat`, as a copy of the bucket lies elsewhere; what has no elements lies nowhere.
+        address = self.flat.data_ptr() + self.offsets[place] * view.itemsize
+        if is_taken and (not view.numel() or view.data_ptr() == address):
             return
         gradient = dense_gradient(parameter)
         if is_taken or gradient.dtype != self.flat.dtype or gradient.device != self.flat.device:
