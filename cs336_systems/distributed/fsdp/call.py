@@ -63,12 +63,12 @@ class Call:
         engine.pop_saving_hooks()
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd is to keep in place of `tensor`."""
+        """Return what autograd is to keep in place of `tensor`: called some forty times a block, so kept short."""
         self.has_saved = True
         if self.below is not None:
             return self.below[0](tensor)
         # Detached, as a node must not hold its own output; that has the same version counter.
-        return tensor if tensor.is_leaf else tensor.detach(), version(tensor)
+        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
     def end(self, output: Any) -> Any:
         """Gather as well when gradients come to what is returned; returns `output`, with copies of weights in it."""
@@ -102,17 +102,19 @@ class Call:
 
     def unpack(self, packed: Any) -> Tensor:
         """Gather the unit, and return the tensor that was packed; RuntimeError if it was changed in between."""
-        self.gradient_comes()
+        unit = self.unit
+        if unit.state is not State.BACKWARD or unit.began != self.began:
+            self.gradient_comes()
         if self.below is not None:
             return self.below[1](packed)
         tensor, before = packed
-        if engine.storage_id(tensor) == self.unit.storage_id:
+        if engine.storage_id(tensor) == unit.storage_id:
             self._check_weight(tensor)
-        if version(tensor) != before:  # autograd leaves this to hooks
+        if tensor._version != before:  # autograd leaves this to hooks
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.unit.name!r} saved a tensor of shape {tuple(tensor.shape)} at version {before}, "
-                f"which is at version {version(tensor)}"
+                f"{unit.name!r} saved a tensor of shape {tuple(tensor.shape)} at version {before}, "
+                f"which is at version {tensor._version}"
             )
         return tensor
 
