@@ -325,6 +325,7 @@ def test_one_quantity_with_two_values_is_found(book, tmp_path):
     (found,) = Book(tmp_path, book.folder).contradictions()
     assert found.startswith("NVIDIA H200 overlap train_step time ") and "num_ranks=2" in found
     assert all(f" ms on {name}" in found for name in shown)
+    assert f"one quantity, two values: {found}" in Book(tmp_path, book.folder).check()
     name = "ddp_overlap_individual_parameters_benchmarking"
     cited = f'{{{{ of("data_parallel_turns").time("overlap", {where}) }}}}'
     (tmp_path / "writeup" / f"{name}.md").write_text(f"# {name}\n\n{cited}\n")

@@ -133,18 +133,19 @@ class Book:
         return f"*{rows['device'].iloc[0]}, records of {dates}{age}{more}.*"
 
     def show(self, row: dict[str, Any]) -> None:
-        """Remember that the page in the making shows this row of a frame; calculated ones have no samples."""
+        """Remember that the page in the making prints this row of a frame; calculated ones have no samples."""
         if "median" not in row:
             return
-        value = f"{digits(float(row['median']), 4)} {row['unit']}"
+        value = f"{float(row['median']):.3g} {row['unit']}"  # as most numbers are printed
         self._shown.setdefault(quantity_of(row), {}).setdefault(value, set()).add(self._rendering)
 
     def contradictions(self) -> list[str]:
         """Quantities that pages show with several values, a line each: measured by two experiments, cited from both.
 
-        Looked at are the numbers in the text and the tables that a page shows whole.
+        Looked at are the numbers in the text and the tables that a page shows whole, of the pages made before, or of
+        all where none was.
         """
-        for name in self.names:
+        for name in () if self._shown else self.names:
             self.page(name)
         return [
             f"{quantity}: " + ", ".join(f"{value} on {' and '.join(sorted(pages))}" for value, pages in values.items())
@@ -175,6 +176,7 @@ class Book:
         """The README with its blocks made anew: `<!-- begin made: EXPRESSION -->`, the value, `<!-- end made -->`."""
 
         def made(block: re.Match[str]) -> str:
+            self._rendering = README
             value = attempt(f"the block {block[2]} of {README}", self._value, block[2])
             return f"{block[1]}\n{CANNOT_BE_MADE if value is None else value}\n\n{block[3]}"
 
@@ -265,13 +267,14 @@ class Book:
         return written
 
     def check(self) -> list[str]:
-        """What is stale, left out, typed by hand, too long, or without an answer at its beginning; a line each."""
+        """What is stale, left out, typed by hand, of two values, too long, or without an answer first; a line each."""
         cure = f"run `cs336-systems {self._report()}`"
         with warnings.catch_warnings(record=True) as told:  # a record that is left out is none to publish
             warnings.simplefilter("always", UserWarning)
             found = [f"{path}: differs from the records and pages; {cure}" for path, _ in self._stale()]
             words = len(self.document().split())
         found += dict.fromkeys(str(one.message) for one in told if issubclass(one.category, UserWarning))
+        found += (f"one quantity, two values: {line}" for line in self.contradictions())
         for name in self.names:
             found += [f"{PAGES}/{name}.md:{line}: {what}" for line, what in check_template(self.template(name))]
         if words > MOST_WORDS:
@@ -385,7 +388,6 @@ class Page:
             raise ValueError(f"{len(rows)} records of {self._problem} have {asked}, one is needed")
         if rows[0]["status"] != "ok":
             raise ValueError(f"{asked} is {rows[0]['status']}: {rows[0]['message']}")
-        self._book.show(rows[0])
         return rows[0]
 
     def number(
@@ -407,7 +409,12 @@ class Page:
         found = self.number(quantity, implementation, unit=unit, column=column, **where)
         if not isinstance(found, int | float):
             return escape(str(found))
-        unit = (unit or self._one(quantity, implementation, where)["unit"]) if column == "median" else ""
+        if column == "median":
+            row = self._one(quantity, implementation, where)
+            self._book.show(row)
+            unit = unit or row["unit"]
+        else:
+            unit = ""
         return f"{digits(float(found), significant)} {unit if unit != '1' else ''}".rstrip()
 
     def time(self, implementation: str | None = None, *, unit: str | None = None, **where: Any) -> str:
