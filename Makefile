@@ -19,6 +19,11 @@ TEST_PROCESSES ?= $(if $(strip $(VENV)),3)
 GPU_PROCESSES ?=
 GPU_RECORD ?= results/nvidia-h200/tests.jsonl
 SM90_TRITON ?= 3.6.0
+# Where torch comes from: on Linux without an NVIDIA GPU PyTorch's CPU builds, 0.2 GB to download in place of 3. Empty:
+# pip's own index.
+TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(wildcard /dev/nvidia[0-9]* /dev/dxg),,$(CPU_BUILDS)))
+CPU_BUILDS := https://download.pytorch.org/whl/cpu
+NEWEST_TORCH ?= 2.15.0
 
 # Revision and state of the code under test, empty without git; the results that a run writes do not make it dirty.
 COMMIT ?= $(shell git rev-parse --short=12 HEAD 2>/dev/null)
@@ -37,11 +42,18 @@ CHECK_PYTHON = command -v $(PYTHON) >/dev/null || \
     { echo "error: no $(PYTHON): install Python 3.11 or later, or set PYTHON" >&2; exit 1; }; \
     $(PYTHON) tools/check_python.py
 
+# The CPU build stays what it is in the installation that follows, as any build of the right version does.
+TORCH_FIRST = if [ -n "$(TORCH_INDEX)" ] && ! $(@D)/bin/python -c "import torch" 2>/dev/null; then \
+    echo "no NVIDIA GPU here: taking torch's CPU build (make TORCH_INDEX= takes pip's default)"; \
+    $(@D)/bin/python -m pip install --quiet --no-compile --retries 1 --timeout 15 --index-url $(TORCH_INDEX) \
+        $(addprefix -c ,$(CONSTRAINTS)) 'torch>=2.11,<2.16' || \
+    echo "$(TORCH_INDEX) could not be used: taking the torch of pip's own index"; fi
+
 # Python keeps what it has compiled, or every process of a test compiles its imports again: five seconds each.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-slow test-hf test-hf-slow test-gpu sanitize report lint notebooks notebooks-check grade course-tests fuzz check-wheel sm90-venv spills clean
+.PHONY: help venv test test-slow test-newest test-hf test-hf-slow test-gpu sanitize report lint notebooks notebooks-check grade course-tests fuzz check-wheel sm90-venv spills clean
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z0-9-]+:[^#]*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -52,7 +64,8 @@ ifneq ($(STAMP),)
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(CHECK_PYTHON)
 	test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev,notebooks]'
+	@$(TORCH_FIRST)
+	$(@D)/bin/python -m pip install --quiet --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e '.[lab,dev,notebooks]'
 	@touch $@
 endif
 
@@ -64,8 +77,14 @@ test-slow: $(STAMP) ## the tests that take long: whole runs, jobs of ranks, comp
 	$(if $(TEST_PROCESSES),OMP_NUM_THREADS=1 )$(RUN) -m pytest -m slow \
 	    $(addprefix --dist load -n ,$(TEST_PROCESSES)) $(PYTEST_ARGS)
 
+test-newest: ## the tests of the core with the newest torch and Triton, in .venv-newest (5 GB)
+	@$(CHECK_PYTHON)
+	test -x .venv-newest/bin/pip || $(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --no-compile torch==$(NEWEST_TORCH) -e '.[lab,dev]'
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -m 'not slow' $(addprefix --dist loadfile -n ,$(TEST_PROCESSES)) $(PYTEST_ARGS)
+
 test-hf: $(STAMP) ## install Transformers, then test what integrates with it
-	$(if $(STAMP),$(VENV)/bin/python -m pip install --quiet --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e '.[hf]')
+	$(if $(STAMP),$(VENV)/bin/python -m pip install --quiet --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e '.[lab,hf]')
 	$(RUN) -m pytest -m 'not slow' tests/test_integrations.py tests/test_transformers_models.py \
 	    tests/test_documents.py::test_the_script_for_transformers_trains_and_saves $(PYTEST_ARGS)
 
@@ -120,7 +139,7 @@ sm90-venv: .venv-sm90/.stamp-$(SM90_TRITON) ## an environment with the GPU machi
 .venv-sm90/.stamp-$(SM90_TRITON):
 	@$(CHECK_PYTHON)
 	test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e . pytest hypothesis
+	$(@D)/bin/python -m pip install --quiet --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e '.[lab]' pytest hypothesis
 	$(@D)/bin/python -m pip install --quiet --no-deps triton==$(SM90_TRITON)
 	@touch $@
 

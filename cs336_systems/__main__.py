@@ -1,6 +1,22 @@
 """`python -m cs336_systems` is `cs336-systems`."""
 
-from cs336_systems.cli import main
+import sys
+
+LAB = ("altair", "jinja2", "matplotlib", "pandas", "rich", "scipy", "tabulate", "typer", "vl_convert")
+
+
+def main() -> None:
+    """Run the command line; exit code 2 and one line where the packages of the extra `lab` are not installed."""
+    try:
+        from cs336_systems.cli import main as run
+    except ModuleNotFoundError as error:
+        if error.name not in LAB:
+            raise
+        message = f"{error.name} is not installed: the command line needs the extra 'lab', pip install 'cs336-systems[lab]'"
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(2) from None
+    run()
+
 
 if __name__ == "__main__":
     main()
