@@ -12,8 +12,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in LAB:
             raise
-        message = f"{error.name} is not installed: the command line needs the extra 'lab', pip install 'cs336-systems[lab]'"
-        print(f"error: {message}", file=sys.stderr)
+        cure = "the command line needs the extra 'lab': pip install 'cs336-systems[lab]'"
+        print(f"error: {error.name} is not installed, and {cure}", file=sys.stderr)
         raise SystemExit(2) from None
     run()
 

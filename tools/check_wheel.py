@@ -110,7 +110,8 @@ def check_contents(wheel: Path) -> str:
 def needed_by(wheel: Path, extra: str = "") -> set[str]:
     """The names of the installed distributions that `wheel` and its `extra` need, and of what those need in turn."""
     with zipfile.ZipFile(wheel) as archive:
-        metadata = email.message_from_bytes(archive.read(next(n for n in archive.namelist() if n.endswith("/METADATA"))))
+        (name,) = (one for one in archive.namelist() if one.endswith("/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
     asked = [(text, extra) for text in metadata.get_all("Requires-Dist", [])]
     found: set[str] = set()
     while asked:
