@@ -93,9 +93,12 @@ def train(
         _check_memory(config, options)
         # torchrun ends its ranks by SIGTERM while they wait in a collective, where no handler of Python's would run.
         numbers = () if is_torchrun() else ENDING
-        with ends_at_a_signal(lambda: f"interrupted: {_left_behind(options)}" if _is_first_rank() else "", numbers):
-            with shared.out_of_memory_in_one_line():
-                result = _run(config, options)
+
+        def left_behind() -> str:
+            return f"interrupted: {_left_behind(options)}" if _is_first_rank() else ""
+
+        with ends_at_a_signal(left_behind, numbers), shared.out_of_memory_in_one_line():
+            result = _run(config, options)
     if result is not None:
         _summarise(config, options, result)
 
