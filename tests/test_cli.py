@@ -23,6 +23,7 @@ from cs336_systems.experiments.harness import Sweep
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.spec import measured_problems
 from cs336_systems.handout import HANDOUT
+from cs336_systems.measure.text import write_whole
 from cs336_systems.measure.trace import Kernel, Trace
 from tests.command_line import ROOT, assert_refused, interrupt, invoke, start, tiny_run
 from tests.processes import is_running, wait_until
@@ -332,17 +333,47 @@ def test_what_the_user_says_of_waiting_threads_stays():
 
 @pytest.mark.parametrize(
     ("command_line", "during"),
-    [("generate --out .", "training.folder.read_config"), ("profile small", "device.resolve_device")],
+    [
+        ("generate --out .", "training.folder.read_config"),
+        ("profile small", "device.resolve_device"),
+        ("report", "device.get_device_info"),
+        ("memory --model small", "experiments.model_memory.simulated_trace"),
+        ("compare a b", "compare.read_all"),
+        ("list", "experiments.spec.outlines"),
+    ],
 )
 def test_ctrl_c_has_a_word_for_every_command(command_line, during, monkeypatch):
-    """These two ended with 130 and said nothing."""
+    """These ended with 130 and said nothing."""
 
-    def interrupted(_):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(f"cs336_systems.{during}", interrupted)
     result = invoke(*command_line.split())
     assert result.exit_code == 130 and result.stderr == "interrupted\n"
+
+
+def test_a_termination_has_a_word_for_every_command(monkeypatch):
+    """`report` ended by SIGTERM itself, in the middle of a file."""
+    monkeypatch.setattr("cs336_systems.device.get_device_info", lambda _: signal.raise_signal(signal.SIGTERM))
+    result = invoke("report")
+    assert result.exit_code == 143 and result.stderr == "interrupted\n"
+
+
+def test_a_file_is_written_whole_or_left_as_it_was(tmp_path, monkeypatch):
+    """A report that was ended while it was written was half of one."""
+    page = tmp_path / "report.html"
+    write_whole(page, "before\n")
+
+    def ended(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("os.replace", ended)
+        write_whole(page, "after\n")
+    assert page.read_text() == "before\n"
+    write_whole(page, "after\n")
+    assert page.read_text() == "after\n" and list(tmp_path.iterdir()) == [page], "nothing aside is left"
 
 
 def test_count_and_time_of_the_progress_bar_fit_into_80_columns(monkeypatch):
