@@ -90,7 +90,6 @@ def train(
             sample_bytes=SAMPLE_BYTES,
             device=resolve_device(device),
         )
-        _check_memory(config, options)
         # torchrun ends its ranks by SIGTERM while they wait in a collective, where no handler of Python's would run.
         numbers = () if is_torchrun() else ENDING
 
@@ -179,6 +178,7 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
         corpus.check(config.model.context_length)
     except ValueError as error:
         raise ValueError(f"{error} (a tenth of the text is held out)") from None
+    _check_memory(config, options)
     if options.out is not None and not options.resume:
         try:
             options.out.mkdir(parents=True, exist_ok=True)
