@@ -129,7 +129,8 @@ def record_files(path: Path, problem: str | None = None) -> list[Path]:
 
 def read_all(path: Path, problem: str | None = None) -> list[Record]:
     """Every record that `path` means (of `problem`), in the order written; ValueError where there is none."""
-    records = [record for file in record_files(path, problem) for record in read_records(file)]
+    found = [record for file in record_files(path, problem) for record in read_records(file)]
+    records = [record for record in found if problem in (None, record.problem)]
     if not records:
         raise ValueError(f"{path}: no records{f' of {problem}' if problem else ''}")
     return records

@@ -38,6 +38,7 @@ import pandas as pd
 import torch
 import vl_convert
 from IPython.display import Image, Markdown, display
+from matplotlib.patches import Patch
 
 import cs336_systems
 from cs336_systems.accounting import eager_attention_part_flops
@@ -51,6 +52,7 @@ from cs336_systems.measure.capture import capture
 from cs336_systems.measure.kernels import CATEGORIES
 from cs336_systems.measure.ranges import SCORES, SOFTMAX, VALUES, annotate
 from cs336_systems.measure.timing import time_calls
+from cs336_systems.measure.trace import Kernel
 from cs336_systems.model import build_model
 from cs336_systems.notebook import check, show
 
@@ -159,32 +161,46 @@ check(
 # %% [markdown]
 # ## 3. The timeline, drawn from the same list
 #
-# What Perfetto or Nsight Systems shows is these events against time. The first line is the module that launched a
-# kernel, the second its category.
+# What Perfetto or Nsight Systems shows is these events against time. The upper line is the module that launched a
+# kernel, the lower one its category. The legend names the colours that occur in this step.
 
 # %%
-COLOURS = dict(zip(CATEGORIES, plt.cm.tab10.colors, strict=False))
+REST = "rest: sums of blocks, loss"
+MODULE_COLOURS = {
+    "embedding": "#DDCC77",
+    "norm": "#44AA99",
+    "attention": "#D55E00",
+    "feed_forward": "#56B4E9",
+    "head": "#882255",
+    "optimizer": "#332288",
+    REST: "#BBBBBB",
+}
+CATEGORY_COLOURS = dict(zip(CATEGORIES, plt.cm.tab10.colors, strict=False))
+
+
+def module_of(kernel: Kernel) -> str:
+    """The innermost module around the kernel that has a colour."""
+    if kernel.phase == "optimizer":
+        return "optimizer"
+    roles = [name.partition(":")[0] for name in reversed(kernel.ranges)]
+    return next((role for role in roles if role in MODULE_COLOURS), REST)
+
+
 shown = trace.select(step=0)
 begin = shown[0].start_us
-roles = ("embedding", "norm", "attention", "feed_forward", "head")
-palette = dict(zip(roles, ("#DDCC77", "#44AA99", "#D55E00", "#56B4E9", "#882255")))
-figure, axes = plt.subplots(figsize=(9.5, 2.6))
-for kernel in shown:
-    inner = [name.partition(":")[0] for name in kernel.ranges if ":" in name and name.partition(":")[0] in roles]
-    position = ((kernel.start_us - begin) / 1e3, kernel.duration_us / 1e3)
-    part = inner[-1] if inner else kernel.phase
-    axes.broken_barh([position], (1.1, 0.8), color=palette.get(part, "#332288" if part == "optimizer" else "#BBBBBB"))
-    axes.broken_barh([position], (0.1, 0.8), color=COLOURS[kernel.category])
-for label, shade in {
-    **palette,
-    "matmul": COLOURS["gemm"],
-    "softmax": COLOURS["softmax"],
-    "optimizer": COLOURS["optimizer"],
-}.items():
-    axes.bar(0, 0, color=shade, label=label)
-axes.set_yticks([0.5, 1.5], ["category", "module"])
+bars = [((kernel.start_us - begin) / 1e3, kernel.duration_us / 1e3) for kernel in shown]
+lanes = {
+    "module": ([module_of(kernel) for kernel in shown], MODULE_COLOURS),
+    "category": ([kernel.category for kernel in shown], CATEGORY_COLOURS),
+}
+figure, axes = plt.subplots(figsize=(9.5, 2.2))
+for place, (title, (labels, colours)) in enumerate(lanes.items()):
+    axes.broken_barh(bars, (0.6 - place, 0.8), facecolors=[colours[label] for label in labels])
+    named = [Patch(color=colours[label], label=label) for label in colours if label in labels]
+    legend = figure.legend(handles=named, title=title, loc=f"outside lower {('left', 'right')[place]}", ncols=3)
+    legend.set(frame_on=False)
+axes.set_yticks([1, 0], lanes)
 axes.set_xlabel("time since the step began (ms)")
-axes.legend(ncols=4, frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.3))
 show(figure, "Timeline of one training step: forward, backward, optimizer, coloured by module and by category")
 
 # %% [markdown]

@@ -10,17 +10,20 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
+import typer
 from rich.console import Console
 
 from cs336_systems.attention import compilation
 from cs336_systems.cli import main
 from cs336_systems.commands import kernels, sweeps
 from cs336_systems.commands.profile import show_trace
-from cs336_systems.commands.shared import wait_briefly
+from cs336_systems.commands.shared import one_line_errors, out_of_memory_in_one_line, wait_briefly
 from cs336_systems.config import MODEL_SIZES, RunConfig
+from cs336_systems.experiments.harness import Sweep
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.spec import measured_problems
 from cs336_systems.handout import HANDOUT
+from cs336_systems.measure.text import write_whole
 from cs336_systems.measure.trace import Kernel, Trace
 from tests.command_line import ROOT, assert_refused, interrupt, invoke, start, tiny_run
 from tests.processes import is_running, wait_until
@@ -52,6 +55,7 @@ REFUSALS = [
     ("run dense_masks --head-dim 0", "--head-dim must be positive numbers"),
     ("run dense_masks --stages", "--stages has no effect on dense_masks"),
     ("run flash_benchmarking --stages --implementation eager", "give --stages or --implementation"),
+    (f"run dense_masks --heads {10**29}", "error: --heads must be at most 2147483647 each, got 1000"),
     ("tune flash --kernel up", "--kernel must be one of forward, dkdv, dq, got 'up'"),
     ("tune flash --head-dim 257", "--head-dim must be between 1 and 256, got 257"),
     ("tune flash --seqlen 0", "error: --seqlen must be a positive int, got 0"),
@@ -67,6 +71,8 @@ REFUSALS = [
     (f"doctor --mask causal --seqlen {2**40}", "tiles, and at most 4,194,304 are diagnosed"),
     ("doctor --mask causal+dilated:8192/2 --seqlen 262144", "2,147,483,648 pairs of tokens of dilated:8192/2"),
     (f"doctor --mask random:0.5 --seed {2**70}", "seed must be at most 9223372036854775807"),
+    ("profile small-proxy --full --device cpu", "a full mask is an option of attention shapes"),
+    ("profile 1x1x64x32 --model a:B --device cpu", "--model is an option of models, and '1x1x64x32' is an"),
     ("profile nothing", "case must be a model size"),
     ("profile 0x1x64x32", "case must be a model size"),
     ("profile small-proxy --tool vtune", "--tool must be one of torch, nsys, ncu, got 'vtune'"),
@@ -79,12 +85,19 @@ REFUSALS = [
     ("memory --batch -1", "error: --batch must be a positive int, got -1"),
     ("memory --context 0", "error: --context must be a positive int, got 0"),
     ("memory --fits many", "--fits must be a number with one of B, "),
+    ("memory --snapshot nothing.pickle", "error: --snapshot nothing.pickle: no such file"),
+    ("memory --snapshot nothing.pickle --batch 2", "--snapshot is read as it is, without --batch"),
+    (f"generate --out nowhere --seed {2**63}", "error: --seed must be from 0 to 9223372036854775807, got 9223"),
     ("generate --out nowhere --length 0", "--length must be at least 1, got 0"),
     ("memory --model small --checkpoint half", "--checkpoint must be none, "),
     ("compare nothing nothing", "nothing: no such file or folder"),
     ("compare a b --threshold -1", "--threshold must be a finite percentage, not negative, got -1.0"),
     ("compare a b --fail-on all", "--fail-on must be one of regression, any, none, got 'all'"),
+    ("compare a b --problem flash", "unknown problem 'flash'; did you mean 'flash_benchmarking'? `cs336-"),
     ("report", "no records of this machine"),
+    ("report --check --folder x", "give --check alone"),
+    ("grade nothing.py --time-limit inf", "--time-limit must be positive and at most 86400 seconds, got inf"),
+    ("train --device cpu --batch 1000000000000", "usable here: take a smaller --batch, "),
     ("report --folder nothing", "no records in"),
 ]  # fmt: skip
 
@@ -96,11 +109,46 @@ def test_wrong_arguments_are_one_line(command_line, message, tmp_path, monkeypat
     assert not any(tmp_path.rglob("*.jsonl"))
 
 
+@pytest.mark.parametrize("text", ["def f(:", "raise SystemExit(3)", "raise KeyError('x')"])
+def test_an_implementation_whose_file_fails_is_refused_in_one_line(text, tmp_path, monkeypatch):
+    """A mistake in a reader's own file ended in a traceback, or without a word."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_file", raising=False)
+    (tmp_path / "own_file.py").write_text(text)
+    arguments = tiny_run(tmp_path, "flash_benchmarking", "--implementation", "own_file:X")
+    assert_refused(invoke(*arguments), "--implementation must be package.module:Name, 'own_file:X' cannot be loaded: ")
+
+
+def test_a_refused_run_leaves_the_folder_free(tmp_path, monkeypatch):
+    """The file of the lock stayed open until the garbage collector found it."""
+    unlocked = []
+    unlock = Sweep.unlock
+    monkeypatch.setattr(Sweep, "unlock", lambda sweep: unlocked.append(sweep.folder) or unlock(sweep))
+    refused = invoke(*tiny_run(tmp_path, "flash_benchmarking", "--implementation", "flex"))
+    assert_refused(refused, "flash_benchmarking has no cells of flex")
+    assert len(unlocked) == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError("8 TB"), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_memory_that_runs_out_is_one_line(error, capsys):
+    """Both ended in a traceback."""
+    with pytest.raises(typer.Exit) as end, out_of_memory_in_one_line():
+        raise error
+    assert end.value.exit_code == 1
+    assert capsys.readouterr().err == f"error: out of memory, take a smaller batch, context or model: {error}\n"
+
+
+def test_other_errors_of_ours_keep_their_traceback():
+    with pytest.raises(RuntimeError, match="a mistake of ours"), one_line_errors(), out_of_memory_in_one_line():
+        raise RuntimeError("a mistake of ours")
+
+
 @pytest.mark.parametrize("blocked", ["records", "records/leaderboard_2025.jsonl"])
 def test_records_that_cannot_be_written_are_refused_before_anything_is_measured(tmp_path, blocked):
     """A folder in the place of a file of records once failed behind the first cell."""
     from cs336_systems.device import get_device_info
-    from cs336_systems.experiments.harness import Sweep, results_folder
+    from cs336_systems.experiments.harness import results_folder
 
     path = results_folder(tmp_path, get_device_info("cpu"), RunConfig(scale="tiny", device="cpu")) / blocked
     if path.suffix:
@@ -117,6 +165,9 @@ def test_report_without_records(tmp_path):
     (tmp_path / "something" / "records").mkdir(parents=True)
     refused = invoke("report", "--results", tmp_path, "--folder", "nothing")
     assert_refused(refused, "nothing; there are some of something, or measure something first: cs336-systems run --all")
+    refused = invoke("report", "--results", tmp_path, "--folder", "something", "--problem", "flash_benchmarking")
+    assert_refused(refused, "no records of flash_benchmarking in ")
+    assert refused.stderr.endswith("cs336-systems run flash_benchmarking\n"), "once there was no word at all"
 
 
 def test_list_and_doctor():
@@ -282,17 +333,47 @@ def test_what_the_user_says_of_waiting_threads_stays():
 
 @pytest.mark.parametrize(
     ("command_line", "during"),
-    [("generate --out .", "training.folder.read_config"), ("profile small", "device.resolve_device")],
+    [
+        ("generate --out .", "training.folder.read_config"),
+        ("profile small", "device.resolve_device"),
+        ("report", "device.get_device_info"),
+        ("memory --model small", "experiments.model_memory.simulated_trace"),
+        ("compare a b", "compare.read_all"),
+        ("list", "experiments.spec.outlines"),
+    ],
 )
 def test_ctrl_c_has_a_word_for_every_command(command_line, during, monkeypatch):
-    """These two ended with 130 and said nothing."""
+    """These ended with 130 and said nothing."""
 
-    def interrupted(_):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(f"cs336_systems.{during}", interrupted)
     result = invoke(*command_line.split())
     assert result.exit_code == 130 and result.stderr == "interrupted\n"
+
+
+def test_a_termination_has_a_word_for_every_command(monkeypatch):
+    """`report` ended by SIGTERM itself, in the middle of a file."""
+    monkeypatch.setattr("cs336_systems.device.get_device_info", lambda _: signal.raise_signal(signal.SIGTERM))
+    result = invoke("report")
+    assert result.exit_code == 143 and result.stderr == "interrupted\n"
+
+
+def test_a_file_is_written_whole_or_left_as_it_was(tmp_path, monkeypatch):
+    """A report that was ended while it was written was half of one."""
+    page = tmp_path / "report.html"
+    write_whole(page, "before\n")
+
+    def ended(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("os.replace", ended)
+        write_whole(page, "after\n")
+    assert page.read_text() == "before\n"
+    write_whole(page, "after\n")
+    assert page.read_text() == "after\n" and list(tmp_path.iterdir()) == [page], "nothing aside is left"
 
 
 def test_count_and_time_of_the_progress_bar_fit_into_80_columns(monkeypatch):

@@ -242,7 +242,9 @@ def test_folders_of_other_runs_are_refused(tmp_path):
     config = out / "config.json"
     assert json.loads(config.read_text())["text_sha256"] == hashlib.sha256(ALICE.read_bytes()).hexdigest()
     config.write_text(config.read_text()[:40])
-    refused("config.json is damaged: ")
+    refused("config.json is damaged: JSONDecodeError: ")
+    config.write_text(100_000 * "[")
+    refused("config.json is damaged: RecursionError: ")
 
 
 def test_a_run_that_goes_on_for_more_steps_says_what_they_change(tmp_path, capsys):

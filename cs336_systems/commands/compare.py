@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from cs336_systems.commands.shared import one_line_errors
+from cs336_systems.commands.shared import one_line_errors, unknown_problem
 from cs336_systems.commands.tables import show_table, show_text
 from cs336_systems.measure.text import printable
 
@@ -42,9 +42,12 @@ def compare(
     a problem.
     """
     from cs336_systems.compare import compare_records, exit_code, read_all
+    from cs336_systems.experiments.spec import measured_problems
 
     with one_line_errors():
         check_options(threshold, fail_on)
+        if problem is not None and problem not in measured_problems():
+            raise ValueError(unknown_problem(problem))
         sides = [read_all(path, problem) for path in (base, target)]
         comparison = compare_records(*sides, threshold_percent=threshold)
         code = exit_code(comparison, fail_on)  # type: ignore[arg-type]

@@ -6,7 +6,13 @@ from typing import Annotated
 
 import typer
 
-from cs336_systems.commands.shared import DeviceOption, ends_at_a_signal, one_line_errors, wait_briefly
+from cs336_systems.commands.shared import (
+    DeviceOption,
+    ends_at_a_signal,
+    one_line_errors,
+    out_of_memory_in_one_line,
+    wait_briefly,
+)
 
 
 def generate(
@@ -33,10 +39,13 @@ def generate(
             raise ValueError("--prompt must not be empty")
         if length < 1:
             raise ValueError(f"--length must be at least 1, got {length}")
+        if not 0 <= seed < 2**63:
+            raise ValueError(f"--seed must be from 0 to {2**63 - 1}, got {seed}")
         config, _ = read_config(out)
         on = torch.device(resolve_device(device))
         dtype = getattr(torch, config.precision.parameters)
-        model = build_model(config.model, attention="sdpa", device=on, dtype=dtype)
-        load_checkpoint(out / "checkpoints", model)
-        written = write_text(model, prompt, length, device=on, temperature=temperature, top_p=top_p, seed=seed)
+        with out_of_memory_in_one_line():
+            model = build_model(config.model, attention="sdpa", device=on, dtype=dtype)
+            load_checkpoint(out / "checkpoints", model)
+            written = write_text(model, prompt, length, device=on, temperature=temperature, top_p=top_p, seed=seed)
         typer.echo(prompt + written)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cs336_systems.grading.grade import Result
 
 EXIT_POINTS_LOST = 1
+LONGEST_S = 86_400  # a day
 
 
 def grade(
@@ -31,8 +32,8 @@ def grade(
 
         if edition not in (None, *EDITIONS):
             raise ValueError(f"--edition must be one of {', '.join(map(str, EDITIONS))}, got {edition}")
-        if not time_limit > 0:
-            raise ValueError(f"--time-limit must be positive, got {time_limit}")
+        if not 0 < time_limit <= LONGEST_S:
+            raise ValueError(f"--time-limit must be positive and at most {LONGEST_S} seconds, got {time_limit}")
         if adapters.is_dir():
             raise ValueError(f"{adapters} is a folder; name the file with the adapters, as {adapters}/adapters.py")
         if not adapters.is_file():

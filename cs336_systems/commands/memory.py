@@ -15,9 +15,11 @@ from cs336_systems.measure.text import printable
 EXIT_DOES_NOT_FIT = 1
 GIB = 2**30
 NUM_LARGEST = 8
+OF_A_PREDICTION = ("model", "context", "batch", "mode", "attention", "parameters", "autocast", "checkpoint")
 
 
 def memory(
+    given: typer.Context,
     model: Annotated[
         str, typer.Option(help="A size of the handouts: small, medium, large, xl, 10b, xl-2025, 2.7b-2025, 8b.")
     ] = "xl",
@@ -45,6 +47,10 @@ def memory(
         if snapshot is not None:
             from cs336_systems.measure.snapshot import read_snapshot
 
+            if without_effect := [f"--{name}" for name in OF_A_PREDICTION if _is_typed(given, name)]:
+                raise ValueError(f"--snapshot is read as it is, without {', '.join(without_effect)}")
+            if not snapshot.exists():
+                raise ValueError(f"--snapshot {snapshot}: no such file")
             trace = read_snapshot(snapshot)
             title = snapshot.name
         else:
@@ -84,6 +90,12 @@ def memory(
         typer.echo(f"{verdict} in {fits}: peak {peak / GIB:.2f} GiB of {limit / GIB:.2f} GiB")
         if peak > limit:
             raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def _is_typed(given: typer.Context, name: str) -> bool:
+    """Whether the option `name` was on the command line."""
+    source = given.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def parse_bytes(text: str) -> int:

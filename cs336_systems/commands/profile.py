@@ -77,7 +77,7 @@ def profile(
     """Run one case under a profiler: where the time goes, as tables, and a trace for https://ui.perfetto.dev."""
     with one_line_errors(context_length="context"), ends_at_a_signal("interrupted"):
         from cs336_systems.accounting import predicted_peak_bytes
-        from cs336_systems.config import RunConfig
+        from cs336_systems.config import ModelCase, RunConfig
         from cs336_systems.device import get_device_info, interpret_kernels, resolve_device
 
         kind = resolve_device(device)
@@ -103,6 +103,8 @@ def profile(
             case, implementation=implementation, mode=mode, precision=precision, batch=batch, context=context,
             attention=attention, is_causal=causal,
         )  # fmt: skip
+        if model is not None and not isinstance(parsed, ModelCase):
+            raise ValueError(f"--model is an option of models, and {case!r} is an attention shape")
         parts = [case, mode, implementation, precision, *([attention] if attention != "reference" else [])]
         parts += [f"{name}{size}" for name, size in (("context", context), ("batch", batch)) if size is not None]
         parts += [] if causal else ["full"]

@@ -57,6 +57,8 @@ def report(
             if name not in measured_problems():
                 raise ValueError(unknown_problem(name))
         if check:
+            if folder is not None or only:
+                raise ValueError("give --check alone: it checks the published pages, without --folder and --problem")
             found = Book(Path(), published).check()
             for difference in found:
                 typer.echo(printable(difference), err=True)
@@ -71,8 +73,9 @@ def report(
             if path.name == PUBLISHED_FOLDER and is_here and not only:
                 for file in Book(Path(), path).write():
                     typer.echo(f"written: {file}")
-        if not pages and not only:
-            raise ValueError(f"no records in {path}; measure something first: cs336-systems run --all")
+        if not pages:
+            of, what = (f" of {', '.join(only)}", " ".join(only)) if only else ("", "--all")
+            raise ValueError(f"no records{of} in {path}; measure something first: cs336-systems run {what}")
         if any(issubclass(category, NotMade) for category in told):
             raise typer.Exit(EXIT_NOT_WHOLE)
 

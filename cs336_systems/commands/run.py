@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cs336_systems.experiments.spec import Cell
 
 
+LARGEST_SIZE = 2**31 - 1  # of a dimension: a kernel's index
 MOST_REASONS = 8  # why cells of a problem were skipped, as lines on the terminal
 
 
@@ -93,17 +94,18 @@ def run(
             config, results, chosen, commit, dirty, rerun=rerun, implementations=implementation, interpret=interpret,
             shard=part,
         )  # fmt: skip
-        pending = {name: sweep.pending(name) for name in chosen}
-        for name, (cells, finished) in pending.items():
-            if not cells and not finished and part.count == 1:
-                raise ValueError(f"{name} has no cells of {', '.join(implementation or [])} at scale {scale}")
-    todo = sum(len(cells) for cells, _ in pending.values())
-    if todo:
-        what = f"{_count(todo, 'cell')} of {_count(len(chosen), 'problem')}"
-        typer.echo(f"{what} at scale {scale} into {sweep.folder}", err=True)
     totals: Counter[str] = Counter()
     started = time.monotonic()
     with measuring(sweep):
+        with one_line_errors():
+            pending = {name: sweep.pending(name) for name in chosen}
+            for name, (cells, finished) in pending.items():
+                if not cells and not finished and part.count == 1:
+                    raise ValueError(f"{name} has no cells of {', '.join(implementation or [])} at scale {scale}")
+        todo = sum(len(cells) for cells, _ in pending.values())
+        if todo:
+            what = f"{_count(todo, 'cell')} of {_count(len(chosen), 'problem')}"
+            typer.echo(f"{what} at scale {scale} into {sweep.folder}", err=True)
         for name in chosen:
             left = None if time_budget is None else time_budget - (time.monotonic() - started)
             totals += _run_problem(sweep, name, *pending[name], left)
@@ -172,6 +174,8 @@ def _sizes(option: str, text: str | None) -> tuple[int, ...]:
     parts = [] if text is None else text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
         raise ValueError(f"{option} must be positive numbers with commas between them, got {text!r}")
+    if too_large := [part for part in parts if len(part) > len(str(LARGEST_SIZE)) or int(part) > LARGEST_SIZE]:
+        raise ValueError(f"{option} must be at most {LARGEST_SIZE} each, got {too_large[0]}")
     return tuple(int(part) for part in parts)
 
 

@@ -85,6 +85,21 @@ def one_line_errors(**options: str) -> Iterator[None]:
 
 
 @contextmanager
+def out_of_memory_in_one_line() -> Iterator[None]:
+    """Turn memory that runs out within, a GPU's or the host's, into one line and exit code 1."""
+    import torch
+
+    from cs336_systems.measure.memory import one_out_of_memory_error
+
+    try:
+        with one_out_of_memory_error():
+            yield
+    except torch.OutOfMemoryError as error:
+        typer.echo(f"error: out of memory, take a smaller batch, context or model: {in_one_line(error)}", err=True)
+        raise typer.Exit(EXIT_NOTHING_MEASURED) from None
+
+
+@contextmanager
 def warnings_as_lines() -> Iterator[list[type[Warning]]]:
     """Print each warning within as a line on stderr, without the place in the code; gives their categories so far."""
     told: list[type[Warning]] = []

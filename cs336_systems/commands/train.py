@@ -92,7 +92,11 @@ def train(
         )
         # torchrun ends its ranks by SIGTERM while they wait in a collective, where no handler of Python's would run.
         numbers = () if is_torchrun() else ENDING
-        with ends_at_a_signal(lambda: f"interrupted: {_left_behind(options)}" if _is_first_rank() else "", numbers):
+
+        def left_behind() -> str:
+            return f"interrupted: {_left_behind(options)}" if _is_first_rank() else ""
+
+        with ends_at_a_signal(left_behind, numbers), shared.out_of_memory_in_one_line():
             result = _run(config, options)
     if result is not None:
         _summarise(config, options, result)
@@ -108,6 +112,21 @@ def _check_paths(text: Path | None, out: Path | None) -> None:
         if folder.exists() and not folder.is_dir():
             which = f"{out}: {folder}" if folder != out else out
             raise ValueError(f"--out {which} is a file, not a folder")
+
+
+def _check_memory(config: TrainingConfig, options: RunOptions) -> None:
+    """ValueError where a rank on a CPU is predicted to need more than there is: it would be killed without a word."""
+    from cs336_systems.accounting import model_peak_bytes
+    from cs336_systems.config import ModelCase
+    from cs336_systems.device import get_device_info
+    from cs336_systems.experiments.harness import predicted_overflow
+
+    batch = config.rank_batch // config.accumulation
+    case = ModelCase(model=config.model, batch=batch, attention=config.attention, precision=config.precision)
+    # The least that any wrapper needs: some share the weights among the ranks, which share sequences, too.
+    num_bytes = model_peak_bytes(case, "train_step") // config.num_ranks
+    if why := predicted_overflow(num_bytes, get_device_info(options.device)):
+        raise ValueError(f"{why}: take a smaller --batch, --context-length or --size, or more --accumulation")
 
 
 def _left_behind(options: RunOptions) -> str:
@@ -159,6 +178,7 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
         corpus.check(config.model.context_length)
     except ValueError as error:
         raise ValueError(f"{error} (a tenth of the text is held out)") from None
+    _check_memory(config, options)
     if options.out is not None and not options.resume:
         try:
             options.out.mkdir(parents=True, exist_ok=True)

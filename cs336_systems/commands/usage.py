@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from cs336_systems.commands.shared import EXIT_WRONG_ARGUMENT, one_line_errors
+from cs336_systems.commands.shared import EXIT_WRONG_ARGUMENT, ends_at_a_signal, one_line_errors
 from cs336_systems.measure.text import in_one_line
 
 # Typer exports only this one of the family; some versions have it from click, others carry their own copy.
@@ -47,7 +47,11 @@ class _Checked:
 
 
 class Command(_Checked, TyperCommand):
-    """A command of ours."""
+    """A command of ours; Ctrl-C and a termination have a word where it has none of its own."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with ends_at_a_signal("interrupted"):
+            return super().invoke(ctx)
 
 
 class Group(_Checked, TyperGroup):

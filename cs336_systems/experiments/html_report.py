@@ -20,7 +20,7 @@ from cs336_systems.experiments.placing import attempt, of_one_machine, place_rec
 from cs336_systems.experiments.records import Record, failures, read_records
 from cs336_systems.experiments.spec import Experiment, experiments
 from cs336_systems.experiments.tables import Table
-from cs336_systems.measure.text import in_one_line
+from cs336_systems.measure.text import in_one_line, write_whole
 
 PAGE = "report.html"
 
@@ -59,7 +59,7 @@ def write_report(folder: Path, published: Path | None = None, only: Collection[s
         sections=sections,
         library=library,
     )
-    (folder / PAGE).write_text(text, encoding="utf-8", newline="\n")
+    write_whole(folder / PAGE, text)
     counts = {name: Counter(record.status for record in records) for name, records in measured.items()}
     return [
         f"{name}, rows: {', '.join(f'{count} {status}' for status, count in of.most_common())}"

@@ -145,8 +145,9 @@ def load_name(name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"implementation must be package.module:Name, {name!r} cannot be loaded: {error}") from error
+    except (Exception, SystemExit) as error:  # importing runs the reader's code, which may raise anything
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"implementation must be package.module:Name, {name!r} cannot be loaded: {why}") from error
 
 
 def ran(kernel: str, device: str) -> str:

@@ -42,6 +42,7 @@ from cs336_systems.experiments.tables import ABSENT, Table, escape
 from cs336_systems.experiments.worker import MOST_HELD_BYTES
 from cs336_systems.handout import COMMANDS, HANDOUT
 from cs336_systems.measure.sources import older_hashes, reached, sources_hash
+from cs336_systems.measure.text import write_whole
 
 PAGES = "writeup"  # the folder of templates
 DOCUMENT = "writeup.md"
@@ -255,7 +256,7 @@ class Book:
         for path, made in self._stale():
             path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(made, str):
-                path.write_text(made, encoding="utf-8", newline="\n")
+                write_whole(path, made)
             else:
                 write_png(made, path)
                 digests[path.name] = digest(made)
@@ -263,7 +264,7 @@ class Book:
         if digests != self._digests():
             text = json.dumps(dict(sorted(digests.items())), indent=1) + "\n"
             (self.folder / "figures").mkdir(parents=True, exist_ok=True)
-            (self.folder / "figures" / DIGESTS).write_text(text, encoding="utf-8", newline="\n")
+            write_whole(self.folder / "figures" / DIGESTS, text)
         return written
 
     def check(self) -> list[str]:

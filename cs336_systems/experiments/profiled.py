@@ -91,6 +91,8 @@ def parse_case(
             f"case must be a model size ({', '.join(MODEL_SIZES)}, or one of them with {PROXY}) or an attention shape "
             f"BATCHxHEADSxSEQxHEAD_DIM, got {text!r}"
         )
+    if not is_causal:
+        raise ValueError(f"a full mask is an option of attention shapes, and {text!r} is a model size")
     model = proxy_model(size) if text.endswith(PROXY) else MODEL_SIZES[size]
     if context is not None:
         model = replace(model, context_length=context)

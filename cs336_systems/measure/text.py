@@ -1,4 +1,14 @@
-"""Text from files, made safe to show: a terminal obeys control characters, and cannot encode half a surrogate pair."""
+"""Text made safe to show and written whole: a terminal obeys control characters, and cannot encode half a pair."""
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to `path` in one step: whoever ends this process leaves the old file or the new one."""
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(text, encoding="utf-8", newline="\n")
+    os.replace(aside, path)
 
 
 def printable(text: str) -> str:

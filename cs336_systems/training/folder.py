@@ -44,8 +44,8 @@ def read_config(out: Path) -> tuple[TrainingConfig, str]:
         text_sha256 = fields.pop(TEXT_SHA256)
         nested = {"model": ModelConfig(**fields["model"]), "precision": Precision(**fields["precision"])}
         return TrainingConfig(**fields | nested), text_sha256
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
 class RunFolder:
