@@ -4,6 +4,7 @@ import importlib
 import io
 import re
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -404,3 +405,12 @@ def test_a_missing_package_is_named_in_one_line(capsys, monkeypatch):
         main(needs_pandas)
     assert ended.value.code == 2
     assert capsys.readouterr().err == "error: pandas is not installed: pip install pandas\n"
+
+
+def test_the_core_alone_says_which_extra_the_command_line_needs():
+    """A light installation ended in a traceback."""
+    code = "import sys; sys.modules['typer'] = None; from cs336_systems.__main__ import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2 and result.stdout == ""
+    cure = "the command line needs the extra 'lab': pip install 'cs336-systems[lab]'"
+    assert result.stderr == f"error: typer is not installed, and {cure}\n"
