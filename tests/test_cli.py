@@ -410,7 +410,8 @@ def test_a_missing_package_is_named_in_one_line(capsys, monkeypatch):
 def test_the_core_alone_says_which_extra_the_command_line_needs():
     """A light installation ended in a traceback."""
     code = "import sys; sys.modules['typer'] = None; from cs336_systems.__main__ import main; main()"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 2 and result.stdout == ""
     cure = "the command line needs the extra 'lab': pip install 'cs336-systems[lab]'"
     assert result.stderr == f"error: typer is not installed, and {cure}\n"
