@@ -16,7 +16,7 @@ from cs336_systems.accounting import model_peak_bytes
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments import Cell, Experiment, Figure, Pick, Row, Sample, Wide, problem
 from cs336_systems.experiments import model_memory as memory
-from cs336_systems.experiments.figures import INK, alt
+from cs336_systems.experiments.figures import alt
 from cs336_systems.experiments.frames import dicts, digits, in_unit, pick
 from cs336_systems.experiments.model_memory import PHASES, BlocksCase, MemoryCase
 from cs336_systems.measure.memory import MIB, release
@@ -71,8 +71,8 @@ class Timeline(Figure):
         starts = {name.removeprefix(STARTS): row["median"] for name, row in by_name.items() if name.startswith(STARTS)}
         began = [{"event": event, "phase": phase} for phase, event in starts.items() if event > 0]
         phases = alt.Chart(alt.Data(values=began)).encode(x="event:Q")
-        rules = phases.mark_rule(color=INK, strokeDash=[4, 4])
-        words = phases.mark_text(align="left", dx=3, color=INK).encode(text="phase:N", y=alt.value(8))
+        rules = phases.mark_rule(strokeDash=[4, 4])
+        words = phases.mark_text(align="left", dx=3).encode(text="phase:N", y=alt.value(8))
         return alt.layer(areas, rules, words)
 
 
