@@ -59,14 +59,16 @@ LINE = 15  # least distance of two labels
 TITLE_LETTERS, SUBTITLE_LETTERS = 62, 84  # of a line
 FACTS = {  # columns of which a subtitle tells the value that all rows have
     "device": "{}", "dtype": "{}", "precision": "{}", "num_ranks": "{} ranks", "model": "{}",
-    "model.context_length": "context {:,}", "batch": "batch {:.0f}", "heads": "{:.0f} heads",
-    "seqlen_q": "{:,.0f} queries", "length": "{:,} tokens", "head_dim": "head dim {:.0f}",
+    "model.context_length": "context {:,.0f}", "batch": "batch {:.0f}", "heads": "{:.0f} heads",
+    "seqlen_q": "{:,.0f} tokens", "length": "{:,} tokens", "head_dim": "head dim {:.0f}",
 }  # fmt: skip
+SINGLE = {"heads": "one head", "seqlen_q": "one query a head"}
 LONGEST_STANDING = 12  # letters of a name below a bar
 PNG_SCALE = 2.0
 BLACK = "black"  # of letters on the white of a PNG
 PAGE_INK = "currentColor"  # the page's: black where it is light, white where it is dark
 GRID = "#808080"  # seen on white and on black
+PAPER, LOW, HIGH = "#ffffff", "#fdae61", "#74add1"  # of the fields of a heat map
 COLORS = {  # ours in colour, the plain baselines in grey, the libraries' in cooler tones
     "eager": "#999999", "compiled": "#555555", "tiled": "#e6ab02", "tiled_compiled": "#a6761d",
     "triton_first": "#a50f15", "triton": "#d95f02",
@@ -82,6 +84,7 @@ NAMES = {  # as labels have them
     "sdpa_cudnn": "cuDNN", "sdpa_flash": "SDPA flash", "sdpa_mask": "SDPA, mask", "sdpa_padded": "SDPA, padded",
     "torch_varlen": "torch varlen", "forward_backward": "forward + backward", "train_step": "training step",
 }  # fmt: skip
+NAMED = f"{json.dumps(NAMES)}[datum.label] || datum.label"  # a label's own name, as Vega computes it
 SPARE_COLORS = ("#1f78b4", "#b15928", "#6a3d9a", "#e31a1c")  # of a reader's own implementations
 
 
@@ -132,9 +135,9 @@ class Figure(ABC):
         rows = Figure.rows(self, frame)
         found = []
         for column, words in FACTS.items():
-            values = rows[column].dropna().unique() if column in rows else ()
+            values = rows[column].dropna().unique() if column in rows else []
             if len(values) == 1:
-                found.append(words.format(values[0]))
+                found.append(SINGLE[column] if column in SINGLE and values[0] == 1 else words.format(values[0]))
         return found
 
     @abstractmethod
@@ -159,7 +162,7 @@ class Figure(ABC):
             return color.legend(None)
         longest = max(len(NAMES.get(name, name)) for name in names)
         across = max(1, int(WIDTH / (LETTER * longest + 30)))
-        return color.legend(orient="top", columns=across, labelExpr=f"{json.dumps(NAMES)}[datum.label] || datum.label")
+        return color.legend(orient="top", columns=across, labelExpr=NAMED)
 
     def _tooltip(self, rows: pd.DataFrame) -> list[alt.Tooltip]:
         """What the pointer shows in the interactive figure."""
@@ -205,8 +208,11 @@ def axis_of(values: pd.Series) -> alt.Axis:
     return alt.Axis(values=[digit * 10.0**decade for decade in decades for digit in digits], format=",.6~g")
 
 
+@dataclass(frozen=True, kw_only=True)
 class Lines(Figure):
     """A line of medians for each colour, its name at its end, with a bar between the quartiles at each point."""
+
+    bound: tuple[float, str] | None = None  # a height that is marked across a figure of one panel, and its name
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
         rows = super().rows(frame)
@@ -232,6 +238,13 @@ class Lines(Figure):
         if rows[self.color].nunique() > 1:
             names = base.mark_text(align="left", dx=8, dy=alt.expr("datum.shift"))
             layers.append(names.encode(x=x, y=y, text="label:N"))
+        if self.bound is not None:
+            height, name = self.bound
+            across = alt.Chart(alt.Data(values=[{"height": height, "name": name}]))
+            at = alt.Y("height:Q", title=title)
+            layers.append(across.mark_rule(strokeDash=[6, 4]).encode(y=at))
+            words = across.mark_text(align="right", dy=-8)
+            layers.append(words.encode(x=alt.value("width"), y=at, text="name:N"))
         return alt.layer(*layers)
 
     def _with_labels(self, rows: pd.DataFrame) -> pd.DataFrame:
@@ -286,6 +299,7 @@ class Bars(Figure):
     """A group of bars for each x, or one `stacked`, on an axis that begins at zero; they lie if an x is a long name."""
 
     stacked: bool = False
+    significant: int = 3  # digits of the number at a bar
 
     def _lie(self, rows: pd.DataFrame) -> bool:
         return rows[self.x].astype(str).str.len().max() > LONGEST_STANDING
@@ -294,6 +308,12 @@ class Bars(Figure):
         """Whether an x has several bars beside each other."""
         panels = [self.facet] if self.facet else []
         return not self.stacked and bool(rows.groupby([self.x, *panels]).size().max() > 1)
+
+    def _has_room(self, rows: pd.DataFrame, label: pd.Series) -> bool:
+        """Whether a standing bar is as wide as its number."""
+        panels = 1 if self.facet is None else rows[self.facet].nunique()
+        bars = rows[self.x].nunique() * (rows[self.color].nunique() if self._grouped(rows) else 1)
+        return 0.8 * self._size(rows, panels)[1] / bars >= LETTER * 0.9 * label.str.len().max()
 
     def _size(self, rows: pd.DataFrame, panels: int) -> tuple[int, int, int]:
         across, width, height = super()._size(rows, panels)
@@ -305,13 +325,19 @@ class Bars(Figure):
     def _marks(self, rows: pd.DataFrame) -> Any:
         lie = self._lie(rows)
         places, lengths, offset = (alt.Y, alt.X, alt.YOffset) if lie else (alt.X, alt.Y, alt.XOffset)
+        axis = alt.Axis(labelAngle=0, labelExpr=NAMED)
         encoding: list[Any] = [
-            places(f"{_field(self.x)}:N", sort=None, title=self.x_title or None, axis=alt.Axis(labelAngle=0)),
-            lengths(f"{_field(self.y)}:Q", title=self._unit_title(rows), scale=alt.Scale(nice=not self.stacked)),
+            places(f"{_field(self.x)}:N", sort=None, title=self.x_title or None, axis=axis),
+            lengths(
+                f"{_field(self.y)}:Q",
+                title=self._unit_title(rows),
+                scale=alt.Scale(nice=not self.stacked),
+                axis=alt.Axis(labelOverlap=True, tickCount=8),
+            ),
         ]
         if self._grouped(rows):
             encoding.append(offset(f"{_field(self.color)}:N", sort=None))
-        label = rows[self.y].map(digits)
+        label = rows[self.y].map(lambda value: digits(value, self.significant))
         color = self._color(rows)
         if lie and self._grouped(rows):
             names = rows[self.color].astype(str)
@@ -319,10 +345,10 @@ class Bars(Figure):
             color = color.legend(None)
         base = alt.Chart(self._data(rows.assign(label=label), "label")).encode(*encoding)
         bars = base.mark_bar().encode(color=color, tooltip=self._tooltip(rows))
-        if self.stacked:
+        if self.stacked or not (lie or self._has_room(rows, label)):
             return bars
-        beside = {"align": "left", "dx": 3} if lie else {"baseline": "bottom", "dy": -2}
-        return alt.layer(bars, base.mark_text(**beside).encode(text="label:N"))
+        numbers = base.mark_text(align="left", dx=3) if lie else base.mark_text(baseline="bottom", dy=-2)
+        return alt.layer(bars, numbers.encode(text="label:N"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,17 +356,26 @@ class Heat(Figure):
     """A coloured field for each (x, y), with its number in it."""
 
     value: str = "median"
+    middle: float | None = None  # a value that has no colour; those below and above have one each
+
+    def _size(self, rows: pd.DataFrame, panels: int) -> tuple[int, int, int]:
+        across, width, _ = super()._size(rows, panels)
+        return across, min(width, 110 * rows[self.x].nunique()), 28 * rows[self.y].nunique()
 
     def _marks(self, rows: pd.DataFrame) -> Any:
         base = alt.Chart(self._data(rows, self.value)).encode(
-            x=alt.X(f"{_field(self.x)}:O", sort=None, title=self._x_title()),
+            x=alt.X(f"{_field(self.x)}:O", sort=None, title=self._x_title(), axis=alt.Axis(labelAngle=0)),
             y=alt.Y(f"{_field(self.y)}:O", sort=None, title=self.y_title or self.y.replace("_", " ")),
         )
-        fields = base.mark_rect().encode(color=alt.Color(f"{_field(self.value)}:Q", title=None))
-        values = rows[self.value]
-        light_until = values.min() + 0.6 * (values.max() - values.min())  # beyond it the fields are dark
-        shade = alt.condition(alt.datum[_field(self.value)] > light_until, alt.value("white"), alt.value("black"))
-        text = base.mark_text().encode(text=alt.Text(f"{_field(self.value)}:Q", format=".3~g"), color=shade)
+        low, high = float(rows[self.value].min()), float(rows[self.value].max())
+        scale = alt.Scale(domain=[low, high], range=[PAPER, HIGH], interpolate="rgb")
+        if self.middle is not None:
+            ends = min(low, 2 * self.middle - high), max(high, 2 * self.middle - low)  # as far on both sides
+            scale = alt.Scale(domain=[ends[0], self.middle, ends[1]], range=[LOW, PAPER, HIGH], interpolate="rgb")
+        color = alt.Color(f"{_field(self.value)}:Q", title=None, scale=scale, legend=None)
+        fields = base.mark_rect(stroke=GRID, strokeOpacity=0.3).encode(color=color)
+        words = alt.Text(f"{_field(self.value)}:Q", format=".3~g")
+        text = base.mark_text(color=BLACK).encode(text=words)  # all of the colours are light
         return alt.layer(fields, text)
 
 
@@ -352,7 +387,11 @@ class Spans(Figure):
         spans = rows.assign(pair=pairs).explode("pair", ignore_index=True).dropna(subset="pair")
         spans = spans.assign(start=spans["pair"].str[0], end=spans["pair"].str[1])
         return alt.Chart(self._data(spans, "start", "end")).mark_bar(height=14).encode(
-            x=alt.X("start:Q", title=self.x_title or f"time ({rows['unit'].iloc[0]})"),
+            x=alt.X(
+                "start:Q",
+                title=self.x_title or f"time ({rows['unit'].iloc[0]})",
+                axis=alt.Axis(labelOverlap=True, tickCount=8),
+            ),
             x2="end:Q",
             y=alt.Y(f"{_field(self.y)}:N", sort=None, title=None),
             color=self._color(spans),
