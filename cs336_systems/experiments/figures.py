@@ -135,7 +135,7 @@ class Figure(ABC):
         rows = Figure.rows(self, frame)
         found = []
         for column, words in FACTS.items():
-            values = rows[column].dropna().unique() if column in rows else []
+            values = list(rows[column].dropna().unique()) if column in rows else []
             if len(values) == 1:
                 found.append(SINGLE[column] if column in SINGLE and values[0] == 1 else words.format(values[0]))
         return found

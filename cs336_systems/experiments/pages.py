@@ -24,7 +24,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from cs336_systems.experiments.figures import Figure, digest, spec_of, write_png
+from cs336_systems.experiments.figures import digest, spec_of, write_png
 from cs336_systems.experiments.frames import (
     calculated_frame,
     dicts,
@@ -451,12 +451,11 @@ class Page:
         return "\n\n".join(filter(None, (f"**{table.title}**" if table.title else "", table.markdown(), words)))
 
     def figure(self, name: str) -> str:
-        """The figure `name` as an image, its heading as the text for those who cannot see it."""
+        """The figure `name` as an image, its title as the text for those who cannot see it."""
         if name not in self._experiment.figures:
             raise ValueError(f"no figure {name!r}; there are {', '.join(self._experiment.figures)}")
         path = self._book.figure_path(self._problem, name).relative_to(self._book.root).as_posix()
-        figure = self._experiment.figures[name]
-        title = figure.heading(self._frame) if isinstance(figure, Figure) else f"{self._problem}: {name}"
+        title = getattr(self._experiment.figures[name], "title", "") or f"{self._problem}: {name}"
         return f"![{title}](../{path})"
 
     def given(self, text: str, source: str) -> str:
