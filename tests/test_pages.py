@@ -10,11 +10,21 @@ import pytest
 from msgspec.structs import replace
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.figures import COLORS, Bars, Heat, Lines, Spans, scale_of, spec_of
+from cs336_systems.experiments.figures import (
+    COLORS,
+    PAGE_INK,
+    Bars,
+    Heat,
+    Lines,
+    Spans,
+    scale_of,
+    spec_of,
+    spread,
+)
 from cs336_systems.experiments.frames import digits, load_frame, pick, speed
 from cs336_systems.experiments.html_report import write_report
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS
-from cs336_systems.experiments.pages import ANSWER, Book, Page, check_template
+from cs336_systems.experiments.pages import ANSWER, FIGURE, Book, Page, check_template
 from cs336_systems.experiments.placing import NotMade
 from cs336_systems.experiments.records import Record, append_records
 from cs336_systems.experiments.spec import Experiment, experiments, load, measured_problems
@@ -244,6 +254,52 @@ def test_bars_lie_where_a_name_is_long():
     short, long = (frame_of(row("hopper", [1.0])).assign(shape=name) for name in ("xl", "1 × 16 × 16,384 × 64"))
     standing, lying = (spec_of(Bars(x="shape").chart(frame))["encoding"] for frame in (short, long))
     assert (standing["x"]["field"], lying["y"]["field"]) == ("shape", "shape")
+
+
+def test_a_title_is_the_claim_where_the_rows_bear_it_out():
+    """A figure of other records, such as a reader's own, must not repeat what those published show."""
+
+    def claim(rows: pd.DataFrame) -> str:
+        return f"{len(rows)} are fast" if rows["median"].max() < 3 else ""
+
+    figure = Bars(x="shape", title="Speed", claim=claim, subtitle="forward")
+    fast, slow = (frame_of(row("hopper", [time])) for time in (1.0, 4.0))
+    assert (figure.heading(fast), figure.heading(slow)) == ("1 are fast", "Speed")
+    shown = spec_of(figure.chart(fast))["title"]
+    assert shown["text"] == ["1 are fast"] and shown["subtitle"][-1].endswith("forward")
+
+
+def test_a_subtitle_names_what_all_rows_have_in_common():
+    figure = Bars(x="shape")
+    alike = frame_of(row("hopper", [1.0]), row("flex", [2.0])).assign(device="H200", dtype="bfloat16", heads=1)
+    assert {"H200", "bfloat16", "one head"} <= set(figure.facts(alike))
+    assert not {"bfloat16", "float32"} & set(figure.facts(alike.assign(dtype=["bfloat16", "float32"])))
+
+
+def test_labels_at_the_ends_of_lines_keep_their_distance_and_order():
+    places = spread([10.0, 11.0, 12.0, 90.0], 15)
+    assert places == pytest.approx([-4, 11, 26, 90])
+    times = {"hopper": 1.0, "triton": 1.01, "flex": 50.0}
+    rows = frame_of(*(row(name, [time]) for name, time in times.items()))
+    values = spec_of(Lines(x="seqlen_q").chart(rows))["data"]["values"]
+    labels = {value["label"]: value["shift"] for value in values}
+    assert labels["triton (ours)"] < 0 < labels["hopper (ours)"] and labels["FlexAttention"] == 0
+
+
+def test_letters_are_black_on_white_and_the_pages_in_a_report():
+    chart = Bars(x="shape").chart(MANY)
+    white, report = spec_of(chart)["config"], spec_of(chart, "transparent", PAGE_INK)["config"]
+    for config, ink in ((white, "black"), (report, "currentColor")):
+        assert {config[part]["labelColor"] for part in ("axis", "legend", "header")} == {ink}
+        assert config["title"]["color"] == config["text"]["color"] == ink
+        assert min(config["text"]["fontSize"], config["axis"]["labelFontSize"]) >= 12
+
+
+def test_every_figure_of_a_page_states_a_claim_that_its_records_bear_out(book):
+    for name in book.names:
+        for figure in FIGURE.findall(book.template(name)):
+            drawn = experiments()[name].figures[figure]
+            assert drawn.heading(book.frame(name)) != drawn.title, f"{name}: {figure}"
 
 
 def test_an_implementation_has_one_colour_whoever_stands_beside_it():

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from cs336_systems.attention.contract import Oracle, compute_oracle, contract_er
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments import Bars, Cell, Disagreement, Experiment, Pivot, Row, Sample, TableSpec, Unsupported
 from cs336_systems.experiments.axes import OF_THE_MASK
+from cs336_systems.experiments.frames import span, with_speeds
 from cs336_systems.experiments.implementations import PEERS, Built
 from cs336_systems.experiments.mask_implementations import build_case, is_plain, mask_of, masked_of, shape_of
 from cs336_systems.inputs import AttentionInputs, attention_inputs
@@ -169,9 +171,20 @@ def rate_tables(
     }  # fmt: skip
 
 
+def over_fa4_claim(rows: pd.DataFrame) -> str:
+    """At which share of FlashAttention-4's speed hopper runs, on the shapes that both have."""
+    compared = with_speeds(rows, "over_fa4", {"implementation": "fa4"})
+    speeds = compared.loc[compared["implementation"] == "hopper", "over_fa4"].dropna()
+    return f"hopper runs at {span(speeds)} times FlashAttention-4's speed" if len(speeds) else ""
+
+
 def rate_bars(title: str, x: str = "shape", color: str = "implementation", facet: str | None = None) -> Bars:
-    """Bars of TFLOP/s of forward and backward together."""
-    return Bars(title=title, x=x, y="tflops", y_title="TFLOP/s", color=color, facet=facet, where=BOTH_TIMES)
+    """Bars of TFLOP/s of forward and backward together, beside FlashAttention-4."""
+    subtitle = "forward + backward" + (", batch × heads × tokens × head dim" if x == "shape" else "")
+    return Bars(
+        title=title, claim=over_fa4_claim, subtitle=subtitle, x=x, y="tflops", y_title="TFLOP/s", color=color,
+        facet=facet, where=BOTH_TIMES,
+    )  # fmt: skip
 
 
 def sized_shape(

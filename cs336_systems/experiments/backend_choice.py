@@ -12,8 +12,9 @@ import pandas as pd
 
 from cs336_systems.attention.backends import BACKENDS, AttentionLayout, select_backend
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
-from cs336_systems.experiments import Lines, Pivot, problem
+from cs336_systems.experiments import Heat, Pivot, problem
 from cs336_systems.experiments.attention import BOTH, BY_SHAPE, Call, sized_shape
+from cs336_systems.experiments.frames import digits
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.turns import AttentionByTurns, Turn, graph_turn
 
@@ -51,6 +52,12 @@ class Attended(AttentionShape):
             mask="+".join(parts) or "full", batch=self.batch, heads=self.heads, seqlen_q=self.seqlen_q,
             head_dim=self.head_dim, dtype=self.dtype,
         )  # fmt: skip
+
+
+def faster_claim(rows: pd.DataFrame) -> str:
+    speeds = rows["over_triton"]
+    worst = f"at worst it runs at {digits(speeds.min())} times its speed"
+    return f"hopper is faster than triton in {(speeds > 1).sum()} of {len(speeds)} cases; {worst}"
 
 
 @problem(title="Triton beside Hopper by size and mask: what `auto` chooses by", order=2)
@@ -107,7 +114,7 @@ class BackendChoice(AttentionByTurns):
             "attended": words[row["layout"]],
             "tokens": row["documents"] if row["layout"] == "packed" else row["seqlen_q"],
             "queries": row["batch"] * row["heads"] * row["seqlen_q"],
-            "width": f"head dim {row['head_dim']}",
+            "size": f"{row['heads']} × {row['seqlen_q']:,} {words[row['layout']]}",
             "auto": taken_by_auto(row),
         }
 
@@ -128,14 +135,17 @@ class BackendChoice(AttentionByTurns):
         )
     }
     figures = {
-        "over_triton": Lines(
+        "over_triton": Heat(
+            claim=faster_claim,
             title="Both passes of dense attention: hopper over triton",
-            x="queries",
-            x_title="queries in all heads",
-            y="over_triton",
-            y_title="times as fast as triton",
-            color="width",
-            facet="attended",
+            subtitle="forward + backward, times as fast as triton",
+            x="head_dim",
+            x_title="head dim",
+            y="size",
+            y_title="heads × tokens",
+            color="head_dim",
+            value="over_triton",
+            middle=1,
             where={"layout": "dense", "implementation": "hopper", "dtype": "bfloat16", "head_dim": HEAD_DIMS},
         )
     }

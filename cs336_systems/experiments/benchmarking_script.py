@@ -12,11 +12,20 @@ import pandas as pd
 
 from cs336_systems.config import SIZES_OF_BOTH, RunConfig
 from cs336_systems.experiments import Bars, Cell, Difference, Experiment, Pick, Ratio, Row, Sample, Wide, problem
+from cs336_systems.experiments.frames import span
 from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cases, wall_clock
 
 WARMUPS = (0, 1, 2, 5)
 NUM_STEPS = {"tiny": 5, "smoke": 5, "handout": 10}
 SETTLED = {"quantity": "time", "warmup": WARMUPS[-1]}
+
+
+def warm_claim(rows: pd.DataFrame) -> str:
+    """One step is enough where all that were warmed up are within 2 % of the median."""
+    cold, warm = (rows.loc[(rows["warm-up"] == "0 warm-up steps") == is_cold, "first"] for is_cold in (True, False))
+    if not (cold.min() > 1.02 and warm.between(0.98, 1.02).all()):
+        return ""
+    return f"The first forward takes {span(cold)} times the median; one warm-up step is enough"
 
 
 @problem()
@@ -83,6 +92,7 @@ class BenchmarkingScript(Experiment):
     }
     figures = {
         "warmup": Bars(
+            claim=warm_claim,
             title="First timed forward over the median of those after it, by warm-up steps",
             x="model",
             y="first",

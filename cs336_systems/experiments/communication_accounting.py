@@ -9,7 +9,13 @@ from cs336_systems.experiments import Calculation, Lines, Listing, problem
 from cs336_systems.experiments.frames import digits
 
 TOKENS = (0, 512, 1024, 2048, 4096, 8192)
+LIMIT_GB = xxl.V5P_BYTES / 1e9
 DEVICES = (32, 38, 48, 64, 96, 128, 192, 256)
+
+
+def fits_claim(rows: pd.DataFrame) -> str:
+    fewest = rows.loc[(rows["tokens"] == 0) & (rows["gigabytes"] <= LIMIT_GB), "devices"].min()
+    return f"Without activations XXL fits a TPU v5p from N_FSDP = {fewest} on, with each token later"
 
 
 @problem()
@@ -78,7 +84,10 @@ class CommunicationAccounting(Calculation):
     }
     figures = {
         "memory": Lines(
-            title="XXL: memory of a TPU v5p (it has 95 GB) by N_FSDP and the tokens of a batch",
+            claim=fits_claim,
+            title="Memory of XXL on a TPU v5p",
+            subtitle="calculated: float32 weights, gradients and moments, bfloat16 activations",
+            bound=(LIMIT_GB, f"a TPU v5p has {LIMIT_GB:.0f} GB"),
             x="devices",
             x_title="N_FSDP",
             y="gigabytes",

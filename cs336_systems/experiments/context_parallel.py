@@ -20,7 +20,7 @@ from cs336_systems.distributed.context_parallel import ring_attention, zigzag_sp
 from cs336_systems.experiments import ranks
 from cs336_systems.experiments.attention import BOTH, BOTH_TIMES, FORWARD, PEAK
 from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.frames import with_speeds
+from cs336_systems.experiments.frames import span, with_speeds
 from cs336_systems.experiments.ranks import TIMES
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pick, Ratio, Wide
@@ -47,6 +47,26 @@ class ContextCase:
     dtype: DTypeName
     num_ranks: int
     backend: str  # nccl on GPUs, gloo on CPUs
+
+
+class SpeedUp(Lines):
+    """Lines of how many times as fast a length is as on one rank, in whichever run, and of what would be ideal."""
+
+    def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        rows = super().rows(frame)
+        alone = rows[rows["num_ranks"] == 1].set_index("length")["median"]
+        rows = rows.assign(speed_up=rows["length"].map(alone) / rows["median"])
+        rows = rows.dropna(subset="speed_up").assign(line=[f"{length:,} tokens" for length in rows["length"]])
+        ideal = rows.drop_duplicates("num_ranks").assign(line="ideal", speed_up=lambda one: 1.0 * one["num_ranks"])
+        return pd.concat([rows, ideal])
+
+
+def speed_up_claim(rows: pd.DataFrame) -> str:
+    measured = rows[rows["line"] != "ideal"]
+    most = measured[measured["num_ranks"] == measured["num_ranks"].max()]
+    if most["num_ranks"].iloc[0] == 1:
+        return ""
+    return f"{most['num_ranks'].iloc[0]} ranks are {span(most['speed_up'])} times as fast as one"
 
 
 @problem(title="One sequence on several ranks: keys and values passed around a ring", order=13)
@@ -107,10 +127,14 @@ class ContextParallel(Experiment):
         )
     }
     figures = {
-        "both": Lines(
-            title="Forward and backward over one sequence",
-            x="length",
-            x_title="tokens",
+        "both": SpeedUp(
+            claim=speed_up_claim,
+            title="Speed over one rank's",
+            subtitle="causal, forward + backward, each run of its own",
+            x="num_ranks",
+            x_title="ranks",
+            y="speed_up",
+            y_title="times as fast as one rank",
             color="line",
             where=BOTH_TIMES | {"grouped": False},
         )

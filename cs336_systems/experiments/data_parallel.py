@@ -3,9 +3,11 @@
 What a rank does is told in ranks.py, and how a wrapper is built and checked in parallel_step.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
+
+import pandas as pd
 
 from cs336_systems.config import Precision, RunConfig
 from cs336_systems.experiments import Cell, Pick, Ratio, Wide, ranks
@@ -33,10 +35,17 @@ def steps_table(title: str, where: Mapping[str, Any] | None = None, **more: str)
     )
 
 
-def two_rank_traces(what: str, implementations: tuple[str, ...]) -> ranks.Traces:
+def two_rank_traces(
+    what: str, implementations: tuple[str, ...], claim: Callable[[pd.DataFrame], str] = ranks.hidden_claim
+) -> ranks.Traces:
     """The lanes of a step on two ranks; `what` tells the figure from those of the other wrappers."""
     title = f"One traced step of rank 0, two ranks: {what}"
-    return ranks.Traces(title=title, where={"num_ranks": 2, "implementation": implementations})
+    return ranks.Traces(
+        title=title,
+        claim=claim,
+        subtitle="one traced step of rank 0",
+        where={"num_ranks": 2, "implementation": implementations},
+    )
 
 
 def precisions(run: RunConfig) -> list[Precision]:

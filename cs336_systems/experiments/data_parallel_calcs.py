@@ -32,4 +32,4 @@ class DataParallelCalcs(Calculation):
             },
         )
     }
-    figures = {"ratio": ratio_lines("Data parallelism", f"B = {TOKENS:,}")}
+    figures = {"ratio": ratio_lines("data parallelism", f"B = {TOKENS:,}", "DP backward")}

@@ -177,6 +177,12 @@ def with_speeds(
     return frame.assign(**{column: found})
 
 
+def span(numbers: pd.Series, significant: int = 3) -> str:
+    """The least and the largest number as text: "1.05 to 1.44", or one where both read the same."""
+    low, high = (digits(float(end), significant) for end in (numbers.min(), numbers.max()))
+    return low if low == high else f"{low} to {high}"
+
+
 def digits(value: float, significant: int = 3) -> str:
     """`value` as text with that many significant digits and without an exponent between 1e-4 and 1e9.
 

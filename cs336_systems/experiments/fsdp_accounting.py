@@ -3,7 +3,7 @@
 from cs336_systems.config import MODEL_SIZES, DTypeName, Precision, RunConfig
 from cs336_systems.experiments import Cell, Pivot, problem
 from cs336_systems.experiments.parallel_step import FSDP_IMPLEMENTATIONS, ShardingCase
-from cs336_systems.experiments.ranks import Traces, ranks_case
+from cs336_systems.experiments.ranks import Traces, hidden_claim, ranks_case
 from cs336_systems.experiments.sharding import ShardingExperiment, sharding_cell, sharding_cells
 
 ALONE = ("unsharded", "fsdp", "torch_fsdp")  # on one rank too: both FSDPs compute in other dtypes than autocast
@@ -40,6 +40,8 @@ class FSDPAccounting(ShardingExperiment):
     figures = {
         "gathers": Traces(
             title="One traced forward pass of rank 0, two ranks",
+            claim=hidden_claim,
+            subtitle="one traced forward pass of rank 0",
             where={
                 "num_ranks": 2,
                 "mode": "forward",

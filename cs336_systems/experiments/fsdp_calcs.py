@@ -3,12 +3,10 @@
 from typing import Any
 
 from cs336_systems.experiments import Calculation, problem
-from cs336_systems.experiments.layer_times import TOKENS, ratio_lines, times
+from cs336_systems.experiments.layer_times import times
 
 
 @problem()
 class FullyShardedCalcs(Calculation):
     def calculate(self) -> list[dict[str, Any]]:
         return times(("FSDP forward", "FSDP backward"))
-
-    figures = {"ratio": ratio_lines("FSDP", f"B = {TOKENS:,}", facet="scheme")}

@@ -2,12 +2,21 @@
 
 from typing import Any
 
+import pandas as pd
+
 from cs336_systems.analysis import ffn
 from cs336_systems.experiments import Calculation, Lines, Listing, problem
+from cs336_systems.experiments.frames import digits
 from cs336_systems.experiments.layer_times import FEW_TOKENS, MODEL, TOKENS, layer, links
 
 OVERLAPS = {"overlapped": True, "one after the other": False}
 WHOLE = {"overlapped": "N_FSDP × N_TP in whole numbers", "one after the other": "in whole numbers"}  # headings
+
+
+def both_claim(rows: pd.DataFrame) -> str:
+    limits = rows.pivot(index="tokens", columns="scheme", values="GPUs")
+    gain = digits((limits["both, overlapped"] / limits["FSDP"]).min(), 2)
+    return f"FSDP and TP together hide communication on {gain} times the GPUs of FSDP alone"
 
 
 @problem()
@@ -44,13 +53,14 @@ class FullyShardedTensorParallelCalcs(Calculation):
     }
     figures = {
         "limits": Lines(
-            title=f"GPUs at which the forward of 8B with F = {MODEL.d_ff:,} is bound by communication",
+            claim=both_claim,
+            title="GPUs at which the forward is bound by communication",
+            subtitle=f"calculated: forward of 8B, F = {MODEL.d_ff:,}, bfloat16, H200s on NVLink",
             x="tokens",
             x_title="tokens of the whole batch",
             y="GPUs",
             y_title="largest N",
             color="scheme",
-            facet="link",
-            where={"quantity": "limit"},
+            where={"quantity": "limit", "link": "H200, NVLink"},
         )
     }

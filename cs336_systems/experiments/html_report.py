@@ -14,7 +14,7 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
-from cs336_systems.experiments.figures import spec_of
+from cs336_systems.experiments.figures import PAGE_INK, spec_of
 from cs336_systems.experiments.frames import load_frame
 from cs336_systems.experiments.placing import attempt, of_one_machine, place_records, plan_for, warn_of
 from cs336_systems.experiments.records import Record, failures, read_records
@@ -117,4 +117,4 @@ def _section(
 def _spec(figure: Any, frame: pd.DataFrame) -> dict[str, Any] | None:
     """The specification of a figure of a frame; None where nothing is drawn."""
     chart = None if frame.empty else figure.chart(frame)
-    return None if chart is None else spec_of(chart, "transparent")
+    return None if chart is None else spec_of(chart, "transparent", PAGE_INK)

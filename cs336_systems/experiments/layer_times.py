@@ -6,6 +6,8 @@ rows = times(("FSDP backward",))      # communication over computation by the nu
 from collections.abc import Callable
 from typing import Any
 
+import pandas as pd
+
 from cs336_systems.analysis import HARDWARE, FeedForward, ffn
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.experiments import Lines
@@ -32,11 +34,22 @@ def links() -> dict[str, dict[str, float]]:
     }
 
 
-def ratio_lines(scheme: str, batch: str, facet: str | None = None) -> Lines:
-    """Communication over computation by the number of GPUs."""
+def limit_claim(rows: pd.DataFrame) -> str:
+    """Up to how many of the GPUs drawn computation hides communication, by the fastest link and by the slowest."""
+    hidden = rows[rows["ratio"] <= 1].groupby("link")["GPUs"].max()
+    most = hidden.reindex(rows["link"].unique(), fill_value=1)
+    by_limit = sorted(most.to_dict().items(), key=lambda item: item[1])
+    slow, fast = (f"{limit:,} ({link})" for link, limit in (by_limit[0], by_limit[-1]))
+    return f"Computation hides communication up to N = {fast}, or {slow}"
+
+
+def ratio_lines(scheme: str, batch: str, drawn: str) -> Lines:
+    """Communication over computation of the scheme `drawn` by the number of GPUs."""
     return Lines(
-        title=f"{scheme}: communication over computation of 8B's feed-forward layer, {batch}", x="GPUs", x_title="N",
-        y="ratio", y_title="communication over computation", color="link", facet=facet, where={"quantity": "ratio"},
+        title=f"{scheme}: communication over computation of 8B's feed-forward layer", x="GPUs", x_title="N",
+        claim=limit_claim, subtitle=f"calculated: {scheme}, a feed-forward layer of 8B, bfloat16, {batch}",
+        bound=(1, "bound by communication above"), y="ratio", y_title="communication over computation",
+        color="link", where={"quantity": "ratio", "scheme": drawn},
     )  # fmt: skip
 
 

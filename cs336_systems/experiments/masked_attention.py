@@ -9,7 +9,15 @@ from typing import Any
 
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments import Cell, problem
-from cs336_systems.experiments.attention import BOTH, FORWARD, MODE_WORDS, rate_bars, rate_tables, sized_shape
+from cs336_systems.experiments.attention import (
+    BOTH,
+    BOTH_TIMES,
+    FORWARD,
+    MODE_WORDS,
+    rate_bars,
+    rate_tables,
+    sized_shape,
+)
 from cs336_systems.experiments.mask_implementations import mask_parts
 from cs336_systems.experiments.masks import DENSITY, with_pairs
 from cs336_systems.experiments.spec import turns_cell
@@ -17,6 +25,7 @@ from cs336_systems.experiments.turns import AttentionByTurns
 
 LENGTH = {"tiny": 64, "smoke": 128, "handout": 16384}
 HEADS, HEAD_DIMS = 16, (64, 128)
+HEAD_DIM_DRAWN = 128
 WINDOW, DOCUMENT = 1024, 4096  # keys, and tokens of each
 DENSITIES = (0.1, 0.3, 0.5)  # of live tiles
 # Lists are FlexAttention's; windows and packed documents FlashAttention-4 has itself.
@@ -81,4 +90,9 @@ class MaskedAttention(AttentionByTurns):
         down={"width": "width", "mask": "attended"},
         titles={row.mode: f"{MODE_WORDS[row.mode]} under masks" for row in (FORWARD, BOTH)},
     )
-    figures = {"both": rate_bars("Forward and backward under masks", x="attended", facet="width")}
+    figures = {
+        "both": replace(
+            rate_bars("Forward and backward under masks", x="attended"),
+            where=BOTH_TIMES | {"head_dim": HEAD_DIM_DRAWN},
+        )
+    }

@@ -16,7 +16,7 @@ from cs336_systems.accounting import model_peak_bytes
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments import Cell, Experiment, Figure, Pick, Row, Sample, Wide, problem
 from cs336_systems.experiments import model_memory as memory
-from cs336_systems.experiments.figures import INK, alt
+from cs336_systems.experiments.figures import alt
 from cs336_systems.experiments.frames import dicts, digits, in_unit, pick
 from cs336_systems.experiments.model_memory import PHASES, BlocksCase, MemoryCase
 from cs336_systems.measure.memory import MIB, release
@@ -57,10 +57,12 @@ class Timeline(Figure):
         by_name = {row["quantity"]: row for row in dicts(rows)}
         events = by_name[EVENT]["samples"]
         parts = rows[rows["category"] != ""]
+        # Each sample is its bucket's maximum and drawn over all of it: the buckets are as wide as each other.
+        edges = np.linspace(0, max(events), len(events) + 1)
         values = [
-            {"at": event, "value": in_unit(value, "MiB", "GiB"), "rank": rank, "category": row["category"]}
+            {"at": at, "value": in_unit(value, "MiB", "GiB"), "rank": rank, "category": row["category"]}
             for rank, row in enumerate(dicts(parts))
-            for event, value in zip(events, row["samples"])
+            for at, value in zip(edges, (*row["samples"], row["samples"][-1]))
         ]
         areas = alt.Chart(alt.Data(values=values)).mark_area(interpolate="step-after").encode(
             x=alt.X("at:Q", title=self.x_title),
@@ -71,9 +73,24 @@ class Timeline(Figure):
         starts = {name.removeprefix(STARTS): row["median"] for name, row in by_name.items() if name.startswith(STARTS)}
         began = [{"event": event, "phase": phase} for phase, event in starts.items() if event > 0]
         phases = alt.Chart(alt.Data(values=began)).encode(x="event:Q")
-        rules = phases.mark_rule(color=INK, strokeDash=[4, 4])
-        words = phases.mark_text(align="left", dx=3, color=INK).encode(text="phase:N", y=alt.value(8))
+        rules = phases.mark_rule(strokeDash=[4, 4])
+        words = phases.mark_text(align="left", dx=3).encode(text="phase:N", y=alt.value(8))
         return alt.layer(areas, rules, words)
+
+
+def peak_claim(rows: pd.DataFrame) -> str:
+    """In which phase memory is largest, and how large."""
+    parts = {row["category"]: np.array(row["samples"]) for row in dicts(rows) if row["category"]}
+    by_name = {row["quantity"]: row for row in dicts(rows)}
+    if EVENT not in by_name or not parts:
+        return ""
+    total = np.sum(list(parts.values()), axis=0)
+    at = int(total.argmax())
+    event = by_name[EVENT]["samples"][at]
+    starts = {name.removeprefix(STARTS): row["median"] for name, row in by_name.items() if name.startswith(STARTS)}
+    phase = max((name for name in starts if starts[name] <= event), key=lambda name: starts[name])
+    peak, kept = (digits(in_unit(float(one[at]), "MiB", "GiB")) for one in (total, parts["parameters"]))
+    return f"Memory peaks in the {phase}: {peak} GiB, of which {kept} are parameters"
 
 
 def made_in_backward(frame: pd.DataFrame, context: int, implementation: str) -> float:
@@ -214,7 +231,9 @@ class MemoryProfiling(Experiment):
     }  # fmt: skip
     figures = {
         name: Timeline(
-            title=f"Active memory, {words}, context {context:,}, float32, {implementation}",
+            claim=peak_claim,
+            title=f"Active memory, {words}",
+            subtitle=f"{words}, {implementation}",
             x=EVENT,
             x_title="allocations and releases, in order",
             y_title="GiB",

@@ -3,7 +3,7 @@
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import Cell, problem
 from cs336_systems.experiments import data_parallel as ddp
-from cs336_systems.experiments.ranks import most_ranks
+from cs336_systems.experiments.ranks import most_ranks, sent_claim
 
 
 @problem()
@@ -14,4 +14,4 @@ class MinimalDDPFlatBenchmarking(ddp.DataParallelExperiment):
         names = ("flat",) if run.scale == "tiny" else self.implementations
         return ddp.ddp_cells(run, names, [most_ranks(run)])
 
-    figures = {"traces": ddp.two_rank_traces("gradients one by one, and all at once", implementations)}
+    figures = {"traces": ddp.two_rank_traces("gradients one by one, and all at once", implementations, sent_claim)}

@@ -15,6 +15,7 @@ import pandas as pd
 
 from cs336_systems.config import MODEL_SIZES, SIZES_2025, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments import Bars, Cell, Experiment, Listing, Pick, Ratio, Row, Sample, Wide, problem
+from cs336_systems.experiments.frames import span
 from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, wall_clock
 from cs336_systems.measure.capture import capture
 from cs336_systems.measure.kernels import CATEGORIES, short_name
@@ -104,6 +105,14 @@ class Shares(Bars):
         return rows.assign(share=100 * rows["median"] / rows.groupby(self.x)["median"].transform("sum"))
 
 
+def products_claim(rows: pd.DataFrame) -> str:
+    """Products lead in float32 where they take more than half of every bar."""
+    shares = rows.loc[(rows["category"] == "matmul") & (rows["precision"] == "float32"), "share"]
+    if not shares.min() > 50:
+        return ""
+    return f"In float32 matmuls take {span(shares, 2)} % of the time of a training step's kernels"
+
+
 @problem()
 class NsysProfile(Experiment):
     def cells(self, run: RunConfig) -> list[Cell]:
@@ -183,12 +192,14 @@ class NsysProfile(Experiment):
     }  # fmt: skip
     figures = {
         "categories": Shares(
+            claim=products_claim,
             title="Where the kernels' time of a training step goes",
             x="shown",
             y="share",
             y_title="share of the kernels' time (%)",
             color="category",
             stacked=True,
+            subtitle="float32 unless the bar says bfloat16",
             where={"mode": "train_step", "category": lambda category: category != ""},
         )
     }

@@ -1,11 +1,30 @@
 """Sharded optimizer state: memory before and after the step, step time, and ZeRO's first stage beside it."""
 
+import pandas as pd
+
 from cs336_systems.config import DTypeName, RunConfig
 from cs336_systems.experiments import Bars, Cell, Pick, Wide, problem
+from cs336_systems.experiments.frames import digits
 from cs336_systems.experiments.parallel_step import MEMORY, OPTIMIZER_IMPLEMENTATIONS
 from cs336_systems.experiments.sharding import MOMENT_WORDS, ShardingExperiment, sharding_cells
 
 SO_FAR = MOMENT_WORDS | {"peak of later steps": "peak_memory"}
+
+
+class Kept(Bars):
+    """Bars of the first precision: compute in bfloat16 leaves what a rank keeps in float32."""
+
+    def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        return super().rows(frame).drop_duplicates([self.x, self.color])
+
+
+def kept_claim(rows: pd.DataFrame) -> str:
+    """Sharding halves the state where a rank of two keeps 0.49 to 0.51 of it."""
+    kept = rows[rows["kept"] == "optimizer state"].set_index("implementation")["median"]
+    if not {"unsharded", "sharded"} <= set(kept.index) or not 0.49 <= kept["sharded"] / kept["unsharded"] <= 0.51:
+        return ""
+    states = f"{digits(kept['unsharded'])} to {digits(kept['sharded'])} GiB"
+    return f"Sharding over two ranks halves the optimizer state, from {states} a rank"
 
 
 @problem()
@@ -27,11 +46,11 @@ class OptimizerStateSharding(ShardingExperiment):
         )
     }
     figures = {
-        "kept": Bars(
+        "kept": Kept(
+            claim=kept_claim,
             title="What a rank of two keeps between steps",
             x="kept",
             color="implementation",
-            facet="compute",
             unit="GiB",
             y_title="GiB",
             where={"quantity": MEMORY, "num_ranks": 2, "model": ("xl", "xl-proxy")},

@@ -33,6 +33,7 @@ from cs336_systems.experiments.frames import (
     in_unit,
     load_frame,
     pick,
+    span,
     with_speeds,
 )
 from cs336_systems.experiments.placing import UNREADABLE, attempt, of_one_machine, preferred_rows
@@ -344,11 +345,6 @@ def check_template(text: str) -> list[tuple[int, str]]:
     return found
 
 
-def _range(numbers: pd.Series, significant: int = 3) -> str:
-    low, high = (digits(float(end), significant) for end in (numbers.min(), numbers.max()))
-    return low if low == high else f"{low} to {high}"
-
-
 class Page:
     """What the template of one problem may call. Lookups take columns of the frame: `shape="..."`, `seqlen_q=512`.
 
@@ -432,7 +428,7 @@ class Page:
         rows = pick(with_speeds(times, "speed", {"implementation": theirs}), {"implementation": ours})
         if (found := rows["speed"].dropna()).empty:
             raise ValueError(f"no times of {ours} and {theirs} in one run of {self._problem} with {where}")
-        return f"{_range(found)}×"
+        return f"{span(found)}×"
 
     def values(self, column: str, implementation: str | None = None, *, significant: int = 3, **where: Any) -> str:
         """The range of a column: `values("tflops", "hopper", mode="forward")` is "511 to 640"."""
@@ -440,7 +436,7 @@ class Page:
         numbers = rows[column].dropna()
         if numbers.empty:
             raise ValueError(f"no {column} of {implementation} with {where}")
-        return _range(numbers, significant)
+        return span(numbers, significant)
 
     def table(
         self, name: str, *, lines: Sequence[str] | None = None, columns: Sequence[str] | None = None, age: bool = True

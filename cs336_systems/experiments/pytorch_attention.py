@@ -8,7 +8,7 @@ import pandas as pd
 
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments import Lines, Pick, Wide, attention, problem
-from cs336_systems.experiments.frames import pick
+from cs336_systems.experiments.frames import digits, pick
 from cs336_systems.measure.timing import time_calls
 
 BATCH = 8
@@ -21,6 +21,19 @@ LENGTHS = {
     "smoke": (128, 256, 512, 1024),
     "handout": (256, 1024, 4096, 8192, 16384, 32768, 65536),
 }
+MEMORY = {attention.SAVED.quantity: "saved for backward", attention.PEAK.quantity: "peak of both passes"}
+
+
+def memory_claim(rows: pd.DataFrame) -> str:
+    """Memory is quadratic where what is saved grows by 3.5 to 4.5 from the last length but one to twice that."""
+    saved = rows[rows["quantity"] == attention.SAVED.quantity].sort_values("seqlen_q").tail(2)
+    if len(saved) < 2:
+        return ""
+    growth = saved["median"].iloc[1] / saved["median"].iloc[0]
+    length = saved["seqlen_q"].iloc[1]
+    if not (length == 2 * saved["seqlen_q"].iloc[0] and 3.5 <= growth <= 4.5):
+        return ""
+    return f"Memory grows with S²: {digits(saved['median'].iloc[1])} GiB saved for the backward at S = {length:,}"
 
 
 @problem()
@@ -41,6 +54,9 @@ class PyTorchAttention(attention.AttentionExperiment):
             return super().samples_of(call, case, run)
         passes = PASSES if case.seqlen_q <= LONGEST_OF_HANDOUT else PASSES_BEYOND
         return time_calls(call, device=run.device, warmup=1, num_samples=passes)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        return super().columns(row) | {"memory": MEMORY.get(row["quantity"], "")}
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """The forward at the handout's longest as a line over d: `intercept` in ms, `slope` in ms a column."""
@@ -68,11 +84,14 @@ class PyTorchAttention(attention.AttentionExperiment):
         )
     }  # fmt: skip
     figures = {
-        "times": Lines(
-            title="Plain attention, batch 8, float32, d = 64",
+        "memory": Lines(
+            claim=memory_claim,
+            title="Memory of plain attention",
             x="seqlen_q",
             x_title="S",
-            color="mode",
-            where={"quantity": "time", "head_dim": 64},
+            y_title="memory (GiB)",
+            color="memory",
+            unit="GiB",
+            where={"quantity": tuple(MEMORY), "head_dim": 64},
         )
     }

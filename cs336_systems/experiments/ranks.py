@@ -254,6 +254,27 @@ class Traces(Spans):
         return rows[rows.groupby(["implementation", "case"])["lane"].transform("nunique") == len(INTERVALS)]
 
 
+def hidden_claim(rows: pd.DataFrame) -> str:
+    """How much of the traced communication of each implementation is beside compute."""
+    shares = []
+    for name, lanes in rows.groupby("implementation", sort=False):
+        times = {lane: list(zip(of[::2], of[1::2])) for lane, of in zip(lanes["lane"], lanes["samples"])}
+        compute, sent = union(times["compute"]), union(times["communication"])
+        both = length(compute) + length(sent) - length(union([*compute, *sent]))
+        shares.append(f"{name} {100 * both / length(sent):.0f} %")
+    return f"Communication hidden behind compute: {', '.join(shares)}"
+
+
+def sent_claim(rows: pd.DataFrame) -> str:
+    """How long the traced communication of each implementation takes."""
+    lanes = rows[rows["lane"] == "communication"]
+    times = [
+        f"{name} {length(union(zip(samples[::2], samples[1::2]))):.0f} ms"
+        for name, samples in zip(lanes["implementation"], lanes["samples"])
+    ]
+    return f"Communication takes: {', '.join(times)}"
+
+
 class StepExperiment(Experiment):
     """Base of the experiments of one training step on several ranks."""
 

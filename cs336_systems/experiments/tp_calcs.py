@@ -23,4 +23,4 @@ class TensorParallelCalcs(Calculation):
             columns=("C, W of", "W (GB/s)", "N forward", "N backward"),
         )
     }
-    figures = {"ratio": ratio_lines("Tensor parallelism", "any batch", facet="scheme")}
+    figures = {"ratio": ratio_lines("tensor parallelism, forward", "any batch", "TP forward")}

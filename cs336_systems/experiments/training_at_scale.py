@@ -3,9 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+import pandas as pd
+
 from cs336_systems.analysis import HARDWARE, Plan, predict, rank_bytes
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.experiments import Calculation, Lines, Listing, problem
+from cs336_systems.experiments.frames import digits
 
 GIB = 2**30
 GLOBAL_BATCH = 2048  # sequences
@@ -15,6 +18,14 @@ LISTED = (8, 512, 2048, 16_384)
 PLANS = (("bucketed", 1), ("zero1", 1), ("fsdp", 1), ("fsdp", 8))  # scheme, GPUs of tensor parallelism
 SCHEMES = ("bucketed", "flat", "sharded-optimizer", "zero1", "fsdp")
 PARTS = ("parameters", "gradients", "moments", "gathered, buffers", "activations, loss", "peak")  # of a rank's memory
+
+
+def scale_claim(rows: pd.DataFrame) -> str:
+    """What FSDP and DDP keep at the most GPUs that DDP is drawn for."""
+    most = rows.loc[rows["scheme"] == "bucketed", "GPUs"].max()
+    at = rows[rows["GPUs"] == most].set_index("scheme")["utilization"]
+    fsdp, ddp = digits(at["fsdp"], 2), digits(at["bucketed"], 2)
+    return f"At {most:,} GPUs FSDP keeps {fsdp} % of the peak, DDP {ddp} %"
 
 
 @problem(title="Training at scale, on paper", order=20)
@@ -74,12 +85,13 @@ class TrainingAtScale(Calculation):
     }
     figures = {
         "utilization": Lines(
-            title=f"Predicted model FLOPs utilization of 8B, context {CONTEXT:,}, {GLOBAL_BATCH:,} sequences a step",
+            claim=scale_claim,
+            title="Predicted model FLOPs utilization",
+            subtitle=f"predicted: H200s, 8B, bfloat16, context {CONTEXT:,}, {GLOBAL_BATCH:,} sequences a step",
             x="GPUs",
             y="utilization",
             y_title="MFU (%)",
             color="scheme",
-            facet="GPU",
-            where={"quantity": "step"},
+            where={"quantity": "step", "GPU": "H200"},
         )
     }

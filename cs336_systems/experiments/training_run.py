@@ -16,7 +16,7 @@ import torch
 from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig
 from cs336_systems.distributed.launch import launch
 from cs336_systems.experiments import Cell, Disagreement, Experiment, Lines, Row, Sample, Unsupported, problem
-from cs336_systems.experiments.frames import dicts
+from cs336_systems.experiments.frames import dicts, digits
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.training import TrainingConfig, TrainingResult, train
 from cs336_systems.training.config import NANO, WRAPPERS, byte_model
@@ -102,6 +102,13 @@ class Differences(Lines):
         return pd.DataFrame(found, columns=["wrapper", "step", "difference"])
 
 
+def same_claim(rows: pd.DataFrame) -> str:
+    worst = rows["difference"].max()
+    if not worst < 1000:
+        return ""
+    return f"Every wrapper's loss is within {digits(worst)} millionths of one process's"
+
+
 @problem(title="Training a language model with every wrapper: the same losses", order=19)
 class TrainingRun(Experiment):
     implementations = WRAPPERS
@@ -156,6 +163,8 @@ class TrainingRun(Experiment):
     }
     figures = {
         "differences": Differences(
+            claim=same_claim,
+            subtitle="two ranks, means over 25 steps",
             title="Difference of the loss from one process's, four of seven wrappers, means over 25 steps",
             x="step",
             y="difference",
