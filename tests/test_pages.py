@@ -252,7 +252,8 @@ def test_axes_are_logarithmic_from_a_range_of_ten_on_and_bars_never():
 
 def test_bars_lie_where_a_name_is_long():
     short, long = (frame_of(row("hopper", [1.0])).assign(shape=name) for name in ("xl", "1 × 16 × 16,384 × 64"))
-    standing, lying = (spec_of(Bars(x="shape").chart(frame))["encoding"] for frame in (short, long))
+    specs = (spec_of(Bars(x="shape").chart(frame)) for frame in (short, long))
+    standing, lying = (spec["layer"][0]["encoding"] for spec in specs)
     assert (standing["x"]["field"], lying["y"]["field"]) == ("shape", "shape")
 
 
@@ -306,12 +307,15 @@ def test_an_implementation_has_one_colour_whoever_stands_beside_it():
     """Beside one without a colour of its own all got others, ten of them by turns for thirteen."""
     names = ("eager", "own:Fast", *IMPLEMENTATIONS[1:])
     rows = frame_of(*(row(name, [1.0]) for name in names)).assign(place=0)
-    color = spec_of(Bars(x="shape").chart(rows))["encoding"]["color"]
+    color = spec_of(Bars(x="shape").chart(rows))["layer"][0]["encoding"]["color"]
     given = dict(zip(color["scale"]["domain"], color["scale"]["range"]))
     assert given.keys() == set(names) and len(set(given.values())) == len(names)
     assert given["eager"] == COLORS["eager"] and set(IMPLEMENTATIONS) <= COLORS.keys()
-    named = spec_of(Bars(x="implementation").chart(rows))["encoding"]["color"]
-    assert named["legend"] is None and "legend" not in color, "the axis has the names"
+    named = spec_of(Bars(x="implementation").chart(rows))["layer"][0]["encoding"]["color"]
+    assert named["legend"] is None, "the axis has the names"
+    assert color["legend"] is None, "lying bars carry their names"
+    standing = spec_of(Bars(x="head_dim").chart(rows))["layer"][0]["encoding"]["color"]
+    assert standing["legend"]["orient"] == "top"
 
 
 # Pages

@@ -263,10 +263,12 @@ class Lines(Figure):
             return float(height * share / (1 if is_wide(rows[self.y]) else high - low))
 
         rows = rows.assign(label="", shift=0.0)
-        for _, panel in last.groupby(panels, sort=False) if panels else [("", last)]:
+        for _, panel in last.groupby([*panels, self.x], sort=False):
             panel = panel.sort_values(self.y, ascending=False, kind="stable")
             places = [place(value) for value in panel[self.y]]
             shifts = [moved - before for moved, before in zip(spread(places, LINE), places)]
+            if len(panel) == 1 and panel[self.x].iloc[0] != rows[self.x].iloc[last.index].max():
+                shifts = [-float(LINE)]  # above a line that ends before others, which may cross what is beside it
             rows.loc[panel.index, "label"] = [NAMES.get(str(name), str(name)) for name in panel[self.color]]
             rows.loc[panel.index, "shift"] = shifts
         return rows
