@@ -14,42 +14,74 @@ import torch
 from cs336_systems.grading.checks import CHECKS
 from cs336_systems.grading.grade import HUNG, Grade, Grader, Result, checks_of, chosen_problems, grade
 from cs336_systems.grading.models import largest_difference
+from cs336_systems.grading.reports import as_dict, gradescope, lines, reasons, total_line
 from cs336_systems.handout import HANDOUT, problems_of
 from tests.command_line import assert_refused, invoke
+from tests.grading_mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parent.parent
 SOLUTIONS = ROOT / "tests/solutions"
 GRADED = problems_of(answer="graded")
 
-# The problem that each wrong solution gets wrong, and the check that says so first; the rest is minimal.py's.
+# The problem that each wrong solution gets wrong, the points that are left there, and what says so; the
+# rest is minimal.py's.
 WRONG = {
-    "causal_off_by_one": {
-        "flash_forward": "pytorch_causal_output: O is wrong by 2.2 in 127 of 128 rows, first in row 0, at most 1.1e-05",
-        "flash_backward": "pytorch_causal_gradients: dQ is wrong by",
-    },
-    "base_two_lse": {"flash_forward": "pytorch_saves_one_log_sum_exp: the saved log-sum-exp is wrong by"},
-    "saves_probabilities": {"flash_backward": "pytorch_saves_no_matrix_of_scores: a tensor of shape (1, 256, 256) is"},
-    "ddp_sums": {
-        "ddp_overlap_individual_parameters": "equals_one_process: last.bias differs by 0.096 from one process's after "
-        "step 1, as if gradients were summed and not averaged"
-    },
-    "ddp_after_backward": {"ddp_overlap_individual_parameters": "overlaps_the_backward: none of 8 messages is sent"},
-    "ddp_blocks": {
-        "ddp_overlap_individual_parameters": "overlaps_the_backward: the backward waits for each of the messages"
-    },
-    "ddp_aborts": {"ddp_overlap_individual_parameters": "equals_one_process: the process died (SIGABRT)"},
-    "bucket_ignored": {"ddp_overlap_bucketed": "sends_fewer_messages_than_gradients: 8 gradients of 0.04 MB with"},
-    "one_bucket": {"ddp_overlap_bucketed": "overlaps_the_backward_bucket_by_bucket: none of 1 buckets is sent"},
-    "optimizer_unsharded": {
-        "optimizer_state_sharding": "shards_the_state: the ranks keep 100%, 100% of AdamW's state: it is not sharded"
-    },
-    "optimizer_forgets_to_send": {"optimizer_state_sharding": "equals_the_unsharded_optimizer: "},
-    "fsdp_never_frees": {"fsdp": "frees_gathered_weights: in the forward "},
-    "fsdp_keeps_views": {"fsdp": "frees_gathered_weights: in the forward "},
-    "fsdp_replicates": {"fsdp": "shards_the_weights: embedding.weight holds 100% of its elements after wrapping"},
-    "fsdp_gives_shards": {"fsdp": "equals_one_process: embedding.weight has shape (50, 64), not (100, 64)"},
-    "fsdp_ignores_dtype": {"fsdp": "equals_one_process_in_float16: a Linear layer computes in torch.float32"},
-}
+    "causal_off_by_one": (
+        "flash_backward", 5 * 4 / 5,
+        "triton_causal_gradients: dQ is wrong by 2.3 in 127 of 128 rows",
+    ),
+    "base_two_lse": (
+        "flash_forward", 15 * 11 / 12,
+        "pytorch_saves_one_log_sum_exp: the log-sum-exp saved with is_causal=False is wrong by 0.44, at most "
+        "0.001 is allowed, as if the logarithm were the binary one",
+    ),
+    "ddp_sums": (
+        "ddp_overlap_individual_parameters", 5 * 2 / 3,
+        "equals_one_process: last.bias differs by 0.096 from one process's after step 1, as if gradients "
+        "were summed and not averaged",
+    ),
+    "ddp_after_backward": (
+        "ddp_overlap_individual_parameters", 5 * 2 / 3,
+        "overlaps_the_backward: none of 8 messages is sent before the backward has ended",
+    ),
+    "ddp_blocks": (
+        "ddp_overlap_individual_parameters", 5 * 2 / 3,
+        "overlaps_the_backward: the backward waits for each of the messages",
+    ),
+    "ddp_aborts": (
+        "ddp_overlap_individual_parameters", 5 * 1 / 3,
+        "equals_one_process, overlaps_the_backward: the process died (SIGABRT)",
+    ),
+    "bucket_ignored": (
+        "ddp_overlap_bucketed", 8 * 4 / 5,
+        "sends_fewer_messages_than_gradients: 8 gradients of 0.04 MB with bucket_size_mb=1.0 are 8 messages",
+    ),
+    "one_bucket": (
+        "ddp_overlap_bucketed", 8 * 3 / 5,
+        "overlaps_the_backward_bucket_by_bucket: none of 1 buckets is sent before the backward has ended",
+    ),
+    "optimizer_unsharded": (
+        "optimizer_state_sharding", 0,
+        "shards_the_state: the ranks keep 100%, 100% of AdamW's state: it is not sharded",
+    ),
+    "optimizer_forgets_to_send": (
+        "optimizer_state_sharding", 15 * 1 / 7,
+        "equals_the_unsharded_optimizer: norm.weight differs by",
+    ),
+    "fsdp_replicates": (
+        "fsdp", 0,
+        "shards_the_weights: a rank holds 29,376 elements after wrapping: of weights 29,184, of norms 192; "
+        "half of the weights is its share",
+    ),
+    "fsdp_gives_shards": (
+        "fsdp", 15 * 9 / 12,
+        "equals_one_process, equals_one_process_in_float16: embedding.weight has shape (50, 64), not (100, 64)",
+    ),
+    "fsdp_ignores_dtype": (
+        "fsdp", 15 * 10 / 12,
+        "equals_one_process_in_float16: a Linear layer computes in torch.float32",
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +95,7 @@ def grader() -> Iterator[Grader]:
 def minimal(grader: Grader) -> Grade:
     required = [check.id for problem in GRADED for check in checks_of(problem.name, beyond=False)]
     found = graded(grader, "minimal", required)
-    assert found.points == 63, "\n".join(found.lines())
+    assert found.points == pytest.approx(63), "\n".join(lines(found))
     return found
 
 
@@ -77,25 +109,78 @@ def graded(grader: Grader, solution: str, checks: list[str], known: Grade | None
 
 def test_the_empty_solution_earns_nothing(grader: Grader):
     found = graded(grader, "empty", list(CHECKS))
-    assert found.points == 0 and {result.status for result in found.results.values()} == {"failed"}
-    assert "get_fsdp is not implemented" in "\n".join(found.lines())
-    assert found.lines()[-1] == "total: 0 of 63 points"
+    statuses = {result.status for result in found.results.values()}
+    assert found.points == 0 and statuses == {"not begun"}
+    told = lines(found)
+    assert told[-1] == "total: 0 of 63 points"
+    assert "fsdp                               0 of 15     not begun: get_fsdp is not implemented" in told
 
 
 def test_a_minimal_correct_solution_earns_everything(minimal: Grade):
-    assert minimal.lines()[-1] == "total: 63 of 63 points", "\n".join(minimal.lines())
-    assert [sum(p.points for p in chosen_problems(edition=edition)) for edition in (2025, 2026)] == [48, 55]
+    assert lines(minimal)[-1] == "total: 63 of 63 points", "\n".join(lines(minimal))
+    assert minimal.is_complete
+    by_edition = [chosen_problems(edition=edition) for edition in (2025, 2026)]
+    assert [sum(problem.points for problem in problems) for problems in by_edition] == [48, 55]
 
 
 @pytest.mark.parametrize("solution", WRONG)
 def test_a_wrong_solution_loses_what_it_gets_wrong(solution: str, grader: Grader, minimal: Grade):
-    checks = [f"{problem}.{message.split(':')[0]}" for problem, message in WRONG[solution].items()]
+    problem, points, reason = WRONG[solution]
+    checks = [check.id for check in checks_of(problem, beyond=False)]
     found = graded(grader, solution, checks, minimal)
-    for problem, message in WRONG[solution].items():
-        failure = found.first_failure(HANDOUT[problem])
-        assert failure is not None and f"{failure.check.name}: {failure.message}".startswith(message)
-        assert "\n" not in failure.message
-    assert found.points == 63 - sum(HANDOUT[problem].points for problem in WRONG[solution])
+    told = reasons(found, found.results_of(HANDOUT[problem], beyond=False))
+    assert any(line.startswith(reason) for line in told), told
+    assert found.earned(HANDOUT[problem]) == pytest.approx(points), told
+    assert found.points == pytest.approx(63 - HANDOUT[problem].points + points)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_of_the_minimal_solution_is_told(name: str, grader: Grader, tmp_path: Path):
+    mutant = MUTANTS[name]
+    result = grader.run(CHECKS[mutant.check], solution(tmp_path, mutant.source()))
+    assert result.status == "failed" and result.message.startswith(mutant.message), result.message
+
+
+@pytest.mark.parametrize(
+    ("adapter", "problem"),
+    [
+        ("get_sharded_optimizer = lambda params, cls, **kwargs: cls(params, **kwargs)", "optimizer_state_sharding"),
+        ("get_ddp = Nothing", "ddp_overlap_individual_parameters"),
+        ("get_ddp_bucketed = lambda module, bucket_size_mb: Nothing(module)", "ddp_overlap_bucketed"),
+        ("get_fsdp = lambda module, compute_dtype=None: Nothing(module)", "fsdp"),
+    ],
+)  # fmt: skip
+def test_a_wrapper_that_does_nothing_earns_nothing(adapter: str, problem: str, grader: Grader, tmp_path: Path):
+    path = solution(
+        tmp_path,
+        (SOLUTIONS / "minimal.py").read_text(),
+        "class Nothing(nn.Module):",
+        "    def __init__(self, module):",
+        "        super().__init__()",
+        "        self.module, self.shards = module, {}",
+        "    def forward(self, x):",
+        "        return self.module(x)",
+        "    def finish_gradient_synchronization(self):",
+        "        pass",
+        adapter,
+    )
+    found = Grade([HANDOUT[problem]], [])
+    for check in checks_of(problem, beyond=False):
+        found.results[check.id] = grader.run(check, path)
+    assert found.points == 0, lines(found)
+
+
+def test_the_pytorch_class_may_ignore_the_causal_flag(grader: Grader, tmp_path: Path):
+    """The handout says so; it cost 15 to 20 points."""
+    ignores = "                if is_causal:\n                    scores = scores.masked_fill"
+    source = (SOLUTIONS / "minimal.py").read_text()
+    assert source.count(ignores) == 1
+    path = solution(tmp_path, source.replace(ignores, ignores.replace("is_causal", "False")))
+    for check in CHECKS.values():
+        if check.name.startswith("pytorch_") and not check.beyond:
+            result = grader.run(check, path)
+            assert result.status == "passed", f"{check.id}: {result.message}"
+    assert grader.run(CHECKS["flash_forward.pytorch_causal"], path).status == "failed"
 
 
 def test_every_solution_has_a_score():
