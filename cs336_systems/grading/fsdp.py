@@ -249,8 +249,8 @@ def watch_a_step(adapters: Adapters, compute_dtype: torch.dtype | None = None) -
 def frees_gathered_weights(adapters: Adapters, rank: int, num_ranks: int) -> None:
     """Of 16 layers at most half are whole in a forward, four behind it and behind the backward."""
     seen = watch_a_step(adapters)
-    held = f"of {Deep.LAYERS} whole layers are held beyond the shards"
-    cause = "; autograd may have saved gathered weights for the backward"
+    held = f"whole layers of memory are held beyond the shards of {Deep.LAYERS} layers"
+    cause = "; autograd may have saved gathered weights"
     assert seen.forward_peak <= HALF, f"in the forward {seen.forward_peak:.1f} {held}{cause}"
     assert seen.between <= 4, f"between forward and backward {seen.between:.1f} {held}{cause}"
     assert seen.behind_the_backward <= 4, (
@@ -290,8 +290,8 @@ def keeps_no_whole_gradients(adapters: Adapters, rank: int, num_ranks: int) -> N
     """Behind the synchronization hardly more is held than the shards and their gradients."""
     seen = watch_a_step(adapters)
     assert seen.after <= 2, (
-        f"after the synchronization {seen.after:.1f} of {Deep.LAYERS} whole layers are held beyond "
-        "shards and gradients; a gradient may be a view of the whole one"
+        f"after the synchronization {seen.after:.1f} whole layers of memory are held beyond the shards "
+        f"of {Deep.LAYERS} layers and their gradients; a gradient may be a view of the whole one"
     )
 
 
