@@ -296,12 +296,17 @@ def test_a_file_that_cannot_be_loaded_says_why_in_one_line(tmp_path: Path, grade
     assert f"Python {version} runs the checks: does the file need a newer one?" in result.message
 
 
-def test_a_package_of_the_course_that_is_missing_is_skipped(tmp_path: Path, grader: Grader):
+@pytest.mark.parametrize(
+    ("package", "install"), [("submitit", "'cs336-systems[course]'"), ("nowhere_else", "nowhere_else")]
+)
+def test_a_package_that_is_declared_and_missing_is_skipped(package: str, install: str, tmp_path: Path, grader: Grader):
     """The machine lacks it, and the student is not at fault; nothing said what to install where."""
-    result = grader.run(BROADCASTS, solution(tmp_path, "import submitit.nothing"))
+    declared = "[project]\ndependencies = [\"nowhere-else>=2; python_version > '3'\"]\n"
+    (tmp_path / "pyproject.toml").write_text(declared)
+    result = grader.run(BROADCASTS, solution(tmp_path, f"import {package}.nothing"))
     assert (result.status, result.message) == (
         "skipped",
-        f"submitit is not installed: {sys.executable} -m pip install 'cs336-systems[course]'",
+        f"{package} is not installed: {sys.executable} -m pip install {install}",
     )
 
 

@@ -9,6 +9,7 @@ import math
 import time
 from copy import deepcopy
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -189,6 +190,15 @@ class Watched:
     behind_the_backward: float = 0.0  # gradients and what is reduced left out
     after: float = 0.0  # behind the synchronization, gradients' shards left out
 
+    @property
+    def layers_before(self) -> list[float]:
+        """How many layers' weights are gathered, or being gathered, before each layer runs."""
+        sizes = [message.nbytes for message in self.forward]
+        messages_of_a_layer = max(1, round(len(sizes) / Deep.LAYERS))
+        # A backward's first weight may be gathered already; or all weights by one message.
+        unit = min(sum(sizes) / Deep.LAYERS, median(sizes) * messages_of_a_layer)
+        return [sent / unit for sent in self.sent_before]
+
 
 def large(messages: list[Message]) -> list[Message]:
     return [message for message in messages if message.nbytes >= LARGE]
@@ -263,9 +273,7 @@ def gathers_at_most_two_layers_ahead(adapters: Adapters, rank: int, num_ranks: i
     """A layer's gather starts only when the layer two before it has completed its forward."""
     seen = watch_a_step(adapters)
     assert seen.forward, "no weight is gathered in the forward of the second step"
-    whole = sum(message.nbytes for message in seen.forward)
-    for layer, sent in enumerate(seen.sent_before):
-        gathered = sent * Deep.LAYERS / whole
+    for layer, gathered in enumerate(seen.layers_before):
         assert gathered <= layer + 2.1, (
             f"{gathered:.0f} of {Deep.LAYERS} layers are gathered before layer {layer + 1} runs, at "
             f"most {layer + 2} may be"
@@ -342,10 +350,8 @@ def keeps_the_modules(adapters: Adapters, rank: int, num_ranks: int) -> None:
 def gathers_ahead(adapters: Adapters, rank: int, num_ranks: int) -> None:
     """The next layer's gather is on its way when a layer runs: weights are there before they are needed."""
     seen = watch_a_step(adapters)
-    whole = sum(message.nbytes for message in seen.forward)
-    behind = sum(
-        sent * Deep.LAYERS < (layer + 0.9) * whole for layer, sent in enumerate(seen.sent_before)
-    )
+    assert seen.forward, "no weight is gathered in the forward of the second step"
+    behind = sum(gathered < layer + 0.9 for layer, gathered in enumerate(seen.layers_before))
     assert behind <= HALF, (
         f"{behind} of {Deep.LAYERS} layers are gathered when they run, not before"
     )

@@ -1,8 +1,8 @@
 """How a check ended, in words: the outcome of an error, of a process that died, and their causes.
 
 An outcome is a dictionary with `status` (passed, failed, not begun, skipped), `message` (one line) and
-`detail` (the traceback). What needs a GPU where there is none, and a package of the course that is not
-installed, is the machine's fault: `skipped`.
+`detail` (the traceback). What needs a GPU where there is none is the machine's fault and `skipped`, as
+is a package that the project declares and that is not installed.
 """
 
 import linecache
@@ -16,7 +16,12 @@ from typing import Any
 import torch
 
 from cs336_systems.grading.checks import Check, NotImplementedYet, Skipped
-from cs336_systems.grading.project import COURSE_PACKAGES, OWN_PACKAGE, project_root
+from cs336_systems.grading.project import (
+    COURSE_PACKAGES,
+    OWN_PACKAGE,
+    project_root,
+    wanted_packages,
+)
 
 MAX_DETAIL = 20_000  # characters of a traceback
 NEEDS_A_GPU = "needs a GPU"
@@ -41,11 +46,10 @@ def outcome_of_error(error: BaseException, adapters: Path) -> dict[str, Any]:
     place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
     detail = "".join(traceback.format_exception(error))[-MAX_DETAIL:]
 
-    package = _course_package_that_is_missing(error)
-    if package is not None:
-        told = (
-            f"{package} is not installed: {sys.executable} -m pip install 'cs336-systems[course]'"
-        )
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package.lower() in wanted_packages(project_root(adapters)):
+        what = "'cs336-systems[course]'" if package in COURSE_PACKAGES else package
+        told = f"{package} is not installed: {sys.executable} -m pip install {what}"
         return {"status": "skipped", "message": told, "detail": detail}
     if own and not torch.cuda.is_available() and _refuses_a_cpu(error, own[-1]):
         return {"status": "skipped", "message": f"{NEEDS_A_GPU}{place}", "detail": detail}
@@ -61,13 +65,6 @@ def outcome_of_error(error: BaseException, adapters: Path) -> dict[str, Any]:
     begun = not isinstance(error, NotImplementedYet | NotImplementedError)
     status = "failed" if begun else "not begun"
     return {"status": status, "message": text, "detail": detail}
-
-
-def _course_package_that_is_missing(error: BaseException) -> str | None:
-    if not isinstance(error, ModuleNotFoundError) or error.name is None:
-        return None
-    name = error.name.partition(".")[0]
-    return name if name in COURSE_PACKAGES else None
 
 
 def _refuses_a_cpu(error: BaseException, frame: traceback.FrameSummary) -> bool:

@@ -10,12 +10,14 @@ adapters are imported; where she has no `cs336_systems`, none can be imported.
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import re
 import sys
 import tomllib
 import types
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from pathlib import Path
+from typing import Any
 
 from cs336_systems.grading.checks import Adapters
 
@@ -60,13 +62,30 @@ def find_package(root: Path, name: str) -> Path | None:
     return root / name if (root / name).is_dir() else None
 
 
-def _uv_sources(pyproject: Path) -> dict[str, str]:
-    """The paths of `[tool.uv.sources]`, by package."""
+def wanted_packages(root: Path) -> set[str]:
+    """The packages that the project `root`, its `cs336_basics` or the course's own declare to need."""
+    basics = find_package(root, "cs336_basics")
+    files = [root / "pyproject.toml"]
+    if basics is not None:
+        files += [folder / "pyproject.toml" for folder in list(basics.parents)[:2]]
+    wanted = set(COURSE_PACKAGES)
+    for file in files:
+        requirements = _read(file).get("project", {}).get("dependencies", [])
+        names = [re.match(r"[\w.-]+", str(requirement)) for requirement in requirements]
+        wanted |= {name.group().replace("-", "_").lower() for name in names if name}
+    return wanted
+
+
+def _read(pyproject: Path) -> dict[str, Any]:
     try:
-        content = tomllib.loads(pyproject.read_text())
+        return tomllib.loads(pyproject.read_text())
     except (OSError, ValueError):
         return {}
-    sources = content.get("tool", {}).get("uv", {}).get("sources", {})
+
+
+def _uv_sources(pyproject: Path) -> dict[str, str]:
+    """The paths of `[tool.uv.sources]`, by package."""
+    sources = _read(pyproject).get("tool", {}).get("uv", {}).get("sources", {})
     return {
         name: source["path"]
         for name, source in sources.items()
