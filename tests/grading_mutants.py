@@ -174,6 +174,11 @@ MUTANTS = {
         (("self.inner.step(closure, **kwargs)", "self.inner.step(closure)"),),
     ),
     # FSDP
+    "fsdp_leaves_embeddings_whole": Mutant(
+        "fsdp.shards_every_weight",
+        "a rank holds 61% of the weights of Linear and Embedding layers after wrapping, not 50%",
+        (('type(x).__name__ in ("Linear", "Embedding")', 'type(x).__name__ == "Linear"'),),
+    ),
     "fsdp_keeps_views": Mutant(
         "fsdp.frees_gathered_weights",
         "in the forward 10.",

@@ -75,15 +75,15 @@ WRONG = {
     ),
     "fsdp_replicates": (
         "fsdp", 0,
-        "shards_the_weights: a rank holds 29,376 elements after wrapping: of weights 29,184, of norms 192; "
-        "half of the weights is its share",
+        "shards_the_weights, shards_every_weight: a rank holds 100% of the weights of Linear and Embedding "
+        "layers after wrapping, not 50%",
     ),
     "fsdp_gives_shards": (
-        "fsdp", 15 * 9 / 12,
+        "fsdp", 15 * 10 / 13,
         "equals_one_process, equals_one_process_in_float16: embedding.weight has shape (50, 64), not (100, 64)",
     ),
     "fsdp_ignores_dtype": (
-        "fsdp", 15 * 10 / 12,
+        "fsdp", 15 * 11 / 13,
         "equals_one_process_in_float16: a Linear layer computes in torch.float32",
     ),
 }  # fmt: skip
@@ -436,10 +436,10 @@ def test_every_required_check_has_its_share_and_none_beyond():
     for check in (first, second):
         results[check.id] = Result(check=check, status="skipped", message="needs a GPU (a.py:3)")
     assert found.is_complete
-    assert lines(found)[-1] == "total: 12.5 of 12.5 points that this machine can grade, 2.5 need a GPU"
+    assert lines(found)[-1] == "total: 12.7 of 12.7 points that this machine can grade, 2.3 need a GPU"
     results[third.id] = Result(check=third, status="failed", message="wrong")
     results[second.id] = Result(check=second, status="not begun", message="it is missing")
-    assert not found.is_complete and found.points == pytest.approx(15 * 9 / 12)
+    assert not found.is_complete and found.points == pytest.approx(15 * 10 / 13)
     assert lines(found)[2:5] == [
         f"  {third.name}: wrong",
         f"  {first.name}: skipped: needs a GPU (a.py:3)",
@@ -453,7 +453,7 @@ def test_what_does_not_shard_earns_nothing_by_training_right():
     results[shards.id] = Result(check=shards, status="failed", message="no")
     found = Grade([HANDOUT["fsdp"]], [], results)
     assert found.points == 0
-    assert lines(found)[3].startswith("  equals_one_process, ")
+    assert lines(found)[3].startswith("  shards_every_weight, equals_one_process, ")
     assert lines(found)[3].endswith(": earns nothing without shards_the_weights")
 
 

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.grading.checks import Adapters, check
@@ -101,20 +102,31 @@ def trains_like_one_process(
     assert dtypes == {wanted}, f"a Linear layer computes in {dtypes.pop()}, not {wanted}"
 
 
-@check(PROBLEM, num_ranks=2)
-def shards_the_weights(adapters: Adapters, rank: int, num_ranks: int) -> None:
-    """Between steps a rank holds its half of all Linear and Embedding weights; norms are whole."""
+def assert_sharded(adapters: Adapters, num_ranks: int, largest_share: float) -> None:
+    """Assert that a rank holds at most a share of all weights between steps, and norms whole."""
     model = seeded(Language)
     weights = sum(module.weight.numel() for _, module in sharded_weights(model))
     others = sum(parameter.numel() for parameter in model.parameters()) - weights
     fsdp = adapters.call("get_fsdp", seeded(Language), compute_dtype=None)
     optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.01)
     for when in ("after wrapping", "after a step"):
-        held = sum(parameter.numel() for parameter in fsdp.parameters())
-        text = f"a rank holds {held:,} elements {when}: of weights {weights:,}, of norms {others:,}"
-        assert held <= 0.55 * weights + others, f"{text}; half of the weights is its share"
-        assert held >= weights / num_ranks + others, f"{text}; norms are not sharded"
-        step_of(adapters, fsdp, optimizer, token_batch(rank), next_token_loss)
+        held = sum(parameter.numel() for parameter in fsdp.parameters()) - others
+        text = f"a rank holds {held / weights:.0%} of the weights of Linear and Embedding layers {when}"
+        assert held <= largest_share * weights, f"{text}, not {1 / num_ranks:.0%}"
+        assert held >= weights / num_ranks, f"{text}, or not all of the norms"
+        step_of(adapters, fsdp, optimizer, token_batch(dist.get_rank()), next_token_loss)
+
+
+@check(PROBLEM, num_ranks=2)
+def shards_the_weights(adapters: Adapters, rank: int, num_ranks: int) -> None:
+    """Between steps a rank holds three quarters of all weights at most."""
+    assert_sharded(adapters, num_ranks, 0.75)
+
+
+@check(PROBLEM, num_ranks=2, needs=SHARDED)
+def shards_every_weight(adapters: Adapters, rank: int, num_ranks: int) -> None:
+    """Between steps a rank holds its half of all Linear and Embedding weights; norms are whole."""
+    assert_sharded(adapters, num_ranks, 0.55)
 
 
 @check(PROBLEM, num_ranks=2, needs=SHARDED)
