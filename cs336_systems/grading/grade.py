@@ -144,7 +144,8 @@ class Grade:
     def earned(self, problem: HandoutProblem) -> float:
         """The points that a problem earns."""
         required = self.results_of(problem, beyond=False)
-        return self.share(problem) * sum(self.counts(result) for result in required)
+        num_checks = len(checks_of(problem.name, beyond=False))
+        return problem.points * sum(self.counts(result) for result in required) / num_checks
 
     def skipped(self, problem: HandoutProblem) -> float:
         """The points of a problem that this machine cannot grade."""
