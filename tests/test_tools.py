@@ -23,7 +23,7 @@ from .common import EXPECTED
 def test_answer():
     assert get_answer() == EXPECTED
     assert cs336_basics.VERSION == importlib.metadata.version("cs336-basics") == "26.1.4"
-    assert "not the course's" not in cs336_systems.__doc__
+    assert cs336_systems.__doc__ == "hers"
 """
 
 
@@ -51,7 +51,11 @@ def checkout(request, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def adapters(tmp_path: Path) -> Path:
-    path = tmp_path / "our_adapters.py"
+    """A file of adapters in a project with a package of its own."""
+    path = tmp_path / "hers/tests/adapters.py"
+    for folder in (path.parent, tmp_path / "hers/cs336_systems"):
+        folder.mkdir(parents=True)
+    (tmp_path / "hers/cs336_systems/__init__.py").write_text('"""hers"""\n')
     path.write_text("def get_answer():\n    return 42\n")
     return path
 
@@ -82,6 +86,38 @@ def test_course_tests_find_what_lies_beside_the_adapters(checkout, adapters):
     (adapters.parent / "beside.py").write_text("ANSWER = 42\n")
     adapters.write_text("from beside import ANSWER\ndef get_answer():\n    return ANSWER\n")
     assert course_tests.run(checkout, adapters) == 0
+
+
+def test_course_tests_import_her_modules_and_her_basics(checkout, adapters):
+    """They ran with the course's `cs336_basics`, whose layers are not those that her wrappers look for."""
+    basics = adapters.parent.parent / "cs336_basics"
+    basics.mkdir()
+    (basics / "__init__.py").write_text("VERSION = '26.1.4'\nANSWER = 42\n")
+    (basics.parent / "pyproject.toml").write_text('[project]\nname = "hers"\nversion = "26.1.4"\n')
+    (adapters.parent / "beside.py").write_text("from cs336_basics import ANSWER\n")
+    adapters.write_text("from .beside import ANSWER\ndef get_answer():\n    return ANSWER\n")
+    assert course_tests.run(checkout, adapters) == 0
+
+
+def test_course_tests_do_not_serve_our_package_for_hers(checkout, adapters, capfd):
+    (adapters.parent.parent / "cs336_systems/__init__.py").unlink()
+    (adapters.parent.parent / "cs336_systems").rmdir()
+    assert course_tests.run(checkout, adapters) != 0
+    assert "has no folder cs336_systems" in capfd.readouterr().out
+
+
+def test_course_tests_get_a_free_port(checkout, adapters):
+    """Two runs on one machine met at the fixed one."""
+    (checkout / "tests/common.py").write_text('import os\nos.environ["MASTER_PORT"] = "12390"\nEXPECTED = 42\n')
+    with (checkout / "tests/test_answer.py").open("a") as test:
+        test.write("    import os\n    assert os.environ['MASTER_PORT'] not in ('', '12390')\n")
+    assert course_tests.run(checkout, adapters) == 0
+
+
+def test_course_tests_end_at_the_time_limit(checkout, adapters, capfd):
+    adapters.write_text("import time\ndef get_answer():\n    time.sleep(600)\n")
+    assert course_tests.run(checkout, adapters, time_limit_s=3.0) == 124
+    assert "error: the tests have not ended after 3 s" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,20 @@
-"""Run the course's own tests, unmodified, against a file of adapters, by default `tests/adapters.py`.
+"""Run the course's own tests against a file of adapters, by default `tests/adapters.py`.
 
     python tools/course_tests.py path/to/assignment2-systems [path/to/adapters.py]
 
-Either edition of the assignment will do. Phases: find the tests and the course's `cs336_basics` in the checkout; copy
-both to a temporary folder, since the checkout is never written to; put the adapters in place of theirs; run pytest
-there, serially, because their processes share a port. A file that wants a name or a package that is missing is an error
-of pytest's, and the others run. The exit code is pytest's.
+Either edition of the assignment will do. Phases: find the tests and the `cs336_basics` of the project that
+the adapters belong to, else the course's; copy both to a temporary folder, since neither checkout is
+written to; put the adapters and the modules beside them in place of the course's; give the tests' processes
+a free port in the place of the fixed one; run pytest there, serially, because they share that port. A file
+that wants a name or a package that is missing is an error of pytest's, and the others run. The exit code is
+pytest's, or 124 after `TIME_LIMIT_S`.
 """
 
 import os
+import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +22,12 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from cs336_systems.grading.project import find_package, project_root  # noqa: E402
+
 ADAPTERS = ROOT / "tests" / "adapters.py"
+TIME_LIMIT_S = 1800.0
+EXIT_TIMED_OUT = 124  # as of timeout(1)
 BASICS_PLACES = ("cs336-basics/cs336_basics", "cs336_basics", "cs336-basics/src/cs336_basics")
 PYTEST_SETTINGS = ("pyproject.toml", "pytest.ini", "setup.cfg", "tox.ini", "conftest.py")
 IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc", ".pytest_cache")
@@ -40,14 +50,27 @@ def find_basics(checkout: Path) -> Path:
 
 
 def lay_out(checkout: Path, adapters: Path, folder: Path) -> None:
-    """Copy tests, package and pytest's settings of `checkout` to `folder`, with `adapters` in place of theirs."""
-    basics = find_basics(checkout)
+    """Copy tests, packages and pytest's settings to `folder`, with `adapters` in place of the course's."""
+    root = project_root(adapters)
+    own = find_package(root, "cs336_basics") if root != ROOT else None
+    basics = own or find_basics(checkout)
     shutil.copytree(checkout / "tests", folder / "tests", ignore=IGNORED)
+    for beside in adapters.parent.glob("*.py"):  # what the adapters import as `from .ddp import DDP`
+        if not (folder / "tests" / beside.name).exists():
+            shutil.copyfile(beside, folder / "tests" / beside.name)
     shutil.copyfile(adapters, folder / "tests" / "adapters.py")
     shutil.copytree(basics, folder / "cs336_basics", ignore=IGNORED)
     for name in PYTEST_SETTINGS:
         if (checkout / name).is_file():
             shutil.copyfile(checkout / name, folder / name)
+    if root != ROOT and find_package(root, "cs336_systems") is None:
+        (folder / "cs336_systems.py").write_text(f"raise ImportError('{root} has no folder cs336_systems')\n")
+
+    common = folder / "tests" / "common.py"
+    if common.is_file():
+        fixed_port = r'(os\.environ\["MASTER_PORT"\] = )"\d+"'
+        common.write_text(re.sub(fixed_port, rf'\1"{free_port()}"', common.read_text()))
+
     # The package asks importlib.metadata for its version, which an uninstalled copy answers through this folder.
     metadata = folder / "cs336_basics-0.dist-info"
     metadata.mkdir()
@@ -55,19 +78,46 @@ def lay_out(checkout: Path, adapters: Path, folder: Path) -> None:
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: cs336_basics\nVersion: {version}\n")
 
 
-def run(checkout: Path, adapters: Path = ADAPTERS, pytest_arguments: tuple[str, ...] = ()) -> int:
-    """Run the tests of `checkout` against `adapters`; pytest's exit code."""
+def free_port() -> int:
+    """A port of this machine that nothing listens on now."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def run(checkout: Path, adapters: Path = ADAPTERS, time_limit_s: float = TIME_LIMIT_S) -> int:
+    """Run the tests of `checkout` against `adapters`; pytest's exit code, or 124 after `time_limit_s`."""
     if not adapters.is_file():
         raise CourseError(f"{adapters} does not exist: there is nothing to test")
+    adapters = adapters.resolve()
     with tempfile.TemporaryDirectory(prefix="course-tests-") as name:
         folder = Path(name).resolve()
         lay_out(checkout, adapters, folder)
-        own = [str(path) for path in adapters.resolve().parents[:2]]  # what the adapters import lies beside or above
+        root = project_root(adapters)
+        package = find_package(root, "cs336_systems")
+        places = [folder, root, root / "src", adapters.parent]
+        places += [package.parent] if package is not None else []
         options = ["-p", "no:cacheprovider", "--continue-on-collection-errors"]  # grade the files that can be
-        command = [sys.executable, "-m", "pytest", *options, "tests", *pytest_arguments]
-        path = os.pathsep.join([str(folder), *reversed(own), str(ROOT)])
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-        return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, places)),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        tests = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, "tests"],
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            return tests.wait(time_limit_s)
+        except subprocess.TimeoutExpired:
+            print(f"error: the tests have not ended after {time_limit_s:g} s", file=sys.stderr)
+            return EXIT_TIMED_OUT
+        finally:
+            if tests.poll() is None:
+                os.killpg(tests.pid, signal.SIGKILL)  # the ranks too
+                tests.wait()
 
 
 def _declared_version(pyproject: Path) -> str:

@@ -11,11 +11,14 @@ under test raises. The first line of its docstring says what is required.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-TIME_LIMIT_S = 180.0  # a compiled backward takes a minute on a slow host; what hangs costs this once a problem
+TIME_LIMIT_S = (
+    180.0  # a compiled backward takes a minute on a slow host; what hangs costs this once a problem
+)
 HUNG = "has not ended"  # the message of such a check begins so
 
 
@@ -33,9 +36,12 @@ class Check:
 
     problem: str
     name: str
-    function: Callable[..., None]  # (adapters), or (adapters, rank, num_ranks) in every rank of a gloo group
+    function: Callable[
+        ..., None
+    ]  # (adapters), or (adapters, rank, num_ranks) in every rank of a gloo group
     num_ranks: int = 1
     beyond: bool = False
+    needs: str = ""  # the id of the check without which this one earns nothing
 
     @property
     def id(self) -> str:
@@ -49,12 +55,28 @@ class Check:
 CHECKS: dict[str, Check] = {}
 
 
-def check(problem: str, name: str = "", *, num_ranks: int = 1, beyond: bool = False) -> Callable[[Any], Any]:
-    """Register the decorated function as a check of `problem`, under its own name if no other is given."""
+def check(
+    problem: str,
+    name: str = "",
+    *,
+    num_ranks: int = 1,
+    beyond: bool = False,
+    needs: str = "",
+) -> Callable[[Any], Any]:
+    """Register the decorated function as a check of `problem`, by default under its own name.
+
+    `needs` names the check of the same problem that says whether there is anything to grade: an
+    optimizer that shards nothing trains as the unsharded one does, and earns nothing by that.
+    """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         new = Check(
-            problem=problem, name=name or function.__name__, function=function, num_ranks=num_ranks, beyond=beyond
+            problem=problem,
+            name=name or function.__name__,
+            function=function,
+            num_ranks=num_ranks,
+            beyond=beyond,
+            needs=f"{problem}.{needs}" if needs else "",
         )
         assert new.id not in CHECKS, new.id
         CHECKS[new.id] = new
@@ -78,3 +100,8 @@ class Adapters:
             return function(*args, **kwargs)
         except NotImplementedError as error:
             raise NotImplementedYet(f"{name} is not implemented") from error
+
+    def call_if_there(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Call an adapter that the handout makes optional, where it is implemented."""
+        with suppress(NotImplementedYet):
+            self.call(name, *args, **kwargs)

@@ -1,9 +1,8 @@
 """What an implementation sends and what it keeps, seen from outside: no name of its own is needed."""
 
-import gc
-import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,28 +11,45 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# The methods of a process group that carry gradients; every function of torch.distributed calls one of them.
-CARRIERS = ("reduce", "gather", "scatter", "to_all", "alltoall", "send")
+# The methods of a process group that carry tensors; every function of torch.distributed calls one.
+CARRIERS = ("broadcast", "reduce", "gather", "scatter", "to_all", "alltoall", "send")
 
 
-SENT: list[int] = []  # payloads in bytes of the collectives of this process, broadcasts left out, in order
+@dataclass(frozen=True)
+class Message:
+    """A collective of this process."""
+
+    kind: str  # the process group's method, as allreduce, _allgather_base, reduce_scatter
+    nbytes: int  # of all tensors that it was given, outputs too
+    dtypes: frozenset[torch.dtype]
+
+    @property
+    def carries_weights(self) -> bool:
+        return "gather" in self.kind or "broadcast" in self.kind
+
+
+SENT: list[Message] = []  # in order
 AWAITED: list[int] = []  # for each wait for one of them, how many had been sent
+REDUCED: dict[int, weakref.ref[Any]] = {}  # storages that reductions read or wrote: gradients
 
 
 def count_messages() -> None:
-    """Note in SENT and AWAITED from now on. Called before the code under test is imported."""
+    """Note in SENT, AWAITED and REDUCED from now on. Called before the code under test is imported."""
 
-    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            SENT.append(sum(tensor.nbytes for tensor in tensors))
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            SENT.append(Message(name, nbytes, frozenset(tensor.dtype for tensor in tensors)))
+            if "reduce" in name:
+                REDUCED.update(storages_of(tensors))
             return method(group, *args, **kwargs)
 
         return call
 
     for name, method in list(vars(dist.ProcessGroup).items()):
         if callable(method) and any(part in name for part in CARRIERS):
-            setattr(dist.ProcessGroup, name, counted(method))
+            setattr(dist.ProcessGroup, name, counted(name, method))
 
     wait = dist.Work.wait
 
@@ -44,13 +60,11 @@ def count_messages() -> None:
     dist.Work.wait = awaited  # type: ignore[assignment,method-assign]
 
 
-def reachable_bytes() -> int:
-    """The memory under all tensors that Python objects refer to; what only autograd holds is not counted."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some objects warn of being looked at
-        tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+def storages_of(tree: Any) -> dict[int, weakref.ref[Any]]:
+    """Weak references to the storages of all tensors in `tree`, by id."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_meta]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {id(storage): weakref.ref(storage) for storage in storages}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -61,28 +75,37 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, *known: Tensor) -> None:
         super().__init__()
-        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._storages = storages_of(known)
         self.peak = 0
-        self._note(known)
+        self.shapes: set[tuple[int, ...]] = set()  # of the operators' results
+        self.operators: set[str] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._note((args, kwargs, result))
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.operators.add(func.overloadpacket.__name__)
+        self.shapes.update(tuple(tensor.shape) for tensor in results)
+        self._storages |= storages_of((args, kwargs, results))
         self.peak = max(self.peak, self.now())
         return result
 
-    def _note(self, tree: Any) -> None:
-        for leaf in tree_leaves(tree):
-            if isinstance(leaf, Tensor) and not leaf.is_meta:
-                storage = leaf.untyped_storage()
-                self._storages[id(storage)] = weakref.ref(storage)
-
-    def now(self) -> int:
+    def now(self, *, without: Iterable[weakref.ref[Any]] = ()) -> int:
+        """The bytes that are alive now, but for the storages in `without`."""
+        left_out = {id(storage) for reference in without if (storage := reference()) is not None}
+        self._storages = {key: ref for key, ref in self._storages.items() if ref() is not None}
         storages = [reference() for reference in self._storages.values()]
-        return sum(storage.nbytes() for storage in storages if storage is not None)
+        return sum(
+            storage.nbytes()
+            for storage in storages
+            if storage is not None and id(storage) not in left_out
+        )
 
 
-def recording(optimizer_cls: type[torch.optim.Optimizer]) -> tuple[type[torch.optim.Optimizer], list[Any]]:
+def recording(
+    optimizer_cls: type[torch.optim.Optimizer],
+) -> tuple[type[torch.optim.Optimizer], list[Any]]:
     """A subclass that notes its instances, and the list of them: whoever wraps an optimizer has to make one."""
     instances: list[Any] = []
 
@@ -98,7 +121,8 @@ def recording(optimizer_cls: type[torch.optim.Optimizer]) -> tuple[type[torch.op
 def state_elements(optimizers: list[Any]) -> int:
     """Elements of all state tensors of more than one element; one that two optimizers share counts once."""
     storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() // tensor.element_size()
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        // tensor.element_size()
         for optimizer in optimizers
         for state in optimizer.state.values()
         for tensor in tree_leaves(state)

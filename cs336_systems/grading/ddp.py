@@ -33,7 +33,9 @@ FLAGS = 1000  # bytes below which a message carries no gradient of `Stack`
 class Wrapped:
     """A wrapped model with the adapters that go with it."""
 
-    def __init__(self, adapters: Adapters, module: nn.Module, bucket_size_mb: float | None | str) -> None:
+    def __init__(
+        self, adapters: Adapters, module: nn.Module, bucket_size_mb: float | None | str
+    ) -> None:
         self._adapters = adapters
         self._is_bucketed = bucket_size_mb != "individual"
         if self._is_bucketed:
@@ -56,12 +58,11 @@ class Wrapped:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         optimizer.zero_grad(set_to_none=True)
         if self._is_bucketed:
-            self._adapters.call("ddp_bucketed_on_train_batch_start", ddp_model=self.model, optimizer=optimizer)
+            self._adapters.call_if_there(
+                "ddp_bucketed_on_train_batch_start", ddp_model=self.model, optimizer=optimizer
+            )
         yield
-        if self._is_bucketed:
-            self._adapters.call(self._after, ddp_model=self.model, optimizer=optimizer)
-        else:
-            self._adapters.call(self._after, self.model, optimizer)
+        self._adapters.call_if_there(self._after, self.model, optimizer)
         optimizer.step()
 
 
@@ -72,7 +73,7 @@ def check_both(function: Callable[..., None]) -> None:
         function(adapters, rank, num_ranks, "individual")
 
     def bucketed(adapters: Adapters, rank: int, num_ranks: int) -> None:
-        for bucket_size_mb in (0.0001, 0.002, None):  # a bucket a tensor, several, one
+        for bucket_size_mb in (0.0001, 0.002, 1.0):  # a bucket a tensor, several, one
             function(adapters, rank, num_ranks, bucket_size_mb)
 
     for problem, one in ((OVERLAP, overlapped), (BUCKETED, bucketed)):
@@ -82,33 +83,36 @@ def check_both(function: Callable[..., None]) -> None:
 
 @check_both
 def broadcasts_the_parameters(adapters: Adapters, rank: int, num_ranks: int, size: Any) -> None:
-    """After wrapping every rank has rank 0's parameters, the frozen one too."""
-    module = seeded(Toy, seed=rank)
+    """After wrapping every rank has rank 0's parameters, frozen ones too, in the model's names and order."""
+    module: Any = seeded(Toy, seed=rank)
     with torch.no_grad():
         module.fixed.fill_(2.0 + rank)
-    model = Wrapped(adapters, module, size).model
-    first = dict(seeded(Toy, seed=0).named_parameters())
-    wrong = [name for name, parameter in model.module.named_parameters() if not torch.equal(parameter, first[name])]
-    assert not wrong, f"not rank 0's after wrapping: {', '.join(wrong)}"
-
-
-@check_both
-def keeps_the_module(adapters: Adapters, rank: int, num_ranks: int, size: Any) -> None:
-    """`.module` is the model, parameters keep names and order, a shared one stands once, `state_dict` is whole."""
-    module = seeded(Toy)
     names, state = [name for name, _ in module.named_parameters()], list(module.state_dict())
     model = Wrapped(adapters, module, size).model
-    assert getattr(model, "module", None) is module, "the wrapper has no attribute `module` that is the model"
+
+    assert model.module is module, "the wrapper's `module` is not the model"
     ours = [name for name, _ in model.named_parameters()]
-    assert len(ours) == len(names), f"the wrapper has {len(ours)} parameters, the model {len(names)}"
+    assert len(ours) == len(names), (
+        f"the wrapper has {len(ours)} parameters, the model {len(names)}"
+    )
     for wrapped, name in zip(ours, names):
         assert name in wrapped, f"{wrapped} stands in the place of {name}"
-    assert list(model.module.state_dict()) == state, "the state_dict of `.module` has other names than the model's"
+    assert list(module.state_dict()) == state, "the names of `.module.state_dict()` have changed"
+
+    first = dict(seeded(Toy, seed=0).named_parameters())
+    wrong = [
+        name for name, tensor in module.named_parameters() if not torch.equal(tensor, first[name])
+    ]
+    assert not wrong, f"not rank 0's after wrapping: {', '.join(wrong)}"
 
 
 @check_both
 def equals_one_process(adapters: Adapters, rank: int, num_ranks: int, size: Any) -> None:
     """Training on halves of a batch ends where one process ends with the whole batch, on every rank."""
+    train_like_one_process(adapters, rank, num_ranks, size)
+
+
+def train_like_one_process(adapters: Adapters, rank: int, num_ranks: int, size: Any) -> None:
     single, wrapped = seeded(Toy), Wrapped(adapters, seeded(Toy, seed=rank), size)
     start = deepcopy(dict(single.named_parameters()))
     optimizer = torch.optim.SGD(single.parameters(), lr=0.1)
@@ -123,11 +127,15 @@ def equals_one_process(adapters: Adapters, rank: int, num_ranks: int, size: Any)
         found = dict(wrapped.model.module.named_parameters())
         assert_like_one_process(found, expected, start, step, num_ranks, BOUND)
     for name, parameter in wrapped.model.module.named_parameters():
-        assert equal_on_all_ranks(parameter.detach()), f"{name} differs between the ranks after training"
+        assert equal_on_all_ranks(parameter.detach()), (
+            f"{name} differs between the ranks after training"
+        )
 
 
 def gradients_sent() -> list[int]:
-    return [payload for payload in SENT if payload >= FLAGS]
+    """The payloads of the messages that may carry gradients, in bytes."""
+    gradients = [message for message in SENT if message.kind != "broadcast"]
+    return [message.nbytes for message in gradients if message.nbytes >= FLAGS]
 
 
 def messages_of_a_step(wrapped: Wrapped, rank: int) -> tuple[list[int], int, bool]:
@@ -155,7 +163,9 @@ def assert_overlap(wrapped: Wrapped, rank: int, what: str) -> None:
     sent, gone, blocks = messages_of_a_step(wrapped, rank)
     assert sent, "no gradient is sent"
     assert gone, f"none of {len(sent)} {what} is sent before the backward has ended"
-    assert not blocks, f"the backward waits for each of the {what}: pass async_op=True, wait when it has ended"
+    assert not blocks, (
+        f"the backward waits for each of the {what}: pass async_op=True, wait when it has ended"
+    )
 
 
 @check(OVERLAP, num_ranks=2)
@@ -173,10 +183,12 @@ def overlaps_the_backward_bucket_by_bucket(adapters: Adapters, rank: int, num_ra
 @check(BUCKETED, num_ranks=2)
 def sends_fewer_messages_than_gradients(adapters: Adapters, rank: int, num_ranks: int) -> None:
     """Gradients that fit into one bucket are one message; the payload is still all of them."""
-    for size, expected in ((1.0, 1), (0.1, 4)):
+    for size, most in ((1.0, 2), (0.1, 6)):
         sent, *_ = messages_of_a_step(Wrapped(adapters, seeded(Stack), size), rank)
         what = f"8 gradients of 0.04 MB with bucket_size_mb={size}"
-        assert len(sent) == expected, f"{what} are {len(sent)} messages a step, not {expected}"
+        assert len(sent) <= most, (
+            f"{what} are {len(sent)} messages a step, at most {most} are needed"
+        )
         assert sum(sent) >= 8 * 40_000, f"{what} are {sum(sent)} bytes, less than all of them"
 
 
@@ -188,3 +200,9 @@ def keeps_to_the_bucket_size(adapters: Adapters, rank: int, num_ranks: int) -> N
         what = f"with bucket_size_mb={size} and gradients of 40,000 bytes"
         assert sent, f"{what} no message is sent in step 2"
         assert max(sent) <= largest, f"{what} a message of {max(sent)} bytes is sent"
+
+
+@check(BUCKETED, num_ranks=2, beyond=True)
+def takes_no_bucket_size(adapters: Adapters, rank: int, num_ranks: int) -> None:
+    """`bucket_size_mb=None`, of which only the adapter's docstring speaks: training as one process."""
+    train_like_one_process(adapters, rank, num_ranks, None)

@@ -10,8 +10,6 @@ whatever it does, abort, hang or exit, ends with it. A check of several ranks is
 import faulthandler
 import gc
 import importlib
-import importlib.metadata
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -20,8 +18,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
-import types
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -37,65 +33,13 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import _prctl_pr_set_pdeathsig
 
 from cs336_systems.device import interpret_kernels
-from cs336_systems.grading.checks import CHECKS, HUNG, Adapters, Check, NotImplementedYet, Skipped
+from cs336_systems.grading.checks import CHECKS, HUNG, Check
 from cs336_systems.grading.counting import count_messages
+from cs336_systems.grading.outcomes import is_under_test, outcome_of_death, outcome_of_error
+from cs336_systems.grading.project import load_adapters
 
 FORK = multiprocessing.get_context("fork")
-OWN_PACKAGE = Path(__file__).resolve().parent.parent
 GRACE_S = 1.0  # for the other ranks to say what happened to them, behind a first failure
-MAX_DETAIL = 20_000  # characters of a traceback
-STUDENT_PACKAGES = ("cs336_systems", "cs336_basics")
-
-
-# The code under test
-
-
-def project_root(adapters: Path) -> Path:
-    """The folder of the project that `adapters` belongs to: the nearest with a pyproject.toml, or the file's own."""
-    for folder in list(adapters.parents)[:4]:
-        if (folder / "pyproject.toml").is_file():
-            return folder
-    return adapters.parent
-
-
-def load_adapters(path: Path, scratch: Path) -> Adapters:
-    """Import the file at `path` as in its own project: packages beside it win over installed ones of their names."""
-    root = project_root(path)
-    folders = [path.parent, root, root / "src", root / "cs336-basics", root / "cs336-basics" / "src", scratch]
-    sys.path[:0] = [str(folder) for folder in folders]
-    for name in STUDENT_PACKAGES:
-        if (root / name).is_dir() and (root / name).resolve() != OWN_PACKAGE:
-            _put_in_place(name, root / name)
-        _know_version(name, scratch)
-    package = types.ModuleType("submission")  # the file's folder, for `from .ddp import DDP`, whatever it is called
-    package.__path__ = [str(path.parent)]
-    sys.modules["submission"] = package
-    spec = importlib.util.spec_from_file_location("submission.adapters", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["adapters"] = sys.modules["submission.adapters"] = module
-    spec.loader.exec_module(module)
-    return Adapters(module)
-
-
-def _put_in_place(name: str, folder: Path) -> None:
-    """Let `import name` find `folder`, though a package of that name is loaded or installed."""
-    for loaded in [module for module in sys.modules if module.split(".")[0] == name]:
-        del sys.modules[loaded]
-    if not (folder / "__init__.py").is_file():
-        package = types.ModuleType(name)
-        package.__path__ = [str(folder)]
-        sys.modules[name] = package
-
-
-def _know_version(name: str, scratch: Path) -> None:
-    """Packages of the course ask for their own version, which a copy that is not installed does not have."""
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        info = scratch / f"{name}-0.dist-info"
-        info.mkdir(exist_ok=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
 
 
 # One process of a check
@@ -120,23 +64,9 @@ def run_check(check: Check, adapters: Path, rank: int, scratch: Path) -> None:
     dist.barrier()  # a rank that left would look like a failure to the others
 
 
-def outcome_of_error(error: BaseException, adapters: Path) -> dict[str, Any]:
-    if isinstance(error, Skipped):
-        return {"status": "skipped", "message": str(error)}
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_under_test(frame.filename, adapters)]
-    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    text = " ".join(str(error).split())
-    if not isinstance(error, AssertionError | NotImplementedYet) or own or not text:
-        text = f"{type(error).__name__}: {text}"[:300] + place
-    return {"status": "failed", "message": text, "detail": "".join(traceback.format_exception(error))[-MAX_DETAIL:]}
-
-
-def _is_under_test(filename: str, adapters: Path) -> bool:
-    path = Path(filename)
-    return path.is_relative_to(project_root(adapters)) and not path.is_relative_to(OWN_PACKAGE / "grading")
-
-
-def fork(task: Callable[[], None], adapters: Path, answers: TextIO) -> tuple[Connection, ForkProcess]:
+def fork(
+    task: Callable[[], None], adapters: Path, answers: TextIO
+) -> tuple[Connection, ForkProcess]:
     """A new process, and leader of a session, that runs `task`; where it says how it ended.
 
     On Linux it ends with this one; nor does it keep `answers` open behind it.
@@ -168,7 +98,11 @@ def fork(task: Callable[[], None], adapters: Path, answers: TextIO) -> tuple[Con
 
 
 def wait_for(
-    processes: dict[Connection, ForkProcess], time_limit_s: float, adapters: Path, scratch: Path
+    processes: dict[Connection, ForkProcess],
+    check: Check,
+    time_limit_s: float,
+    adapters: Path,
+    scratch: Path,
 ) -> dict[str, Any]:
     """The outcome of all together: the first failure, or passed. No process is left on return."""
     deadline, timed_out, places, detail = time.monotonic() + time_limit_s, False, "", ""
@@ -184,23 +118,28 @@ def wait_for(
                 try:
                     outcome = json.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
-                    outcome = _death(processes[pipe])
+                    processes[pipe].join()
+                    outcome = outcome_of_death(check, processes[pipe].exitcode or 0)
+                    outcome["when"] = time.monotonic()
                 outcomes.append(outcome)
-                if outcome["status"] == "failed":
+                if outcome["status"] != "passed":
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if timed_out:
-            places, detail = where_they_hang([processes[pipe] for pipe in running], adapters, scratch)
+            places, detail = where_they_hang(
+                [processes[pipe] for pipe in running], adapters, scratch
+            )
     finally:
         for pipe, process in processes.items():
             pipe.close()
             _end(process)
-    failures = [outcome for outcome in outcomes if outcome["status"] == "failed"]
-    if failures:
+    bad = [outcome for outcome in outcomes if outcome["status"] != "passed"]
+    if bad:
         # That gloo lost a connection is what another rank's end looks like.
-        return min(failures, key=lambda outcome: ("gloo/" in outcome["message"], outcome["when"]))
+        return min(bad, key=lambda outcome: ("gloo/" in outcome["message"], outcome["when"]))
     if timed_out:
-        return {"status": "failed", "message": f"{HUNG} after {time_limit_s:g} s{places}", "detail": detail}
-    return next((outcome for outcome in outcomes if outcome["status"] == "skipped"), outcomes[0])
+        message = f"{HUNG} after {time_limit_s:g} s{places}"
+        return {"status": "failed", "message": message, "detail": detail}
+    return outcomes[0]
 
 
 def where_they_hang(processes: list[ForkProcess], adapters: Path, scratch: Path) -> tuple[str, str]:
@@ -212,18 +151,10 @@ def where_they_hang(processes: list[ForkProcess], adapters: Path, scratch: Path)
     for file in sorted(scratch.glob("stack of rank *")):
         rank, stack = file.name.removeprefix("stack of "), file.read_text()
         frames = re.findall(r'File "(.*)", line (\d+) in', stack)
-        own = [(path, line) for path, line in frames if _is_under_test(path, adapters)]
+        own = [(path, line) for path, line in frames if is_under_test(path, adapters)]
         places += [f"{rank}: {Path(path).name}:{line}" for path, line in own[:1]]
         stacks += [f"{rank}: {stack}"] * bool(stack)
     return f" ({', '.join(places)})" if places else "", "\n".join(stacks)
-
-
-def _death(process: ForkProcess) -> dict[str, Any]:
-    """The outcome of a process that ended without a word."""
-    process.join()
-    code = process.exitcode or 0
-    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return {"status": "failed", "message": f"the process died ({how})", "when": time.monotonic()}
 
 
 def _end(process: ForkProcess) -> None:
@@ -238,10 +169,15 @@ def serve() -> None:
     """Answer requests until the other side closes the pipe."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what is printed goes elsewhere
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # look for a GPU without beginning to use it: forks may
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+        "1"  # look for a GPU without beginning to use it: forks may
+    )
     if not torch.cuda.is_available():
         interpret_kernels()  # before Triton is imported, which the next line does
-    for module in ("torch._dynamo", "torch._inductor.compile_fx"):  # optimizers, and whatever compiles, import these
+    for module in (
+        "torch._dynamo",
+        "torch._inductor.compile_fx",
+    ):  # optimizers, and whatever compiles, import these
         importlib.import_module(module)  # for seconds, which each process of each check would take
 
     from cs336_systems.grading import ddp, flash, fsdp, optimizer  # noqa: F401 - they register their checks
@@ -254,8 +190,13 @@ def serve() -> None:
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="grade-") as folder:
             scratch = Path(folder)
-            tasks = [partial(run_check, check, adapters, rank, scratch) for rank in range(check.num_ranks)]
+            tasks = [
+                partial(run_check, check, adapters, rank, scratch)
+                for rank in range(check.num_ranks)
+            ]
             processes = dict(fork(task, adapters, answers) for task in tasks)
-            outcome = wait_for(processes, request["time_limit_s"], adapters, scratch)
+            outcome = wait_for(processes, check, request["time_limit_s"], adapters, scratch)
         outcome = {key: outcome.get(key, "") for key in ("status", "message", "detail")}
-        print(json.dumps(outcome | {"seconds": time.monotonic() - started}), file=answers, flush=True)
+        print(
+            json.dumps(outcome | {"seconds": time.monotonic() - started}), file=answers, flush=True
+        )

@@ -1,6 +1,6 @@
 """A short solution of every graded problem, written from the handout: no import of this repository's package.
 
-It serves what the handout asks and no more: tiles divide the lengths, FSDP prefetches nothing.
+It serves what the handout asks and no more: tiles divide the lengths, layers run in their order.
 """
 
 import math
@@ -252,48 +252,77 @@ def get_sharded_optimizer(params, optimizer_cls, **kwargs):
 # FSDP
 
 
+class Shard:
+    """A rank's rows of one weight, and the memory that the whole weight takes while it is gathered."""
+
+    def __init__(self, weight, compute_dtype):
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        self.weight = weight
+        self.rows = weight.data.chunk(num_ranks)[rank].clone()
+        # Autograd's views of the whole weight share its memory, so it is freed and filled again.
+        self.whole = torch.empty_like(weight.data, dtype=compute_dtype or weight.dtype)
+        self.num_bytes = self.whole.nbytes
+        self.gathering = None
+        self.free()
+
+    def start_gather(self):
+        if self.gathering is None and self.whole.untyped_storage().nbytes() == 0:
+            self.whole.untyped_storage().resize_(self.num_bytes)
+            parts = list(self.whole.data.chunk(dist.get_world_size()))
+            self.gathering = dist.all_gather(parts, self.rows.to(self.whole.dtype), async_op=True)
+
+    def gather(self):
+        self.start_gather()
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+        self.weight.data = self.whole
+
+    def free(self):
+        self.weight.data = self.rows
+        self.whole.untyped_storage().resize_(0)
+
+
 class FSDP(nn.Module):
-    """Rows of each weight of a Linear or Embedding are split; a weight is whole while its module computes."""
+    """Rows of each Linear's and Embedding's weight are split; it is whole while its layer computes.
+
+    The next layer's weight is gathered meanwhile, in the forward and in the backward.
+    """
 
     def __init__(self, module, compute_dtype=None):
         super().__init__()
-        self.module, self.compute_dtype = module, compute_dtype
+        self.module = module
         broadcast_from_first(module)
-        self.shards, self.works = {}, []
-        for layer in module.modules():
-            if type(layer).__name__ not in ("Linear", "Embedding"):
-                continue
-            weight = layer.weight
-            own = weight.data.chunk(dist.get_world_size())[dist.get_rank()].clone()
-            self.shards[weight] = own
-            weight.data = own
-            layer.register_forward_pre_hook(lambda layer, args: self.gather(layer.weight))
-            layer.register_forward_hook(lambda layer, args, output: self.free(layer.weight))
-            layer.register_full_backward_pre_hook(lambda layer, gradient: self.gather(layer.weight))
-            weight.register_post_accumulate_grad_hook(self.reduce)
+        layers = [x for x in module.modules() if type(x).__name__ in ("Linear", "Embedding")]
+        self.shards = {layer.weight: Shard(layer.weight, compute_dtype) for layer in layers}
+        self.works = []
+        shards = [self.shards[layer.weight] for layer in layers]
+        for number, layer in enumerate(layers):
+            own, last = shards[number], shards[max(number - 1, 0)]
+            following = shards[min(number + 1, len(shards) - 1)]
+            layer.register_forward_pre_hook(lambda *_, s=own, n=following: self.use(s, n))
+            layer.register_forward_hook(lambda *_, s=own: s.free())
+            layer.register_full_backward_pre_hook(lambda *_, s=own, n=last: self.use(s, n))
+            layer.weight.register_post_accumulate_grad_hook(self.reduce)
 
-    def gather(self, weight, dtype=None):
-        shard = self.shards[weight].to(dtype or self.compute_dtype or torch.float32)
-        parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, shard)
-        weight.data = torch.cat(parts)
-
-    def free(self, weight):
-        weight.data = self.shards[weight]
+    def use(self, shard, following):
+        shard.gather()
+        following.start_gather()
 
     def reduce(self, weight):
         gradient = weight.grad.float()
         weight.grad = None
-        self.free(weight)
-        self.works.append((dist.all_reduce(gradient, async_op=True), gradient, weight))
+        self.shards[weight].free()
+        own = torch.empty_like(weight)
+        parts = list(gradient.chunk(dist.get_world_size()))
+        self.works.append((dist.reduce_scatter(own, parts, async_op=True), own, weight))
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self):
-        for work, gradient, weight in self.works:
+        for work, own, weight in self.works:
             work.wait()
-            own = gradient.chunk(dist.get_world_size())[dist.get_rank()]
             weight.grad = own / dist.get_world_size()
         self.works.clear()
         for parameter in self.module.parameters():
@@ -313,10 +342,9 @@ def fsdp_on_after_backward(fsdp_model, optimizer):
 def fsdp_gather_full_params(fsdp_model):
     full = {}
     for name, parameter in fsdp_model.module.named_parameters():
+        full[name] = parameter.data.clone()
         if parameter in fsdp_model.shards:
-            fsdp_model.gather(parameter, torch.float32)
-            full[name] = parameter.data
-            fsdp_model.free(parameter)
-        else:
-            full[name] = parameter.data.clone()
+            parts = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, parameter.data)
+            full[name] = torch.cat(parts)
     return full

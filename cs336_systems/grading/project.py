@@ -1,0 +1,159 @@
+"""The project that a file of adapters belongs to: its root, its packages, and how they are imported.
+
+    root = project_root(Path("hers/tests/adapters.py"))      # hers
+    find_package(root, "cs336_basics")                       # hers/cs336-basics/cs336_basics
+
+Her package has the name of this one, `cs336_systems`. So each name is bound to her folder before the
+adapters are imported; where she has no `cs336_systems`, none can be imported.
+"""
+
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import re
+import sys
+import tomllib
+import types
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.grading.checks import Adapters
+
+OWN_PACKAGE = Path(__file__).resolve().parent.parent
+STUDENT_PACKAGES = ("cs336_systems", "cs336_basics", "tests")
+# Where the course's repositories and their copies keep a package, relative to the root.
+PLACES = ("cs336-basics", "cs336-basics/src", "cs336-systems", "cs336-systems/src", ".", "src")
+# What the course's own pyproject.toml files install beside PyTorch.
+COURSE_PACKAGES = (
+    "einops", "einx", "humanfriendly", "jaxtyping", "matplotlib", "numpy", "pandas", "psutil",
+    "regex", "submitit", "tiktoken", "tqdm", "wandb",
+)  # fmt: skip
+
+
+def project_root(adapters: Path) -> Path:
+    """Return the folder of the project that the file `adapters` belongs to.
+
+    It is the nearest folder that has a pyproject.toml, a `cs336_systems` or a `cs336-basics`; failing
+    that the parent of a folder `tests`, or the file's own folder.
+    """
+    marks = ("pyproject.toml", "cs336_systems", "cs336-basics")
+    for folder in list(adapters.parents)[:4]:
+        if any((folder / mark).exists() for mark in marks):
+            return folder
+    return adapters.parent.parent if adapters.parent.name == "tests" else adapters.parent
+
+
+def find_package(root: Path, name: str) -> Path | None:
+    """Return the folder of the package `name` in the project `root`, or None.
+
+    `[tool.uv.sources]` of its pyproject.toml says first where `cs336_basics` lies. A folder of that
+    name which only holds the package, as cs336_basics/cs336_basics/, is looked into.
+    """
+    sources = _uv_sources(root / "pyproject.toml")
+    declared = [sources[key] for key in (name, name.replace("_", "-")) if key in sources]
+    for place in (*declared, *(path + "/src" for path in declared), *PLACES):
+        outer = root / place / name
+        for folder in (outer / name, outer):
+            if folder.is_dir() and any(folder.glob("*.py")):
+                return folder
+    # A namespace package without a module of its own, as cs336_systems/ddp/wrapper.py.
+    return root / name if (root / name).is_dir() else None
+
+
+def wanted_packages(root: Path) -> set[str]:
+    """The packages that the project `root`, its `cs336_basics` or the course's own declare to need."""
+    basics = find_package(root, "cs336_basics")
+    files = [root / "pyproject.toml"]
+    if basics is not None:
+        files += [folder / "pyproject.toml" for folder in list(basics.parents)[:2]]
+    wanted = set(COURSE_PACKAGES)
+    for file in files:
+        requirements = _read(file).get("project", {}).get("dependencies", [])
+        names = [re.match(r"[\w.-]+", str(requirement)) for requirement in requirements]
+        wanted |= {name.group().replace("-", "_").lower() for name in names if name}
+    return wanted
+
+
+def _read(pyproject: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(pyproject.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _uv_sources(pyproject: Path) -> dict[str, str]:
+    """The paths of `[tool.uv.sources]`, by package."""
+    sources = _read(pyproject).get("tool", {}).get("uv", {}).get("sources", {})
+    return {
+        name: source["path"]
+        for name, source in sources.items()
+        if isinstance(source, dict) and isinstance(source.get("path"), str)
+    }
+
+
+class StudentPackages(MetaPathFinder):
+    """Imports the packages of a student's project, whatever of their names is installed.
+
+    `folders` holds a folder a package; with None in its place an import raises ModuleNotFoundError.
+    """
+
+    def __init__(self, root: Path, folders: dict[str, Path | None]) -> None:
+        self.root, self.folders = root, folders
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self.folders:
+            return None
+        folder = self.folders[fullname]
+        if folder is None:
+            told = f"{self.root} has no folder {fullname}, and the grade's own is not served for it"
+            raise ModuleNotFoundError(told, name=fullname)
+        if (folder / "__init__.py").is_file():
+            return importlib.util.spec_from_file_location(
+                fullname, folder / "__init__.py", submodule_search_locations=[str(folder)]
+            )
+        spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
+        spec.submodule_search_locations = [str(folder)]
+        return spec
+
+
+def load_adapters(path: Path, scratch: Path) -> Adapters:
+    """Import the file at `path` as in its own project; `scratch` is put last on the import path."""
+    root = project_root(path)
+    sys.path[:0] = [str(folder) for folder in (path.parent, root, root / "src", scratch)]
+
+    served: dict[str, Path | None] = {}
+    for name in STUDENT_PACKAGES:
+        folder = find_package(root, name)
+        if folder is not None and folder.resolve() != OWN_PACKAGE:
+            served[name] = folder
+        elif folder is None and name == "cs336_systems":
+            served[name] = None
+        _know_version(name, scratch)
+    for loaded in [module for module in sys.modules if module.split(".")[0] in served]:
+        del sys.modules[loaded]
+    sys.meta_path.insert(0, StudentPackages(root, served))
+
+    # The file's folder as a package, for `from .ddp import DDP`, whatever the folder is called.
+    submission = types.ModuleType("submission")
+    submission.__path__ = [str(path.parent)]
+    sys.modules["submission"] = submission
+    spec = importlib.util.spec_from_file_location("submission.adapters", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["adapters"] = sys.modules["submission.adapters"] = module
+    spec.loader.exec_module(module)
+    return Adapters(module)
+
+
+def _know_version(name: str, scratch: Path) -> None:
+    """Give a package that is not installed a version: packages of the course ask for their own."""
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        info = scratch / f"{name}-0.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
