@@ -299,7 +299,8 @@ def test_the_published_folder_away_from_the_repository_gets_a_report(tmp_path, m
     result = invoke("report", "--results", ".", "--folder", "nvidia-h200")
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / "nvidia-h200" / "report.html").is_file()
-    for folder in ("../x", "..", ".", "", "/tmp", "a/b", "a/", "a\\b"):
+    assert_refused(invoke("report", "--results", ".", "--folder", ""), "--folder must not be empty")
+    for folder in ("../x", "..", ".", "/tmp", "a/b", "a/", "a\\b"):
         assert_refused(invoke("report", "--results", ".", "--folder", folder), "--folder must be the name of a folder")
 
 
