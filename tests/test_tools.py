@@ -81,6 +81,13 @@ def test_course_tests_name_what_is_missing_and_run_the_rest(checkout, adapters, 
         assert said in output
 
 
+def test_course_tests_run_no_tests_of_the_adapters_project(checkout, adapters, capfd):
+    """All of this repository's tests ran with the course's."""
+    (adapters.parent / "test_own.py").write_text("def test_own():\n    raise AssertionError\n")
+    assert course_tests.run(checkout, adapters) == 0
+    assert "1 passed" in capfd.readouterr().out
+
+
 def test_course_tests_find_what_lies_beside_the_adapters(checkout, adapters):
     """As `grade` does."""
     (adapters.parent / "beside.py").write_text("ANSWER = 42\n")

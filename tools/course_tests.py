@@ -56,7 +56,8 @@ def lay_out(checkout: Path, adapters: Path, folder: Path) -> None:
     basics = own or find_basics(checkout)
     shutil.copytree(checkout / "tests", folder / "tests", ignore=IGNORED)
     for beside in adapters.parent.glob("*.py"):  # what the adapters import as `from .ddp import DDP`
-        if not (folder / "tests" / beside.name).exists():
+        is_test = beside.name.startswith("test_") or beside.name == "conftest.py"  # of the project: not the course's
+        if not is_test and not (folder / "tests" / beside.name).exists():
             shutil.copyfile(beside, folder / "tests" / beside.name)
     shutil.copyfile(adapters, folder / "tests" / "adapters.py")
     shutil.copytree(basics, folder / "cs336_basics", ignore=IGNORED)
