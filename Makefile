@@ -125,6 +125,7 @@ grade: $(STAMP) ## grade an implementation: ADAPTERS=path/to/adapters.py GRADE_A
 	@$(RUN) -m cs336_systems grade "$(ADAPTERS)" $(GRADE_ARGS)
 
 course-tests: $(STAMP) ## run the course's own tests: DIR=path/to/assignment2-systems ADAPTERS=path/to/adapters.py
+	$(if $(STAMP),@$(RUN) -c "import einops; import einx" 2>/dev/null || $(RUN) -m pip install --quiet --no-compile einops einx)
 	@$(RUN) tools/course_tests.py "$(DIR)" "$(ADAPTERS)"
 
 fuzz: $(STAMP) ## the tests that draw their cases, ten times as many: attention against the oracle, masks

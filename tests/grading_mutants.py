@@ -89,7 +89,7 @@ MUTANTS = {
     ),
     "keeps_p_on_ctx": Mutant(
         "flash_backward.pytorch_keeps_no_matrix_of_scores",
-        "328,704 bytes are alive",
+        "328,704 bytes are alive between forward and backward of 256 queries and 256 keys",
         (
             (
                 SAVED,
