@@ -48,7 +48,7 @@ def grade(
 ) -> None:
     """Grade implementations by their adapters; exits 0 if no point is lost. See docs/grading.md."""
     with one_line_errors():
-        from cs336_systems.grading import reports
+        from cs336_systems.grading import formats
         from cs336_systems.handout import EDITIONS
 
         if edition not in (None, *EDITIONS):
@@ -68,23 +68,23 @@ def grade(
 
     if as_json:
         found = [
-            {"adapters": str(submissions[name]), "edition": edition, **reports.as_dict(graded)}
+            {"adapters": str(submissions[name]), "edition": edition, **formats.as_dict(graded)}
             for name, graded in grades.items()
         ]
         typer.echo(json.dumps(found if len(found) > 1 else found[0], indent=2))
     else:
         for name, graded in grades.items():
-            for line in ([name] if len(grades) > 1 else []) + reports.lines(graded):
+            for line in ([name] if len(grades) > 1 else []) + formats.lines(graded):
                 typer.echo(printable(line))
     if csv is not None:
         with csv.open("w", newline="") as file:
-            reports.write_csv(grades, file)
+            formats.write_csv(grades, file)
     if gradescope is not None:
         for number, graded in enumerate(grades.values(), start=1):
             path = gradescope
             if len(grades) > 1:
                 path = gradescope.with_stem(f"{gradescope.stem}-{number}")
-            path.write_text(json.dumps(reports.gradescope(graded), indent=2) + "\n")
+            path.write_text(json.dumps(formats.gradescope(graded), indent=2) + "\n")
     complete = all(graded.is_complete for graded in grades.values())
     raise typer.Exit(0 if complete else EXIT_POINTS_LOST)
 
