@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from cs336_systems.grading.checks import CHECKS
+from cs336_systems.grading.formats import lines, reasons
 from cs336_systems.grading.grade import HUNG, Grade, Grader, Result, checks_of, chosen_problems, grade
 from cs336_systems.grading.models import largest_difference
 from cs336_systems.grading.project import COURSE_PACKAGES
-from cs336_systems.grading.formats import lines, reasons
 from cs336_systems.handout import HANDOUT, problems_of
 from tests.command_line import assert_refused, invoke
 from tests.grading_mutants import MUTANTS
