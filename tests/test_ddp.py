@@ -58,11 +58,16 @@ def record_sends(rank: int, ranks: int, order: tuple[int, ...]) -> dict[str, lis
                 x = layers[index](torch.ones(2, layers[index].in_features) + x).sum()
             SENT.clear()
             x.backward()
-            during = len(SENT)
+            during = len(sent_sizes())
             wrapped.finish_gradient_synchronization()
-            sizes = [num_bytes // 4 for num_bytes in SENT]
+            sizes = sent_sizes()
             sent[name].append((sizes[:during], sizes[during:]))
     return sent
+
+
+def sent_sizes() -> list[int]:
+    """How many floats the messages have carried, but for broadcasts, which carry no gradients."""
+    return [message.nbytes // 4 for message in SENT if message.kind != "broadcast"]
 
 
 def skip_what_one_rank_raised_in(rank: int, ranks: int) -> dict[str, list[list[float]]]:
