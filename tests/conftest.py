@@ -19,6 +19,7 @@ import gc
 import os
 import signal
 import sys
+import time
 import zlib
 from collections.abc import Generator, Iterator
 from dataclasses import asdict
@@ -33,8 +34,10 @@ import pytest
 import torch
 
 from cs336_systems.device import interpret_kernels
-from tests import gpu_record
+from tests import gpu_record, quick
 from tests.gpu_record import GpuRow, GpuTest
+
+STARTED = time.monotonic()  # of this process, for --at-most
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -131,6 +134,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     ):
         group.addoption(option, dest="gpu_dirty", action=action, default=None, help=meaning)
     parser.addoption("--part", metavar="K/N", type=_part, help="run the K-th of N parts of the tests, K from 0")
+    parser.addoption("--at-most", metavar="SECONDS", type=float, help="skip what has not begun SECONDS after the start")
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -139,6 +143,12 @@ def _part(text: str) -> tuple[int, int]:
     if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
         raise argparse.ArgumentTypeError(f"must be K/N with K from 0 to N - 1, got {text!r}")
     return int(part), int(parts)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    longest = item.config.getoption("--at-most")
+    if longest is not None and time.monotonic() - STARTED > longest:
+        pytest.skip(f"not begun in the first {longest:g} seconds")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -177,14 +187,15 @@ def handed_over(node: Any, name: str) -> list[Any]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
     """A worker that may not run its tests says why; xdist alone would only report that it had left them undone.
 
-    Before tests are chosen, those of the parameters that `slow_if` names become slow, and what is of another `--part`
-    goes. All parameters of a test are of one part, as they may share a fixture.
+    Before tests are chosen, those of the parameters that `slow_if` names become slow and what `quick.py` does not keep,
+    and what is of another `--part` goes. All parameters of a test are of one part, as they may share a fixture.
     """
     for item in items:
         parameters = getattr(item, "callspec", None)
         for marker in item.iter_markers("slow_if"):
             if parameters and marker.kwargs.items() <= parameters.params.items():
                 item.add_marker(pytest.mark.slow)
+    quick.mark_slow(items)
     if part := config.getoption("--part"):
         others = {item for item in items if zlib.crc32(item.nodeid.split("[")[0].encode()) % part[1] != part[0]}
         config.hook.pytest_deselected(items=list(others))

@@ -50,7 +50,7 @@ from tests.sharding_models import RaiseInBackward, whole
 UNUSED_PARAMETERS = [KINDS[name] for name in ("unused layer", "alternating branches", "routed samples")]  # in a step
 COVERS = ("cs336_systems/distributed", "tests/module_kinds.py")
 SAMPLES, STEPS = 6, 3
-SAMPLED = 20  # one case in so many is no slow test
+SAMPLED = 60  # one case in so many is no slow test
 OURS = str(Path(cs336_systems.__file__).parent)
 
 DDP = "naive|flat|overlap|bucketed|sharded-optimizer"
@@ -83,10 +83,10 @@ LEFT_OUT: list[tuple[str, str, str]] = [
 ]
 # What once went wrong, in silence or by a crash, is tried in every run: (wrappers, kinds, uses).
 ALWAYS: list[tuple[str, str, str]] = [
-    ("fsdp, *", "tied*|head by*|*nested units|owns and calls|shared*|list*|multihead attention|attention in a list|"
-     "encoder|parameter*|*weight norm|complex|dataclass output|*in place|losses kept*|in-place relu|max norm|*hook|"
+    ("fsdp, blocks", "tied*|head by*|*nested units|owns and calls|shared*|list*|multihead attention|attention in a list"
+     "|encoder|parameter*|*weight norm|complex|dataclass output|*in place|losses kept*|in-place relu|max norm|*hook|"
      "channels last|transposed weight|*weight returned|generator|function*",
-     "plain|forward without backward|clipping|load_state_dict"),
+     "plain"),
     ("overlap|zero1", "sparse embedding", "plain"),
     ("zero1", "complex", "clipping"),
     ("zero1", "mlp|tied embedding and head", "gradient scaler|load_state_dict"),
@@ -593,7 +593,7 @@ def sampled_outcomes() -> list[Outcome]:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_D2_D4_D14_a_wrapper_trains_as_one_process(wrapper):
-    check([outcome for outcome in sampled_outcomes() if outcome.wrapper == wrapper], at_least=40)
+    check([outcome for outcome in sampled_outcomes() if outcome.wrapper == wrapper], at_least=15)
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -604,9 +604,10 @@ def test_D3_D9_any_number_of_ranks(num_ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_D2_D4_D14_every_kind_in_every_use(wrapper):
-    check(run_ranks(make, 2, all_cases(wrapper), timeout_s=60)[0], at_least=1000)
+def test_D2_D4_D14_every_kind_in_every_use(wrapper, part):
+    check(run_ranks(make, 2, all_cases(wrapper)[part::8], timeout_s=60)[0], at_least=125)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

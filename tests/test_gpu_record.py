@@ -141,7 +141,7 @@ def repository(tmp_path: Path) -> Path:
     """A repository with GPU tests, this one's test infrastructure and a stand-in for torch."""
     for folder in ("tests", "stand_in/torch", "stand_in/triton-3.6.0.dist-info"):
         (tmp_path / folder).mkdir(parents=True)
-    for name in ("__init__.py", "conftest.py", "gpu_record.py"):
+    for name in ("__init__.py", "conftest.py", "gpu_record.py", "quick.py"):
         shutil.copy(TESTS / name, tmp_path / "tests" / name)
     (tmp_path / "tests/test_kernel.py").write_text(GPU_TESTS)
     (tmp_path / "kernel.py").write_text("VALUE = 1\n")
@@ -244,5 +244,7 @@ def test_slow_if_and_parts_choose_tests(repository):
         assert {name: [a for one, a in ran if one == name] for name, _ in ran} == {name: ["1", "2"] for name, _ in ran}
         parts.append({name for name, _ in ran})
     assert sorted(parts[0] | parts[1]) == sorted(names) and not parts[0] & parts[1] and all(parts)
+    code, output = run_pytest(repository, "--at-most=0", "-rs", "tests/test_many.py")
+    assert code == 0 and "30 skipped" in output and "not begun in the first 0 seconds" in output
     code, output = run_pytest(repository, "--part=2/2")
     assert code == 4 and "must be K/N with K from 0 to N - 1, got '2/2'" in output

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests import quick
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "cs336_systems"
 
@@ -124,3 +126,14 @@ def test_importing_the_package_has_no_effects(tmp_path):
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout) == []
+
+
+def test_quick_names_tests_that_exist(request):
+    """After a renaming all cases of a test would be run again, or, of a kept one, none."""
+    here = {item.nodeid for item in request.session.items}
+    for name, kept in quick.KEPT.items():
+        file, test = name.split("::")
+        source = (ROOT / "tests" / f"{file}.py").read_text(encoding="utf-8")
+        assert test == "*" or re.search(rf"^def {test}\(", source, re.MULTILINE), name
+        if isinstance(kept, str) and any(nodeid.startswith(f"tests/{file}.py::") for nodeid in here):
+            assert f"tests/{file}.py::{test}[{kept}]" in here, name

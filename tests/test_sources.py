@@ -33,7 +33,7 @@ def test_an_experiment_reaches_what_it_measures():
     assert "cs336_systems/distributed/ddp_overlap.py" in {
         file.relative_to(ROOT).as_posix() for file in reached("naive_ddp_benchmarking")
     }
-    assert reached("mixed_precision_accumulation") == []
+    assert reached("mixed_precision_accumulation") == ()
 
 
 @pytest.mark.parametrize(

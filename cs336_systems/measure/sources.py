@@ -11,7 +11,6 @@ import ast
 import hashlib
 import json
 import tokenize
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -36,7 +35,8 @@ def sources_hash(problem: str, root: Path = ROOT) -> str:
     return digest.hexdigest()[:12]
 
 
-def reached(problem: str, root: Path = ROOT) -> list[Path]:
+@cache
+def reached(problem: str, root: Path = ROOT) -> tuple[Path, ...]:
     """The files of OPERATIONS that the file of `problem` imports, itself or through others."""
     waiting, seen = [root / PACKAGE / "experiments" / f"{problem}.py"], set()
     while waiting:
@@ -47,7 +47,7 @@ def reached(problem: str, root: Path = ROOT) -> list[Path]:
         for name in _imported(file):
             waiting += _files_of(name, root)
     found = {file for file in seen if file.relative_to(root).parts[1] in OPERATIONS}
-    return sorted(found | {native for file in found for native in file.parent.glob("*.cpp")})
+    return tuple(sorted(found | {native for file in found for native in file.parent.glob("*.cpp")}))
 
 
 @cache
@@ -62,12 +62,13 @@ def _imported(file: Path) -> tuple[str, ...]:
     return tuple(name for name in names if name.startswith(f"{PACKAGE}."))
 
 
-def _files_of(name: str, root: Path) -> Iterator[Path]:
+@cache
+def _files_of(name: str, root: Path) -> tuple[Path, ...]:
     """The files that an import of `name` runs: its own and its parents' `__init__.py`, but the package's."""
     parts = name.split(".")
-    for count in range(2, len(parts) + 1):
-        place = root.joinpath(*parts[:count])
-        yield from (file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file())
+    places = [root.joinpath(*parts[:count]) for count in range(2, len(parts) + 1)]
+    files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))
+    return tuple(file for file in files if file.is_file())
 
 
 @cache
