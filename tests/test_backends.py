@@ -19,6 +19,7 @@ from cs336_systems.attention import AttentionConfig, api, backends, flash_attent
 from cs336_systems.attention.backends import (
     BACKENDS,
     HOPPER_KERNELS,
+    HOPPER_TRITON,
     INTERPRETER_HINT,
     LIMITS,
     available_backends,
@@ -135,7 +136,8 @@ def test_reasons(machine, setup, info, reasons) -> None:
     [
         ("3.6.0", None, None),
         ("3.7.1+git0123", None, None),
-        ("3.5.1", None, "hopper kernels need triton 3.6 or later, this is 3.5.1"),
+        ("3.5.1", None, "hopper kernels need triton from 3.6 to below 3.8, this is 3.5.1"),
+        ("3.8.0", None, "hopper kernels need triton from 3.6 to below 3.8, this is 3.8.0"),
         ("3.6.0", "cannot import name 'mbarrier'",
          "the Gluon of this triton lacks what the hopper kernels are written in (cannot import name 'mbarrier')"),
     ],
@@ -153,8 +155,10 @@ def test_gluon_is_looked_at_before_it_is_promised(
 
 
 def test_the_installed_triton_has_what_the_hopper_kernels_import() -> None:
-    pytest.importorskip("triton")
-    assert backends._gluon_reason() is None
+    """`auto` took them on an H100 with triton 3.9, where the first call failed to compile."""
+    version = pytest.importorskip("triton").__version__
+    has_changed = tuple(map(int, version.split(".")[:2])) >= HOPPER_TRITON[1]
+    assert (backends._gluon_reason() is not None) == has_changed
 
 
 # Which back end is taken, by a table of the tests' own

@@ -36,7 +36,7 @@ INTERPRETER_HINT = "set TRITON_INTERPRET=1 before the first import of triton ker
 INTERPRETER_BFLOAT16 = "Triton's CPU interpreter computes wrong bfloat16 products; use float32 or float16 there"
 MIN_TRITON_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies, which the kernels are written for
 HOPPER_CAPABILITY = (9, 0)  # sm_90a has instructions (wgmma, setmaxnreg) that neither older nor newer GPUs run
-MIN_HOPPER_TRITON = (3, 6)  # older Gluons launch the partitions of a kernel in another way
+HOPPER_TRITON = ((3, 6), (3, 8))  # older Gluons launch partitions in another way; 3.8 has renamed copies by TMA
 HOPPER_KERNELS = "cs336_systems.attention.hopper.function"
 MIN_COMPILE_CAPABILITY = (7, 0)  # torch.compile's own bound on CUDA
 
@@ -99,8 +99,9 @@ def _gluon_reason() -> str | None:
     """Why the installed Triton cannot compile the Hopper kernels, found by importing them."""
     try:
         version = importlib.import_module("triton").__version__
-        if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_HOPPER_TRITON:
-            return "hopper kernels need triton {}.{} or later, this is {}".format(*MIN_HOPPER_TRITON, version)
+        lowest, end = HOPPER_TRITON
+        if not lowest <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < end:
+            return f"hopper kernels need triton from {dotted(lowest)} to below {dotted(end)}, this is {version}"
         importlib.import_module(HOPPER_KERNELS)
     except (ImportError, AttributeError) as error:
         return f"the Gluon of this triton lacks what the hopper kernels are written in ({error})"
