@@ -22,6 +22,7 @@ SM90_TRITON ?= 3.6.0
 # Where torch comes from: on Linux without an NVIDIA GPU PyTorch's CPU builds, 0.2 GB to download in place of 3. Empty:
 # pip's own index.
 TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(wildcard /dev/nvidia[0-9]* /dev/dxg),,$(CPU_BUILDS)))
+WITH_TRANSFORMERS := -e '.[lab,hf]' # a comma within $(if) would begin its second half
 CPU_BUILDS := https://download.pytorch.org/whl/cpu
 NEWEST_TORCH ?= 2.15.0
 
@@ -84,7 +85,7 @@ test-newest: ## the tests of the core with the newest torch and Triton, in .venv
 	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -m 'not slow' $(addprefix --dist loadfile -n ,$(TEST_PROCESSES)) $(PYTEST_ARGS)
 
 test-hf: $(STAMP) ## install Transformers, then test what integrates with it
-	$(if $(STAMP),$(VENV)/bin/python -m pip install --quiet --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e '.[lab,hf]')
+	$(if $(STAMP),$(VENV)/bin/python -m pip install --quiet --no-compile $(addprefix -c ,$(CONSTRAINTS)) $(WITH_TRANSFORMERS))
 	$(RUN) -m pytest -m 'not slow' tests/test_integrations.py tests/test_transformers_models.py \
 	    tests/test_documents.py::test_the_script_for_transformers_trains_and_saves $(PYTEST_ARGS)
 
