@@ -173,10 +173,10 @@ def use(programs: Path, folder: Path, version: str, *, with_triton: bool) -> Non
     assert f"unknown ({version})" in text, "records do not name the version"
     shutil.copy(ROOT / "tests/solutions/minimal.py", work / "adapters.py")
     arguments = ("grade", "adapters.py", "--problem", "flash_backward")
-    graded = call(command, *arguments, cwd=work, expected=int(not with_triton))
+    graded = call(command, *arguments, cwd=work)
     if with_triton:
         return
-    assert "skipped, triton is not installed" in graded, graded
+    assert "skipped: triton is not installed" in graded, graded
     assert "flash_backward" in call(command, "list", cwd=work)
     assert "triton is not installed" in call(command, "doctor", "--device", "cpu", cwd=work)
     call(command, "report", cwd=work)
