@@ -54,7 +54,7 @@ TORCH_FIRST = if [ -n "$(TORCH_INDEX)" ] && ! $(@D)/bin/python -c "import torch"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-slow test-newest test-hf test-hf-slow test-gpu sanitize report lint notebooks notebooks-check grade course-tests fuzz check-wheel sm90-venv spills clean
+.PHONY: help venv test test-slow test-newest test-hf test-hf-slow test-gpu sanitize report lint notebooks notebooks-check grade course-tests fuzz check-wheel sm90-venv spills ptx clean
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z0-9-]+:[^#]*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -147,6 +147,9 @@ sm90-venv: .venv-sm90/.stamp-$(SM90_TRITON) ## an environment with the GPU machi
 
 spills: sm90-venv ## compile the shipped Hopper kernels: a new spill, or tensor cores that wait, fail
 	OMP_NUM_THREADS=1 .venv-sm90/bin/python -m pytest -q tests/test_tune.py tests/test_launching.py tests/test_hopper_reports.py -k 'spill or nor_wait or cores_wait'
+
+ptx: sm90-venv ## compile the shipped kernels: whether their PTX is still what the GPU tests ran
+	.venv-sm90/bin/python -m tests.ptx $(PTX_ARGS)
 
 clean: ## remove the environments and caches; records and reports stay
 	rm -rf .venv .venv-sm90 cs336_systems.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,34 +1,17 @@
-"""Sources that several modules of GPU tests cover, as their COVERS: folders and files relative to the repository."""
+"""What several modules of GPU tests cover, as their COVERS: the PTX of kernels, and files relative to the repository.
 
-from __future__ import annotations
+Of kernels the PTX counts (ptx.py) and not their sources. The code that calls them is tested in the interpreter; what
+only a GPU can show is how launches are made and replayed, and PyTorch's own operations.
+"""
 
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parent.parent
 FOLDER = "cs336_systems/attention"
-HOPPER = f"{FOLDER}/hopper"  # kernels of its own, with tests of their own
-COMPILATION = f"{FOLDER}/compilation.py"  # reads what the compiler says, on machines without a GPU
+HOPPER = "ptx:hopper"  # kernels of their own, with tests of their own
+LAUNCHES = (f"{FOLDER}/native", f"{FOLDER}/triton/launch.py")
+# The whole way of a call that is replayed: which launch is recorded, and what a later call gives it.
+REPLAY = (*LAUNCHES, f"{FOLDER}/api.py", f"{FOLDER}/operator.py")
+STAGES = tuple(f"{FOLDER}/{stage}.py" for stage in ("reference", "compiled", "tiled"))
 
 # Attention but for the Hopper kernels: no other back end runs them, so its tests need no GPU again when they change.
-ATTENTION = tuple(
-    sorted(
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / FOLDER).iterdir()
-        if (path.suffix == ".py" or (path / "__init__.py").is_file())
-        and path.relative_to(ROOT).as_posix() not in (HOPPER, COMPILATION)
-    )
-)
-# What the Hopper kernels run: themselves, what they share with the Triton kernels, whose backward is their
-# deterministic one, and the way to them.
-HOPPER_ATTENTION = (
-    HOPPER,
-    f"{FOLDER}/backends.py",
-    f"{FOLDER}/api.py",
-    f"{FOLDER}/contract.py",
-    f"{FOLDER}/native",
-    f"{FOLDER}/operator.py",
-    f"{FOLDER}/reference.py",
-    f"{FOLDER}/tiles",
-    f"{FOLDER}/triton",
-    f"{FOLDER}/validation.py",
-)
+ATTENTION = ("ptx:triton", *LAUNCHES, *STAGES)
+# What the Hopper kernels run: themselves, and Triton's, whose backward is the one of short documents.
+HOPPER_ATTENTION = ("ptx:triton", HOPPER, *LAUNCHES)

@@ -1,8 +1,9 @@
 """Which GPU tests have passed on a GPU, and whether the sources they cover have changed since.
 
 Most machines, CI's among them, have no GPU, so a run on one leaves a file of JSON lines (one a test) that is committed
-beside the measurements. A row holds the test's outcome and a hash of the code it covers: the paths of its module's
-constant `COVERS` and the module itself. An ordinary run compares the hashes and says which tests have to run again.
+beside the measurements. A row holds the test's outcome and a hash of what it covers: the paths of its module's constant
+`COVERS`, the module itself, and the PTX of the kernels that it runs (`ptx:triton`, see ptx.py) in the place of their
+sources. An ordinary run compares the hashes and says which tests have to run again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.measure.sources import code_of
+from tests import ptx
 
 PUBLISHED_RECORDS = "results/nvidia-*/tests.jsonl"  # one a GPU, relative to the repository's root
 CHANGED = "sources changed since"
@@ -53,12 +55,20 @@ class GpuRow:
 def source_hash(root: Path, test_file: str, covers: Sequence[str]) -> str:
     """sha256 over the names and the code of `test_file` and of the files in `covers`, all relative to `root`.
 
-    A folder stands for all Python and C++ files below it. ValueError when `covers` is not a sequence of existing paths.
+    A folder stands for all Python and C++ files below it, `ptx:FAMILY` for what its kernels compile to: `UNKNOWN` is
+    returned where the sources of the kernels have changed since they were compiled. ValueError when `covers` is not a
+    sequence of existing paths.
     """
     if isinstance(covers, str) or not covers or not all(isinstance(path, str) for path in covers):
         raise ValueError(f"COVERS of {test_file} must be a non-empty tuple of paths, got {covers!r}")
     files = {root / test_file}
+    families = [path.removeprefix(ptx.PREFIX) for path in covers if path.startswith(ptx.PREFIX)]
+    kernels = {ptx.PREFIX + family: ptx.digest_of(root, family) for family in families}
+    if ptx.UNKNOWN in kernels.values():
+        return ptx.UNKNOWN
     for path in covers:
+        if path in kernels:
+            continue
         covered = root / path
         found = {covered} if covered.is_file() else {*covered.rglob("*.py"), *covered.rglob("*.cpp")}
         if not found:
@@ -69,6 +79,8 @@ def source_hash(root: Path, test_file: str, covers: Sequence[str]) -> str:
         content = code_of(file.read_text(encoding="utf-8"), file.suffix).encode()
         digest.update(f"{name}\0{len(content)}\0".encode())  # the length keeps content from passing as a name
         digest.update(content)
+    for path, compiled in sorted(kernels.items()):
+        digest.update(f"{path}\0{compiled}\0".encode())
     return digest.hexdigest()
 
 
@@ -169,6 +181,8 @@ def summary_lines(tests: Sequence[GpuTest], rows: Mapping[str, GpuRow], record: 
     for file, dates in changed.items():
         count = f"{len(dates)} test{'s' if len(dates) > 1 else ''}"
         lines.append(f"  {file}: {CHANGED} {max(dates)[:10]}, when they passed ({count})")
+    if any(test.source_hash == ptx.UNKNOWN for test in tests):
+        lines.append("whether the PTX of the kernels has changed is not known: `make ptx` compiles them; commit its file")
     lines.append("`make test-gpu` on a machine with a GPU runs them again; commit the record")
     return lines, False
 

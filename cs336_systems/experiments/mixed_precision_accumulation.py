@@ -39,14 +39,14 @@ def accumulate(accumulator: str, addend: str, *, converted: bool = False) -> flo
 
 
 def float16_ranges() -> str:
-    """Lines of a table: what the float16 sum's steps and error are below 4, from 4 to 8, and above."""
+    """Lines of a table: what the float16 sum's steps and error are below 0.5, to 4, to 8, and above."""
     total, term = torch.tensor(0.0, dtype=torch.float16), torch.tensor(ADDEND, dtype=torch.float16)
-    steps: dict[str, list[float]] = {"below 4": [], "from 4 to 8": [], "above 8": []}
+    steps: dict[str, list[float]] = {"below 0.5": [], "from 0.5 to 4": [], "from 4 to 8": [], "above 8": []}
     for _ in range(ADDENDS):
         before = float(total)
         total += term
-        where = "below 4" if before < 4 else "from 4 to 8" if before < 8 else "above 8"
-        steps[where].append(float(total) - before)
+        passed = sum(before >= bound for bound in (0.5, 4, 8))
+        list(steps.values())[passed].append(float(total) - before)
     lines = []
     for where, moved in steps.items():
         usual, error = max(set(moved), key=moved.count), sum(moved) - ADDEND * len(moved)
