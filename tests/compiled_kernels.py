@@ -22,7 +22,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cs336_systems.attention import compilation
 from cs336_systems.attention.compilation import CompileRequest, compile_here, compiled_launches
@@ -76,14 +75,16 @@ def show(arch: str, kind: str, launch: Callable[[], Any]) -> None:
         print(json.dumps(line), flush=True)
 
 
-def launch_block_sparse(request: CompileRequest) -> None:
-    def indices(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device="meta")
-
-    blocks = SEQLEN // BLOCK
-    number, listed = (1, HEADS, blocks), (1, HEADS, blocks, blocks)
+def empty_lists(batch: int, heads: int, seqlen: int) -> block_sparse.TileLists:
+    """Of a mask in square tiles, without storage."""
+    blocks = seqlen // BLOCK
+    number, listed = (batch, heads, blocks), (batch, heads, blocks, blocks)
     shapes = [number, listed, listed, number, listed] * 2 + [(4, BLOCK, BLOCK // 32)]
-    lists = block_sparse.TileLists(*(indices(*shape) for shape in shapes))
+    return block_sparse.TileLists(*(torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes))
+
+
+def launch_block_sparse(request: CompileRequest) -> None:
+    lists = empty_lists(1, HEADS, SEQLEN)
     config = block_sparse.fit_to_blocks(request.config, (BLOCK, BLOCK))
     x = torch.empty(1, HEADS, SEQLEN, request.head_dim, dtype=torch.bfloat16, device="meta")
     if config.kernel == "forward":

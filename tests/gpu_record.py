@@ -182,7 +182,7 @@ def summary_lines(tests: Sequence[GpuTest], rows: Mapping[str, GpuRow], record: 
         count = f"{len(dates)} test{'s' if len(dates) > 1 else ''}"
         lines.append(f"  {file}: {CHANGED} {max(dates)[:10]}, when they passed ({count})")
     if any(test.source_hash == ptx.UNKNOWN for test in tests):
-        lines.append("whether the PTX of the kernels has changed is not known: `make ptx` compiles them; commit its file")
+        lines.append("whether the PTX of the kernels has changed is not known: `make ptx` compiles them; commit it")
     lines.append("`make test-gpu` on a machine with a GPU runs them again; commit the record")
     return lines, False
 

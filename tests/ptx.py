@@ -1,4 +1,6 @@
-"""A hash of the PTX of each shipped attention kernel, made without a GPU by the GPU machines' Triton, in tests/ptx.json.
+"""A hash of the PTX of each shipped attention kernel, made without a GPU by the GPU machines' Triton.
+
+It is kept in tests/ptx.json.
 
     make ptx                                      # compiles them, in minutes, and writes the file
     .venv-sm90/bin/python -m tests.ptx --check    # fails where the file says otherwise, and names the kernels

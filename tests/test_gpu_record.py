@@ -141,7 +141,7 @@ def repository(tmp_path: Path) -> Path:
     """A repository with GPU tests, this one's test infrastructure and a stand-in for torch."""
     for folder in ("tests", "stand_in/torch", "stand_in/triton-3.6.0.dist-info"):
         (tmp_path / folder).mkdir(parents=True)
-    for name in ("__init__.py", "conftest.py", "gpu_record.py", "quick.py"):
+    for name in ("__init__.py", "conftest.py", "gpu_record.py", "ptx.py", "quick.py"):
         shutil.copy(TESTS / name, tmp_path / "tests" / name)
     (tmp_path / "tests/test_kernel.py").write_text(GPU_TESTS)
     (tmp_path / "kernel.py").write_text("VALUE = 1\n")

@@ -11,10 +11,10 @@ import torch
 from cs336_systems.attention import BlockMask, api, attention_reference, flash_attention, flash_attention_varlen
 from cs336_systems.attention.backends import available_backends
 from cs336_systems.attention.masks.tiles import TileLists
-from tests.covered import ATTENTION, HOPPER
+from tests.covered import ATTENTION, HOPPER, REPLAY
 from tests.test_s4_attention import draw, inputs
 
-COVERS = (*ATTENTION, HOPPER)
+COVERS = (*ATTENTION, HOPPER, *REPLAY)
 ROUNDS = 4  # a call is recorded at its second time, and replayed from its third on
 HOPPER_HERE = pytest.mark.skipif(available_backends()["hopper"] != "ok", reason="hopper kernels need an sm_90 GPU")
 ON_GPUS = [
