@@ -11,7 +11,8 @@ LAUNCHES = (f"{FOLDER}/native", f"{FOLDER}/triton/launch.py")
 REPLAY = (*LAUNCHES, f"{FOLDER}/api.py", f"{FOLDER}/operator.py")
 STAGES = tuple(f"{FOLDER}/{stage}.py" for stage in ("reference", "compiled", "tiled"))
 
+TRITON = ("ptx:triton", *LAUNCHES)  # and the oracle, which is plain PyTorch
 # Attention but for the Hopper kernels: no other back end runs them, so its tests need no GPU again when they change.
-ATTENTION = ("ptx:triton", *LAUNCHES, *STAGES)
+ATTENTION = (*TRITON, *STAGES)
 # What the Hopper kernels run: themselves, and Triton's, whose backward is the one of short documents.
-HOPPER_ATTENTION = ("ptx:triton", HOPPER, *LAUNCHES)
+HOPPER_ATTENTION = (*TRITON, HOPPER)

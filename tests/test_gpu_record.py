@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import ptx
 from tests.gpu_record import (
     GpuRow,
     GpuTest,
@@ -78,6 +79,57 @@ def test_source_hash_passes_over_what_only_readers_see(sources):
     assert told == plain
     assert digest('def f(x):\n    y = "# a comment"\n    return y\n') != plain
     assert digest('def f(x): "E."\n') != digest('def g(x): "E."\n')
+
+
+PTX = """\
+.version 8.7
+.file 1 "kernels.py"
+.visible .entry NAME(
+{
+.loc 1 30 4
+	mov.u32 %r1, %tid.x;	// a comment
+	ret;
+}
+	.section	.debug_abbrev
+	{
+"""
+
+
+def test_names_and_places_in_the_sources_are_no_ptx():
+    first, second = PTX.replace("NAME", "flash_kernel"), PTX.replace("NAME", "dense_kernel").replace(".loc 1 30", ".loc 1 7")
+    assert ptx.plain(first) == ptx.plain(second)
+    assert ptx.plain(first.replace("%tid.x", "%tid.y")) != ptx.plain(second)
+
+
+def test_a_hash_of_kernels_is_that_of_their_ptx_and_unknown_of_other_sources(sources, monkeypatch):
+    monkeypatch.setattr(ptx, "SOURCES", ("kernels",))
+
+    def compiled(**kernels: str) -> str:
+        ptx.sources_digest.cache_clear()
+        found = {"sources": ptx.sources_digest(sources), "kernels": {"triton": {"dense d64": kernels}}}
+        (sources / ptx.FILE).write_text(json.dumps(found))
+        return digest()
+
+    def digest() -> str:
+        ptx.sources_digest.cache_clear()
+        return source_hash(sources, "test_x.py", ["table.py", "ptx:triton"])
+
+    (sources / "tests").mkdir()
+    before = compiled(forward="12", dq="34")
+    assert compiled(forward="12", renamed="34") == before != compiled(forward="12", dq="56")
+    (sources / "kernels/a.py").write_text("# a comment\nname = 'kernels/a.py'\n")
+    assert digest() == compiled(forward="12", dq="56")
+    (sources / "kernels/a.py").write_text("other = 1\n")
+    assert digest() == ptx.UNKNOWN
+    assert compiled(forward="12", dq="34") == before, "other sources, the same PTX"
+    (sources / "table.py").write_text("other = 1\n")
+    assert digest() != before
+
+
+def test_ptx_json_is_of_the_kernels_of_this_checkout():
+    """Else `make ptx` has to run, and what it says is to be committed."""
+    ptx.sources_digest.cache_clear()
+    assert {ptx.digest_of(ptx.ROOT, family) for family in ("triton", "hopper")}.isdisjoint({ptx.UNKNOWN})
 
 
 def _add_rows(path: Path, worker: int) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from cs336_systems.attention import api, flash_attention, flash_attention_varlen, native, operator
 from cs336_systems.attention.triton import launch
-from tests.covered import ATTENTION, HOPPER, REPLAY
+from tests.covered import HOPPER, REPLAY, TRITON
 
-COVERS = (*ATTENTION, HOPPER, *REPLAY)
+COVERS = (*TRITON, HOPPER, *REPLAY)
 
 
 # On a GPU

@@ -20,12 +20,12 @@ from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
 from cs336_systems.attention.triton import launch
 from cs336_systems.attention.validation import to_autocast_dtype
 from cs336_systems.measure.stages import STAGES, TOTAL, time_stages
-from tests.covered import ATTENTION, HOPPER, REPLAY
+from tests.covered import HOPPER, REPLAY, TRITON
 from tests.test_s4_attention import inputs, run
 from tests.test_stages import unaccounted
 from tests.test_varlen import packed, run_packed
 
-COVERS = (*ATTENTION, HOPPER, *REPLAY)
+COVERS = (*TRITON, HOPPER, *REPLAY)
 ROOT = Path(__file__).resolve().parent.parent
 JUDGE = "3.6.0"  # the Triton of the machines that the sm_90 table was measured on
 # They read a cut tile by pointers and the others by TMA: a kernel that does both has no register left at head dim 128.

@@ -17,7 +17,7 @@ from cs336_systems.attention.triton import function, split
 from cs336_systems.attention.triton.function import forward_name, kernel_config
 from cs336_systems.attention.triton.operands import rows_of_groups
 from cs336_systems.attention.triton.split import launch_split_forward
-from tests.covered import ATTENTION
+from tests.covered import TRITON
 from tests.test_attention_paths import LAYOUTS
 from tests.test_s4_attention import (
     DTYPES,
@@ -31,7 +31,7 @@ from tests.test_s4_attention import (
     tiles,
 )
 
-COVERS = ATTENTION
+COVERS = TRITON
 
 
 def assert_split(tensors: tuple[Tensor, ...], is_causal: bool, spelling: str, *part_sizes: int) -> None:

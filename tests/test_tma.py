@@ -21,7 +21,7 @@ from cs336_systems.attention.triton.backward import launch_preprocess
 from cs336_systems.attention.triton.function import kernel_config
 from cs336_systems.attention.triton.operands import describable
 from cs336_systems.attention.triton.steps import ROW_PADDING, heads_together, tile_of_program
-from tests.covered import ATTENTION
+from tests.covered import TRITON
 from tests.test_attention_paths import laid_out
 from tests.test_s4_attention import (
     DTYPES,
@@ -34,7 +34,7 @@ from tests.test_s4_attention import (
     tiles,
 )
 
-COVERS = ATTENTION
+COVERS = TRITON
 
 SHAPES = {
     "S150-d64": (1, 2, 2, 150, 150, 64),
