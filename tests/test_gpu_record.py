@@ -96,7 +96,8 @@ PTX = """\
 
 
 def test_names_and_places_in_the_sources_are_no_ptx():
-    first, second = PTX.replace("NAME", "flash_kernel"), PTX.replace("NAME", "dense_kernel").replace(".loc 1 30", ".loc 1 7")
+    first = PTX.replace("NAME", "flash_kernel")
+    second = PTX.replace("NAME", "dense_kernel").replace(".loc 1 30", ".loc 1 7")
     assert ptx.plain(first) == ptx.plain(second)
     assert ptx.plain(first.replace("%tid.x", "%tid.y")) != ptx.plain(second)
 
