@@ -188,6 +188,38 @@ def test_the_pytorch_class_may_ignore_the_causal_flag(grader: Grader, tmp_path: 
     assert grader.run(CHECKS["flash_forward.pytorch_causal"], path).status == "failed"
 
 
+def test_a_wrapper_may_have_names_of_its_own(grader: Grader, tmp_path: Path):
+    """Parameters by other names were a KeyError in the check, and all of the problem's points."""
+    path = solution(
+        tmp_path,
+        (SOLUTIONS / "minimal.py").read_text(),
+        "class Renaming(FSDP):",
+        "    def __init__(self, module, compute_dtype=None):",
+        "        super().__init__(module, compute_dtype)",
+        "        for layer in [x for x in module.modules() if getattr(x, 'weight', None) in self.shards]:",
+        "            weight = layer._parameters.pop('weight')",
+        "            layer.__dict__['weight'] = weight",
+        "            layer.register_parameter('local_weight', weight)",
+        "get_fsdp = Renaming",
+        "gather_by_own_names = fsdp_gather_full_params",
+        "def fsdp_gather_full_params(fsdp_model):",
+        "    return {name.replace('local_', ''): x for name, x in gather_by_own_names(fsdp_model).items()}",
+    )
+    for check in checks_of("fsdp", beyond=False):
+        result = grader.run(check, path)
+        assert result.status == "passed", f"{check.id}: {result.message}"
+
+
+@pytest.mark.parametrize("body", ["", "def ddp_bucketed_on_train_batch_start(*_, **__): raise NotImplementedError"])
+def test_an_adapter_that_the_handout_makes_optional_may_be_missing(body: str, grader: Grader, tmp_path: Path):
+    source = (SOLUTIONS / "minimal.py").read_text()
+    start = "def ddp_bucketed_on_train_batch_start(ddp_model, optimizer):\n    pass\n"
+    assert source.count(start) == 1
+    check = CHECKS["ddp_overlap_bucketed.equals_one_process"]
+    result = grader.run(check, solution(tmp_path, source.replace(start, body)))
+    assert result.status == "passed", result.message
+
+
 def test_every_solution_has_a_score():
     assert {path.stem for path in SOLUTIONS.glob("*.py")} == {"empty", "minimal", *WRONG}
 
