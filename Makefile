@@ -112,8 +112,9 @@ report: $(STAMP) ## measure every problem on this machine, then write its tables
 	$(RUN) -m cs336_systems run --all
 	$(RUN) -m cs336_systems report
 
-lint: $(STAMP) ## ruff and mypy
+lint: $(STAMP) ## ruff, mypy, and how easy the package is to read
 	$(RUN) -m ruff check .
+	$(RUN) tools/house.py
 	$(RUN) -m mypy
 
 notebooks: $(STAMP) ## open the notebooks in Jupyter
