@@ -1,4 +1,4 @@
-"""Which files and functions of the package a call of `flash_attention` passes on its way to the launch, and its backward.
+"""Which files and functions of the package a call of `flash_attention` and its backward pass before the launch.
 
     TRITON_INTERPRET=1 python tools/path.py           # files, functions, crossings between files: first and later calls
     TRITON_INTERPRET=1 python tools/path.py --which   # and the functions in their order
