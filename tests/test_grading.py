@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import signal
 import sys
 import time
 import tomllib
@@ -535,11 +536,49 @@ def test_a_class_is_graded_in_one_call(tmp_path: Path):
     assert bob["score"] == 0 and "not begun: get_ddp is missing" in bob["tests"][0]["output"]
 
 
+def test_ctrl_c_keeps_the_submissions_that_are_graded(tmp_path: Path, monkeypatch):
+    """All were lost, after an hour of a class."""
+    paths = [solution(tmp_path / name, "") for name in ("ann", "bob") if not (tmp_path / name).mkdir()]
+
+    def grade_or_interrupt(adapters, problems, others, **_):
+        if adapters == paths[1]:
+            signal.raise_signal(signal.SIGINT)
+        return Grade(problems, others)
+
+    monkeypatch.setattr("cs336_systems.grading.grade.grade", grade_or_interrupt)
+    table = tmp_path / "class.csv"
+    told = invoke("grade", *map(str, paths), "--problem", "fsdp", "--csv", str(table))
+    assert told.exit_code == 128 + signal.SIGINT
+    assert told.stderr == "interrupted: 1 of 2 submissions are graded\n"
+    assert told.stdout.splitlines()[0] == str(paths[0]) and str(paths[1]) not in told.stdout
+    assert [row[0] for row in csv.reader(table.read_text().splitlines())] == ["submission", str(paths[0])]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ("def get_ddp(module): pass", "failed", "get_ddp returns None"),
+        ("def get_ddp_individual_parameters(module): raise NotImplementedError", "not begun",
+         "get_ddp_individual_parameters is not implemented"),
+        ("import torch.nn as nn\nclass get_ddp(nn.Module):\n    def parameters(self): return self.shards()\n"
+         "    def shards(self): raise NotImplementedError\n    def __init__(self, module):\n"
+         "        super().__init__()\n        self.named_parameters = lambda: self.shards()",
+         "not begun", "shards is not implemented (adapters.py:4)"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named(body: str, status: str, message: str, tmp_path: Path, grader: Grader):
+    check = BROADCASTS if "shards" not in body else CHECKS["ddp_overlap_individual_parameters.equals_one_process"]
+    result = grader.run(check, solution(tmp_path, body))
+    assert (result.status, result.message) == (status, message)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere.py"], "nowhere.py is not a file"),
-        (["Makefile"], "Makefile is no .py file"),
+        (["nowhere.py"], "nowhere.py does not exist"),
+        (["Makefile"], "Makefile is not a .py file"),
+        (["tests/adapters.py", "--csv", "docs"], "--csv: docs cannot be written: Is a directory"),
+        (["tests/adapters.py", "--gradescope", "no/x.json"], "--gradescope: no/x.json cannot be written: No such file"),
         (["docs"], "docs has neither tests/adapters.py nor adapters.py"),
         (["tests/adapters.py", "--jobs", "0"], "--jobs must be positive, got 0"),
         (["tests/adapters.py", "--edition", "2024"], "--edition must be one of 2025, 2026, got 2024"),

@@ -61,32 +61,67 @@ def grade(
             raise ValueError(f"--jobs must be positive, got {jobs}")
         submissions = {str(path): adapters_file(path) for path in adapters}
         problems, others = problems_to_grade(problem, edition)
+        results = {} if gradescope is None else gradescope_files(gradescope, list(submissions))
+        for option, path in [("--csv", csv), *(("--gradescope", path) for path in results.values())]:
+            if path is not None:
+                check_writable(option, path)
+    if edition is None and not problem:
+        typer.echo("the problems of both editions are graded: --edition 2025 or --edition 2026 takes one's", err=True)
 
     limits = {"time_limit_s": time_limit, "total_time_limit_s": total_time_limit}
-    with ends_at_a_signal("interrupted: nothing is graded"):
-        grades = grade_all(submissions, problems, others, beyond, jobs, limits)
+    grades: dict[str, Grade] = {}  # of the submissions that are graded whole
 
-    if as_json:
+    def said() -> str:
+        return f"interrupted: {len(grades)} of {len(submissions)} submissions are graded"
+
+    try:
+        with ends_at_a_signal(said):
+            grade_all(submissions, problems, others, beyond, jobs, limits, grades)
+    finally:
+        grades = {name: grades[name] for name in submissions if name in grades}
+        _show(grades, submissions, edition, as_json)
+        if csv is not None and grades:
+            with csv.open("w", newline="") as file:
+                formats.write_csv(grades, file)
+        for name, path in results.items():
+            if name in grades:
+                path.write_text(json.dumps(formats.gradescope(grades[name]), indent=2) + "\n")
+    complete = all(graded.is_complete for graded in grades.values())
+    raise typer.Exit(0 if complete else EXIT_POINTS_LOST)
+
+
+def _show(grades: dict[str, Grade], submissions: dict[str, Path], edition: int | None, as_json: bool) -> None:
+    """Print the grades, with the submissions' names where there are several."""
+    from cs336_systems.grading import formats
+
+    if as_json and grades:
         found = [
             {"adapters": str(submissions[name]), "edition": edition, **formats.as_dict(graded)}
             for name, graded in grades.items()
         ]
-        typer.echo(json.dumps(found if len(found) > 1 else found[0], indent=2))
-    else:
+        typer.echo(json.dumps(found if len(submissions) > 1 else found[0], indent=2))
+    elif not as_json:
         for name, graded in grades.items():
-            for line in ([name] if len(grades) > 1 else []) + formats.lines(graded):
+            for line in ([name] if len(submissions) > 1 else []) + formats.lines(graded):
                 typer.echo(printable(line))
-    if csv is not None:
-        with csv.open("w", newline="") as file:
-            formats.write_csv(grades, file)
-    if gradescope is not None:
-        for number, graded in enumerate(grades.values(), start=1):
-            path = gradescope
-            if len(grades) > 1:
-                path = gradescope.with_stem(f"{gradescope.stem}-{number}")
-            path.write_text(json.dumps(formats.gradescope(graded), indent=2) + "\n")
-    complete = all(graded.is_complete for graded in grades.values())
-    raise typer.Exit(0 if complete else EXIT_POINTS_LOST)
+
+
+def gradescope_files(path: Path, names: list[str]) -> dict[str, Path]:
+    """The file for each submission: `path`, or of several results-1.json, results-2.json in their order."""
+    if len(names) == 1:
+        return {names[0]: path}
+    return {name: path.with_stem(f"{path.stem}-{number}") for number, name in enumerate(names, start=1)}
+
+
+def check_writable(option: str, path: Path) -> None:
+    """ValueError where `path` cannot be written; found out before an hour of grading, and nothing is left there."""
+    existed = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ValueError(f"{option}: {path} cannot be written: {error.strerror}") from None
+    if not existed:
+        path.unlink()
 
 
 def adapters_file(path: Path) -> Path:
@@ -97,9 +132,9 @@ def adapters_file(path: Path) -> Path:
                 return path / place
         raise ValueError(f"{path} has neither tests/adapters.py nor adapters.py")
     if not path.is_file():
-        raise ValueError(f"{path} is not a file")
+        raise ValueError(f"{path} does not exist" if not path.exists() else f"{path} is not a file")
     if path.suffix != ".py":
-        raise ValueError(f"{path} is no .py file")
+        raise ValueError(f"{path} is not a .py file")
     return path
 
 
@@ -124,13 +159,14 @@ def grade_all(
     beyond: bool,
     jobs: int,
     limits: dict[str, float],
-) -> dict[str, Grade]:
-    """Grade every submission, `jobs` at a time, and print how each check ended."""
+    grades: dict[str, Grade],
+) -> None:
+    """Add the grade of every submission to `grades`, `jobs` at a time, and print how each check ended."""
     from cs336_systems.grading.grade import grade as grade_one
 
     interrupted = threading.Event()
 
-    def grade_named(name: str) -> Grade:
+    def grade_named(name: str) -> None:
         def show(number: int, total: int, result: Result) -> None:
             if interrupted.is_set():
                 raise RuntimeError("interrupted")
@@ -139,13 +175,15 @@ def grade_all(
             line = f"{count} {result.status:<9} {result.check.id} ({result.seconds:.1f} s)"
             typer.echo(line, err=True)
 
-        return grade_one(submissions[name], problems, others, beyond=beyond, progress=show, **limits)
+        grades[name] = grade_one(submissions[name], problems, others, beyond=beyond, progress=show, **limits)
 
     if jobs == 1 or len(submissions) == 1:
-        return {name: grade_named(name) for name in submissions}
+        for name in submissions:
+            grade_named(name)
+        return
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            return dict(zip(submissions, pool.map(grade_named, submissions)))
+            list(pool.map(grade_named, submissions))
         except BaseException:
             interrupted.set()  # the threads end with the checks that they run
             pool.shutdown(wait=False, cancel_futures=True)

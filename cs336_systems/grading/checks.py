@@ -97,9 +97,12 @@ class Adapters:
         if function is None:
             raise NotImplementedYet(f"{name} is missing")
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
         except NotImplementedError as error:
             raise NotImplementedYet(f"{name} is not implemented") from error
+        if result is None and name.startswith("get_"):
+            raise AssertionError(f"{name} returns None")
+        return result
 
     def call_if_there(self, name: str, *args: Any, **kwargs: Any) -> None:
         """Call an adapter that the handout makes optional, where it is implemented."""

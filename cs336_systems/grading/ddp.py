@@ -48,8 +48,10 @@ class Wrapped:
         except NotImplementedYet as missing:
             try:
                 self.model = adapters.call("get_ddp_individual_parameters", module)
-            except NotImplementedYet:
-                raise missing from None
+            except NotImplementedYet as other:
+                has_get_ddp = hasattr(adapters.module, "get_ddp")
+                has_other = hasattr(adapters.module, "get_ddp_individual_parameters")
+                raise (other if has_other and not has_get_ddp else missing) from None
             self._after = "ddp_individual_parameters_on_after_backward"
 
     @contextmanager

@@ -57,6 +57,8 @@ def outcome_of_error(error: BaseException, adapters: Path) -> dict[str, Any]:
     text = " ".join(str(error).split())
     if not isinstance(error, AssertionError | NotImplementedYet) or own or not text:
         text = f"{type(error).__name__}: {text}"[:300] + place
+    if isinstance(error, NotImplementedError) and own and not str(error):
+        text = f"{own[-1].name} is not implemented{place}"
     if isinstance(error, SyntaxError):
         version = ".".join(map(str, sys.version_info[:2]))
         text += f"; Python {version} runs the checks: does the file need a newer one?"
