@@ -1,7 +1,7 @@
-"""Which cases of the tests that take long `make test` runs; the others are slow, and `make test-slow` runs all of them.
+"""How many cases of the tests that take long `make test` runs: it is to end in minutes on two cores.
 
-The rest of the suite holds whatever these leave out only in its slow part, of which continuous integration runs a
-sixteenth for each commit, and all of it runs before a release.
+The other cases are marked slow. `make test-slow` runs all of them before a release, and continuous integration a
+sixteenth for each commit.
 """
 
 from __future__ import annotations
