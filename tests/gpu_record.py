@@ -153,7 +153,7 @@ def stale_reason(test: GpuTest, row: GpuRow | None) -> str | None:
         return "never run"
     if row.outcome != "passed":
         return f"{row.outcome} on {row.device}" + (f": {row.message}" if row.message else "")
-    if row.source_hash != test.source_hash:
+    if row.source_hash != test.source_hash or test.source_hash == ptx.UNKNOWN:  # two unknowns need not be the same
         return f"{CHANGED} {row.date}"
     return None
 

@@ -20,12 +20,14 @@ import pytest
 
 from tests import ptx
 from tests.gpu_record import (
+    CHANGED,
     GpuRow,
     GpuTest,
     changing,
     drop_removed,
     read_rows,
     source_hash,
+    stale_reason,
 )
 
 TESTS = Path(__file__).resolve().parent
@@ -125,6 +127,12 @@ def test_a_hash_of_kernels_is_that_of_their_ptx_and_unknown_of_other_sources(sou
     assert compiled(forward="12", dq="34") == before, "other sources, the same PTX"
     (sources / "table.py").write_text("other = 1\n")
     assert digest() != before
+
+
+def test_what_is_unknown_twice_is_stale():
+    """A run on a GPU whose kernels nobody had compiled offline held for any kernels that came after them."""
+    unknown = replace(TEST, source_hash=ptx.UNKNOWN)
+    assert stale_reason(unknown, replace(ROW, source_hash=ptx.UNKNOWN)) == f"{CHANGED} {ROW.date}"
 
 
 def test_ptx_json_is_of_the_kernels_of_this_checkout():
