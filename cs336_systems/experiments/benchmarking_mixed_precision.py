@@ -169,8 +169,8 @@ class BenchmarkingMixedPrecision(Experiment):
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Column `over_float32`: how many times as fast a pass is as the same model's in float32."""
         rows = dicts(frame)
-        known = {(row["model"], row["mode"], row["precision"]): row for row in rows if row["quantity"] == "time"}
-        pairs = [(row, known.get((row["model"], row["mode"], "float32"))) for row in rows]
+        known = {(row.get("model"), row["mode"], row["precision"]): row for row in rows if row["quantity"] == "time"}
+        pairs = [(row, known.get((row.get("model"), row["mode"], "float32"))) for row in rows]
         return frame.assign(over_float32=[speed(row, base) if base else float("nan") for row, base in pairs])
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
