@@ -609,7 +609,8 @@ TILES_AND_TAILS = st.sampled_from((0, 1, 2, 15, 16, 17, 63, 64, 65, 97, 128, 131
 )
 def test_attention_is_within_the_contract(data, call, sizes, head_dim, masked, scale, magnitude, strided):
     """Scores are of ordinary size: in float32 a backward that is recomputed from a rounded log-sum-exp of 50 errs up to
-    1.3 times what the contract allows, bug or none."""
+    1.3 times what the contract allows, bug or none. Where there is one key, dQ and dK are 0 and have the bound of
+    their rounding in place of eager's, which is exact."""
     (backend, dtype), (batch, kv_heads, group, queries, keys) = call, sizes
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
 
@@ -626,4 +627,10 @@ def test_attention_is_within_the_contract(data, call, sizes, head_dim, masked, s
         assume(all(given in (1, size) for given, size in zip(block_mask.shape, (batch, heads))))
         block_mask, mask = block_mask.to(DEVICE), block_mask.to_dense().to(DEVICE)
     results = run(q, k, v, grad_output, block_mask=block_mask, enable_gqa=True, backend=backend, **options)
-    assert_within(compute_oracle(q, k, v, grad_output, mask=mask, **options), results)
+    oracle = compute_oracle(q, k, v, grad_output, mask=mask, **options)
+    if keys == 1:
+        rounding = 4 * torch.finfo(dtype).eps * (scale or head_dim**-0.5) * v.norm(dim=-1, keepdim=True).double()
+        of_rows = (grad_output.norm(dim=-1, keepdim=True) * q).double().unflatten(1, (kv_heads, group))
+        summed = rounding * of_rows.square().sum((2, 3))[:, :, None].sqrt()
+        oracle.bounds["grad_k"] = torch.maximum(torch.as_tensor(oracle.bounds["grad_k"]), summed)
+    assert_within(oracle, results)

@@ -2,7 +2,7 @@
 
 Each pass is checked against the float64 oracle on the same inputs, and only then timed. `AttentionExperiment` measures
 one implementation a cell: a pass that runs out of memory costs neither the pass before it nor another implementation,
-and peaks are one implementation's own. Where ratios count, `AttentionByTurns` (turns.py) lets several take turns in one
+and peaks are one implementation's own. Where ratios count, `AttentionByTurns` lets several take turns in one
 cell; its experiments say in the same words what is built.
 """
 
@@ -25,6 +25,7 @@ from cs336_systems.experiments.axes import OF_THE_MASK
 from cs336_systems.experiments.frames import span, with_speeds
 from cs336_systems.experiments.implementations import PEERS, Built
 from cs336_systems.experiments.mask_implementations import build_case, is_plain, mask_of, masked_of, shape_of
+from cs336_systems.experiments.turns import Call
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.measure.memory import MIB, kept_for_a_case, peak_cuda_bytes, release, saved_for_backward
 from cs336_systems.measure.timing import MIN_SAMPLES, time_calls, time_once
@@ -48,7 +49,6 @@ MODE_WORDS = {"forward": "forward", "backward": "backward", "forward_backward": 
 BY_SHAPE = {"batch × heads × length × head dim": "shape"}  # a table's first column
 BOTH_TIMES = {"quantity": "time", "mode": "forward_backward"}  # which rows are times of both passes together
 RESULTS = ("output", "grad_q", "grad_k", "grad_v")
-Call = Callable[[], object]
 Sizes = tuple[int, int, int, int, bool]  # batch, heads, length, head_dim, causal
 HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}  # of the handout's two grids
 SMALL: dict[str, tuple[Sizes, ...]] = {"tiny": ((1, 1, 64, 64, True),), "smoke": ((1, 1, 128, 64, True),)}

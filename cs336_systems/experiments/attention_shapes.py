@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from cs336_systems.experiments import problem
 from cs336_systems.experiments.attention import BOTH_TIMES, SMALL, rate_bars, rate_tables
-from cs336_systems.experiments.turns import AttentionByTurns
+from cs336_systems.experiments.attention_by_turns import AttentionByTurns
 
 DRAWN = ("triton", "hopper", "sdpa_cudnn", "fa4")
 

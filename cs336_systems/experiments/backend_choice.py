@@ -14,9 +14,10 @@ from cs336_systems.attention.backends import BACKENDS, AttentionLayout, select_b
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments import Heat, Pivot, problem
 from cs336_systems.experiments.attention import BOTH, BY_SHAPE, Call, sized_shape
+from cs336_systems.experiments.attention_by_turns import AttentionByTurns
 from cs336_systems.experiments.frames import digits
 from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.turns import AttentionByTurns, Turn, graph_turn
+from cs336_systems.experiments.turns import Turn, graph_turn
 
 # Of the table; others are probes, of whether they can take the next larger one's row.
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 160, 192, 256)

@@ -18,9 +18,9 @@ from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.device import interpreter_is_on
 from cs336_systems.experiments import Sample, Unsupported
 from cs336_systems.experiments.attention import BOTH, FORWARD
+from cs336_systems.experiments.attention_by_turns import AttentionByTurns
 from cs336_systems.experiments.implementations import Built, build, query_and_key
 from cs336_systems.experiments.spec import turns_cell
-from cs336_systems.experiments.turns import AttentionByTurns
 
 AUTO = "auto"
 ROUNDS = 5

@@ -16,8 +16,8 @@ from cs336_systems.attention.tiles.config import KERNELS
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments import Unsupported, problem
 from cs336_systems.experiments.attention import SMALL, rate_bars, rate_tables
+from cs336_systems.experiments.attention_by_turns import AttentionByTurns
 from cs336_systems.experiments.implementations import Built, build, chosen_tiles, ran
-from cs336_systems.experiments.turns import AttentionByTurns
 
 RUNGS = {  # what is new
     "triton_first": "the handout's forward in Triton",

@@ -18,10 +18,10 @@ from cs336_systems.experiments.attention import (
     rate_tables,
     sized_shape,
 )
+from cs336_systems.experiments.attention_by_turns import AttentionByTurns
 from cs336_systems.experiments.mask_implementations import mask_parts
 from cs336_systems.experiments.masks import DENSITY, with_pairs
 from cs336_systems.experiments.spec import turns_cell
-from cs336_systems.experiments.turns import AttentionByTurns
 
 LENGTH = {"tiny": 64, "smoke": 128, "handout": 16384}
 HEADS, HEAD_DIMS = 16, (64, 128)

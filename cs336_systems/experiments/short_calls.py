@@ -17,8 +17,9 @@ import pandas as pd
 
 from cs336_systems.experiments import Bars, Pivot, problem
 from cs336_systems.experiments.attention import BOTH, BY_SHAPE, FORWARD, SMALL, Call
+from cs336_systems.experiments.attention_by_turns import AttentionByTurns
 from cs336_systems.experiments.frames import span
-from cs336_systems.experiments.turns import MOST_CALLS, AttentionByTurns, Turn, captured
+from cs336_systems.experiments.turns import MOST_CALLS, Turn, captured
 from cs336_systems.measure.timing import synchronize, time_calls
 
 # (batch, heads, length, head_dim, causal): one head, as the handout's grid has it; some heads; and calls of up to 1 ms.

@@ -86,7 +86,8 @@ class Cell:
     case: Any  # a frozen config dataclass; stored in the records
     implementation: str  # of several BY_TURNS; no record has it
     rows: tuple[Row, ...]
-    problem: str = ""  # filled in by `planned_cells`
+    problem: str = ""  # under which its records are kept; filled in by `planned_cells`
+    measured_by: str = ""  # the experiment that measures it, where its records are kept under another name
     fresh_process: bool = False  # measure in a process that has done nothing before (warm-up effects)
     predicted_bytes: int = 0  # of the peak, by which a CPU run skips what cannot fit; filled in where accounting knows
 

@@ -13,6 +13,7 @@ from cs336_systems.config import AttentionShape, ModelCase, RunConfig, proxy_mod
 from cs336_systems.device import has_cxx_compiler
 from cs336_systems.experiments import Bars, Cell, Pivot, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.attention import BACKWARD, FORWARD, HEAD_DIMS, sized_shape
+from cs336_systems.experiments.attention_by_turns import AttentionByTurns
 from cs336_systems.experiments.frames import digits
 from cs336_systems.experiments.models import (
     MODEL_MODES,
@@ -26,7 +27,6 @@ from cs336_systems.experiments.models import (
 )
 from cs336_systems.experiments.pytorch_attention import BATCH, LENGTHS, LONGEST_OF_HANDOUT
 from cs336_systems.experiments.spec import turns_cell
-from cs336_systems.experiments.turns import AttentionByTurns
 from cs336_systems.experiments.worker import Outcome, outcome_of
 from cs336_systems.measure.memory import one_out_of_memory_error, release
 

@@ -154,7 +154,13 @@ def tune_cells(
         if configs and capability is not None:
             configs = [chosen_tiles(kernel, shape, capability), *configs]
         cells += [
-            Cell(problem=TUNE_FLASH, case=shape, implementation=config.name, rows=(ROWS[kernel],))
+            Cell(
+                problem=TUNE_FLASH,
+                measured_by="tile_choice",
+                case=shape,
+                implementation=config.name,
+                rows=(ROWS[kernel],),
+            )
             for config in dict.fromkeys(configs)
         ]
     return cells

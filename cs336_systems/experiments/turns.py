@@ -1,36 +1,24 @@
-"""Implementations of attention measured by turns, so that what changes a machine for a while changes all of them.
+"""Implementations measured by turns, so that what changes a machine for a while changes all of them.
 
 A round is a turn of each implementation in each mode. Two rounds in a row go through them in opposite orders, and the
-next two begin with the next one, so that everybody comes as often in each place. Ratios are of one round, and the
-middle one of the rounds counts. `AttentionByTurns` is the base of the experiments that measure so; they may say what a
-turn is.
+next two begin with the next one, so that each comes as often in each place. Ratios are of one round, and the middle
+one of the rounds counts.
 
-Its own turns are for large kernels. Such a kernel runs at the clock that the power limit leaves it, and that clock
+`long_turn` is for large kernels. Such a kernel runs at the clock that the power limit leaves it, and that clock
 moves with the GPU's temperature and with the host's other GPUs: implementations measured seconds apart have ratios that
 differ by a percent or two from run to run. The turns are so short that a round sees one machine, and so long that each
 runs at the clock of its own power. Between calls the cache is not overwritten.
 """
 
 import math
-import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import pandas as pd
 import torch
 
-from cs336_systems.attention.contract import Oracle
-from cs336_systems.config import RunConfig
-from cs336_systems.experiments import Cell, Sample
-from cs336_systems.experiments.attention import RESULTS, AttentionExperiment, Call, Passes, checked_error, oracle_on
-from cs336_systems.experiments.frames import dicts, digits, pick
-from cs336_systems.experiments.worker import outcome_of
-from cs336_systems.inputs import AttentionInputs, attention_inputs
-from cs336_systems.measure.memory import one_out_of_memory_error, release
 from cs336_systems.measure.timing import time_in_a_row
 
 # The power limit lowers an H200's clock 20 to 60 ms after large kernels begin.
@@ -41,6 +29,7 @@ MOST_CALLS = 20  # in a row or a graph: a GPU queues a thousand launches before 
 GRAPH_MS = 2.0  # of a graph's calls, beside which its launch takes nothing
 
 P = TypeVar("P")
+Call = Callable[[], object]  # what is timed
 Turn = Callable[[], dict[str, float]]  # takes one, at whose end the device is idle; milliseconds a call by quantity
 
 
@@ -116,70 +105,3 @@ def graph_turn(call: Call, device: str) -> Turn:
     count = max(1, min(MOST_CALLS, round(GRAPH_MS / time_in_a_row(call, 2, device))))
     replays = long_turn(captured(call, count).replay, device)
     return lambda: {"time": replays()["time"] / count}
-
-
-class AttentionByTurns(AttentionExperiment):
-    """Base of the experiments whose implementations take turns: `long_turn`s, unless an experiment has its own."""
-
-    by_turns = True
-    rounds: Mapping[str, int] = ROUNDS
-
-    def turn_of(self, call: Call, device: str) -> Turn:
-        """The turn of one implementation in one mode."""
-        return long_turn(call, device)
-
-    def measure_passes(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """Each implementation of the cell checked against the oracle, then all that are right by turns.
-
-        Who does not exist, is wrong, or raises before the first round has rows that say so, and the others play. An
-        error that leaves a device useless is raised, as everybody's.
-        """
-        inputs = attention_inputs(cell.case, device=run.device, seed=run.seed)
-        oracle = oracle_on(cell.case, run, inputs)
-        players = []
-        for name in cell.implementations:
-            rows = [row for row in cell.rows if row.implementation == name]
-            broken = None
-            try:
-                with one_out_of_memory_error():
-                    players.append(self._player(name, {row.mode for row in rows}, cell.case, run, inputs, oracle))
-            except Exception as error:  # noqa: BLE001 - a reader's own implementation may raise anything
-                broken = outcome_of(error)
-                traceback.print_exc()
-            if broken is not None:
-                yield from (Sample(row=row, status=broken.status, message=broken.message) for row in rows)
-                release(run.device)  # raises what a kernel's fault makes of every later call
-        del oracle
-        samples = play(players, self.rounds[run.device])
-        by_name = {player.name: player for player in players}
-        for row in cell.rows:
-            if player := by_name.get(row.implementation):
-                taken = samples[player.name, row.mode, row.quantity]
-                yield Sample(row=row, samples=taken, kernel=player.kernel, error=player.error)
-
-    def _player(
-        self, name: str, modes: set[str], case: Any, run: RunConfig, inputs: AttentionInputs, oracle: Oracle
-    ) -> Player:
-        """Disagreement where the results of `name` break the numerical contract."""
-        built = self.built(name, case, run)
-        passes = Passes(built, inputs)
-        with built.context():
-            results = map(built.unpack, (*passes.forward(), *passes.both()))
-            error = checked_error(oracle, dict(zip(RESULTS, results)), name)
-            calls: dict[str, Call] = {"forward": passes.forward, "forward_backward": passes.both}
-            if "backward" in modes:
-                calls["backward"] = partial(passes.backward, passes.output())  # its graph is made outside of the turns
-            turns = {mode: self.turn_of(call, run.device) for mode, call in calls.items() if mode in modes}
-        return Player(name=name, kernel=built.kernel, error=error, turns=turns, context=built.context)
-
-    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`interval(ours, theirs, shape=..., mode=...)`: where the median of the rounds' ratios lies with 95 %."""
-        from scipy.stats import quantile_test  # takes a second to import
-
-        def interval(ours: str, theirs: str, **where: Any) -> str:
-            (a,), (b,) = (dicts(pick(frame, where | {"implementation": name})) for name in (ours, theirs))
-            # The sign test's: as many rounds as heads of a fair coin lie below the median.
-            ends = quantile_test([slow / fast for fast, slow in zip(a["samples"], b["samples"])]).confidence_interval()
-            return "too few rounds" if math.isnan(ends.low) else " to ".join(map(digits, ends))
-
-        return {"interval": interval}

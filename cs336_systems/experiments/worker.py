@@ -163,7 +163,6 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
     torch._dynamo.config.recompile_limit = 64
 
     from cs336_systems.experiments.spec import load
-    from cs336_systems.experiments.tuning import TUNE_FLASH
     from cs336_systems.measure.memory import forget_case, held_bytes, one_out_of_memory_error, release
 
     # What is imported stays: left to the collector it would be gone through several times a cell, for 0.2 s each.
@@ -193,8 +192,7 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
         outcome = Outcome()
         try:
             with one_out_of_memory_error():
-                # The command's cells are measured as the problem's.
-                for measurement in load("tile_choice" if problem == TUNE_FLASH else problem).measure(cell, run):
+                for measurement in load(cell.measured_by or problem).measure(cell, run):
                     if not isinstance(measurement, Sample):
                         raise TypeError(f"measure must yield Samples, got a {type(measurement).__name__}")
                     pipe.send(measurement)
