@@ -42,19 +42,19 @@ from matplotlib.patches import Patch
 
 import cs336_systems
 from cs336_systems.accounting import eager_attention_part_flops
+from cs336_systems.bench.records import read_records
+from cs336_systems.bench.spec import load
+from cs336_systems.book.figures import spec_of
+from cs336_systems.book.frames import load_frame
 from cs336_systems.config import ModelCase, RunConfig, proxy_model
-from cs336_systems.experiments.figures import spec_of
-from cs336_systems.experiments.frames import load_frame
-from cs336_systems.experiments.models import TrainingStep
-from cs336_systems.experiments.records import read_records
-from cs336_systems.experiments.spec import load
 from cs336_systems.measure.capture import capture
-from cs336_systems.measure.kernels import CATEGORIES
+from cs336_systems.measure.kernel_names import CATEGORIES
 from cs336_systems.measure.ranges import SCORES, SOFTMAX, VALUES, annotate
 from cs336_systems.measure.timing import time_calls
 from cs336_systems.measure.trace import Kernel
 from cs336_systems.model import build_model
 from cs336_systems.notebook import check, show
+from cs336_systems.subjects.model_steps import TrainingStep
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler's library prints its start and stop

@@ -34,13 +34,13 @@ from cs336_systems.accounting import block_saved_bytes, model_peak_bytes, num_pa
 from cs336_systems.config import MODEL_SIZES, Precision
 from cs336_systems.experiments.benchmarking_mixed_precision import autocast_dtypes, norm_in
 from cs336_systems.experiments.mixed_precision_accumulation import accumulate
-from cs336_systems.experiments.model_memory import MemoryCase, simulated_trace
 from cs336_systems.measure.predict import fake_module
 from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.measure.timeline import CATEGORIES
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.checkpointing import best_blocks_per_group, grouped_bytes, recursive_bytes
 from cs336_systems.notebook import check, show
+from cs336_systems.subjects.model_memory import MemoryCase, simulated_trace
 
 GIB, MIB = 2**30, 2**20
 XL = replace(MODEL_SIZES["xl"], context_length=2048)

@@ -47,8 +47,8 @@ from cs336_systems.attention import BlockMask, attention_reference, flash_attent
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import shared_keys_attention
 from cs336_systems.attention.masks import parse_mask
-from cs336_systems.experiments.figures import COLORS
-from cs336_systems.experiments.pages import Book
+from cs336_systems.book.figures import COLORS
+from cs336_systems.book.pages import Book
 from cs336_systems.notebook import check, show, show_published
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -38,13 +38,13 @@ from IPython.display import Markdown, display
 
 import cs336_systems
 from cs336_systems.analysis.bandwidth import best_bucket_bytes, bucket_overhead_s, bus_factor
+from cs336_systems.bench.spec import load
+from cs336_systems.book.pages import Book
 from cs336_systems.config import RunConfig
 from cs336_systems.distributed.ddp_bucketed import BucketedDDP
 from cs336_systems.distributed.ddp_flat import FlatDDP
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
-from cs336_systems.experiments.pages import Book
-from cs336_systems.experiments.spec import load
 from cs336_systems.measure.overlap import Lanes
 from cs336_systems.notebook import check
 

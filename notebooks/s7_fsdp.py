@@ -31,10 +31,10 @@ from dataclasses import replace
 import matplotlib.pyplot as plt
 import torch
 
-from cs336_systems.analysis.memory import fsdp_bytes
+from cs336_systems.analysis.memory_plan import fsdp_bytes
 from cs336_systems.config import MODEL_SIZES, ModelConfig
 from cs336_systems.distributed.fsdp.life import record_life, record_rows
-from cs336_systems.distributed.launch import run_ranks
+from cs336_systems.distributed.spawn import run_ranks
 from cs336_systems.notebook import check
 
 config = ModelConfig(name="small", d_model=32, d_ff=88, num_layers=4, num_heads=2, vocab_size=61, context_length=16)
@@ -164,7 +164,7 @@ check(
 # ## Why it is worth it
 #
 # What a rank needs to train the handout's models on 4 sequences of 512 tokens with bfloat16 compute, float32 masters
-# and checkpointed blocks, in closed form (`analysis/memory.py`). The dotted line is one H200.
+# and checkpointed blocks, in closed form (`analysis/memory_plan.py`). The dotted line is one H200.
 
 # %%
 ranks = (1, 2, 4, 8)

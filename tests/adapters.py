@@ -27,7 +27,7 @@ def get_flashattention_autograd_function_triton() -> type[torch.autograd.Functio
 def get_ddp(module: torch.nn.Module) -> torch.nn.Module:
     """`module` wrapped so that each parameter's gradient is averaged over the ranks while the backward runs."""
     from cs336_systems.distributed.ddp_overlap import OverlapDDP
-    from cs336_systems.distributed.launch import collect_garbage_at_exit
+    from cs336_systems.distributed.spawn import collect_garbage_at_exit
 
     collect_garbage_at_exit()  # in a process that the tests started: see there
     return OverlapDDP(module)
@@ -45,7 +45,7 @@ get_ddp_individual_parameters, ddp_individual_parameters_on_after_backward = get
 def get_ddp_bucketed(module: torch.nn.Module, bucket_size_mb: float | None) -> torch.nn.Module:
     """`module` wrapped so that buckets of at most `bucket_size_mb` MB of gradients are averaged; None: one bucket."""
     from cs336_systems.distributed.ddp_bucketed import BucketedDDP
-    from cs336_systems.distributed.launch import collect_garbage_at_exit
+    from cs336_systems.distributed.spawn import collect_garbage_at_exit
 
     collect_garbage_at_exit()
     return BucketedDDP(module, bucket_size_mb)
@@ -60,8 +60,8 @@ def ddp_bucketed_on_train_batch_start(ddp_model: Any, optimizer: torch.optim.Opt
 
 def get_sharded_optimizer(params: Any, optimizer_cls: type[torch.optim.Optimizer], **kwargs: Any) -> Any:
     """An optimizer that keeps the state of this rank's share of `params` only, and exchanges what it updates."""
-    from cs336_systems.distributed.launch import collect_garbage_at_exit
     from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+    from cs336_systems.distributed.spawn import collect_garbage_at_exit
 
     collect_garbage_at_exit()
     return ShardedOptimizer(params, optimizer_cls, **kwargs)
@@ -70,7 +70,7 @@ def get_sharded_optimizer(params: Any, optimizer_cls: type[torch.optim.Optimizer
 def get_fsdp(module: torch.nn.Module, compute_dtype: torch.dtype | None = None) -> torch.nn.Module:
     """`module` with the weights of its Linear and Embedding layers sharded, used in `compute_dtype`."""
     from cs336_systems.distributed.fsdp import FSDP
-    from cs336_systems.distributed.launch import collect_garbage_at_exit
+    from cs336_systems.distributed.spawn import collect_garbage_at_exit
 
     collect_garbage_at_exit()
     return FSDP(module, compute_dtype=compute_dtype)

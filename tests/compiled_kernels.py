@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
-from cs336_systems.attention import compilation
-from cs336_systems.attention.compilation import CompileRequest, compile_here, compiled_launches
-from cs336_systems.attention.hopper import reports
 from cs336_systems.attention.hopper.schedule import SCHEDULES
 from cs336_systems.attention.tiles import KernelConfig, select_config
 from cs336_systems.attention.tiles.config import KERNELS
 from cs336_systems.attention.triton import block_sparse, split, varlen
 from cs336_systems.attention.triton.launch import _recorded, parameters_of
+from cs336_systems.compiler import hopper_reports as reports
+from cs336_systems.compiler import offline as compilation
+from cs336_systems.compiler.offline import CompileRequest, compile_here, compiled_launches
 
 BLOCK = 128
 HEADS, SEQLEN = 16, 2048

@@ -89,7 +89,7 @@ def alone_in_a_group() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_are_copies() -> None:
     """To import PyTorch takes a rank longer than most of what the tests have ranks do; `test_launch.py` spawns them."""
-    launch: Any = sys.modules.get("cs336_systems.distributed.launch")
+    launch: Any = sys.modules.get("cs336_systems.distributed.spawn")
     if launch is not None and not HAS_CUDA:
         launch.START_METHOD = "forkserver"
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.measure.sources import code_of
+from cs336_systems.bench.sources import code_of
 from tests import ptx
 
 PUBLISHED_RECORDS = "results/nvidia-*/tests.jsonl"  # one a GPU, relative to the repository's root

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cs336_systems.distributed.launch import RankError, run_ranks
+from cs336_systems.distributed.spawn import RankError, run_ranks
 
 Call = tuple[Any, ...]  # a function of (rank, num_ranks, *arguments), and the arguments
 

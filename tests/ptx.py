@@ -67,7 +67,7 @@ def digest_of(root: Path, family: str) -> str:
 @cache
 def sources_digest(root: Path) -> str:
     """Of the code of SOURCES: comments and docstrings change no PTX."""
-    from cs336_systems.measure.sources import code_of
+    from cs336_systems.bench.sources import code_of
 
     digest = hashlib.sha256()
     for file in sorted(file for folder in SOURCES for file in (root / folder).rglob("*.py")):
@@ -103,7 +103,7 @@ def triton_calls() -> Iterator[Launched]:
 
 def hashes_of(call: Any) -> dict[str, str]:
     """By kernel the hash of its PTX and of what else the compiler decided of its launch."""
-    from cs336_systems.attention.compilation import compiled_launches
+    from cs336_systems.compiler.offline import compiled_launches
 
     found: dict[str, str] = {}
     for kernel in compiled_launches("sm90", "", partial(launch, call)):
@@ -119,9 +119,9 @@ def launch(call: Any) -> None:
     """Call the launchers on tensors without storage."""
     import torch
 
-    from cs336_systems.attention.hopper import reports
     from cs336_systems.attention.tiles import select_config
     from cs336_systems.attention.triton import backward, block_sparse, first, forward, split, varlen
+    from cs336_systems.compiler import hopper_reports as reports
     from tests import compiled_kernels
 
     if isinstance(call, reports.HopperRequest):
@@ -165,8 +165,8 @@ def launch(call: Any) -> None:
 
 def compile_kernels(jobs: int | None = None) -> dict[str, dict[str, dict[str, str]]]:
     """By family, call and kernel the hash of its PTX."""
-    from cs336_systems.attention.compilation import compile_all
-    from cs336_systems.attention.hopper.reports import shipped_hopper_kernels
+    from cs336_systems.compiler.hopper_reports import shipped_hopper_kernels
+    from cs336_systems.compiler.offline import compile_all
 
     calls: dict[Any, tuple[str, str]] = {call: ("triton", call.name) for call in triton_calls()}
     for request in shipped_hopper_kernels():
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where the file says otherwise")
     parser.add_argument("--jobs", type=int, help="processes (default: one a core)")
     arguments = parser.parse_args()
-    from cs336_systems.attention.compilation import triton_version
+    from cs336_systems.compiler.offline import triton_version
 
     path = ROOT / FILE
     old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"kernels": {}}

@@ -12,14 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems import accounting
 from cs336_systems.attention.reference import attention_reference
+from cs336_systems.bench.records import latest, read_records
 from cs336_systems.config import AttentionShape, ModelConfig, Precision, RunConfig
-from cs336_systems.experiments.model_memory import MemoryCase, optimizer_state, prepare
-from cs336_systems.experiments.models import TrainingStep
-from cs336_systems.experiments.records import latest, read_records
 from cs336_systems.measure.saved import saved_tensors
 from cs336_systems.measure.timeline import AllocationRecorder
 from cs336_systems.model.loss import cross_entropy
 from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.subjects.model_memory import MemoryCase, optimizer_state, prepare
+from cs336_systems.subjects.model_steps import TrainingStep
 
 TINY = ModelConfig(name="tiny", d_model=32, d_ff=96, num_layers=3, num_heads=4, vocab_size=120, context_length=64)
 BATCH = 2

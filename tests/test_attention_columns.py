@@ -5,11 +5,11 @@ import pandas as pd
 import pytest
 from msgspec.structs import replace
 
+from cs336_systems.bench.records import Record
+from cs336_systems.bench.spec import load
+from cs336_systems.book.frames import load_frame
 from cs336_systems.config import MaskCase, RunConfig
-from cs336_systems.experiments.attention import sized_shape
-from cs336_systems.experiments.frames import load_frame
-from cs336_systems.experiments.records import Record
-from cs336_systems.experiments.spec import load
+from cs336_systems.subjects.attention_passes import sized_shape
 from tests.test_records import GPU_RUN
 from tests.test_records import gpu_record as row
 

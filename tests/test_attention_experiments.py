@@ -11,14 +11,16 @@ import torch
 from cs336_systems.attention import flash_attention
 from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.attention.triton import function
+from cs336_systems.bench.spec import Cell, Disagreement, Unsupported, load
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import attention, few_queries, implementations
-from cs336_systems.experiments.attention import KEPT_SAMPLES, sized_shape
-from cs336_systems.experiments.few_queries import GRAPH_FORWARD, GRAPH_SAMPLES, WHOLE
-from cs336_systems.experiments.hopper_ladder import RUNGS
-from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported, load
+from cs336_systems.experiments.beyond import few_queries
+from cs336_systems.experiments.beyond.few_queries import GRAPH_FORWARD, GRAPH_SAMPLES, WHOLE
+from cs336_systems.experiments.beyond.hopper_ladder import RUNGS
 from cs336_systems.inputs import attention_inputs
+from cs336_systems.subjects import attention_passes as attention
+from cs336_systems.subjects import implementations
+from cs336_systems.subjects.attention_passes import KEPT_SAMPLES, sized_shape
+from cs336_systems.subjects.implementations import Built
 
 TINY = RunConfig(scale="tiny", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")

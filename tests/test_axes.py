@@ -2,12 +2,12 @@
 
 import pytest
 
+from cs336_systems.bench.harness import planned_cells
+from cs336_systems.bench.records import read_records
+from cs336_systems.bench.spec import load
+from cs336_systems.book.frames import load_frame
 from cs336_systems.config import Axes, RunConfig
-from cs336_systems.experiments.frames import load_frame
-from cs336_systems.experiments.harness import planned_cells
-from cs336_systems.experiments.mask_implementations import document_lengths
-from cs336_systems.experiments.records import read_records
-from cs336_systems.experiments.spec import load
+from cs336_systems.subjects.mask_implementations import document_lengths
 from tests.command_line import invoke, tiny_run
 
 

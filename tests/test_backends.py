@@ -26,10 +26,10 @@ from cs336_systems.attention.backends import (
     select_backend,
 )
 from cs336_systems.attention.hopper_table import HOPPER_FROM
+from cs336_systems.bench.records import Record, Run, case_to_dict
 from cs336_systems.config import RunConfig
 from cs336_systems.device import DeviceInfo
-from cs336_systems.experiments.backend_choice import COMMON_HEAD_DIMS, HEAD_DIMS, BackendChoice, taken_by_auto
-from cs336_systems.experiments.records import Record, Run, case_to_dict
+from cs336_systems.experiments.beyond.backend_choice import COMMON_HEAD_DIMS, HEAD_DIMS, BackendChoice, taken_by_auto
 from tools import backend_table
 
 ALL_OK = dict.fromkeys(BACKENDS, "ok")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from cs336_systems.compare import pool
-from cs336_systems.experiments.records import read_records
+from cs336_systems.bench.records import read_records
+from cs336_systems.book.comparison import pool
 from tests.command_line import assert_refused, invoke
 from tests.processes import wait_until
 from tests.test_compare import record

@@ -14,15 +14,15 @@ import pytest
 import typer
 from rich.console import Console
 
-from cs336_systems.attention import compilation
+from cs336_systems.bench.harness import Sweep
+from cs336_systems.bench.records import read_records
+from cs336_systems.bench.spec import measured_problems
 from cs336_systems.cli import main
 from cs336_systems.commands import kernels, sweeps
 from cs336_systems.commands.profile import show_trace
 from cs336_systems.commands.shared import one_line_errors, out_of_memory_in_one_line, wait_briefly
+from cs336_systems.compiler import offline as compilation
 from cs336_systems.config import MODEL_SIZES, RunConfig
-from cs336_systems.experiments.harness import Sweep
-from cs336_systems.experiments.records import read_records
-from cs336_systems.experiments.spec import measured_problems
 from cs336_systems.handout import HANDOUT
 from cs336_systems.measure.text import write_whole
 from cs336_systems.measure.trace import Kernel, Trace
@@ -148,8 +148,8 @@ def test_other_errors_of_ours_keep_their_traceback():
 @pytest.mark.parametrize("blocked", ["records", "records/leaderboard_2025.jsonl"])
 def test_records_that_cannot_be_written_are_refused_before_anything_is_measured(tmp_path, blocked):
     """A folder in the place of a file of records once failed behind the first cell."""
+    from cs336_systems.bench.harness import results_folder
     from cs336_systems.device import get_device_info
-    from cs336_systems.experiments.harness import results_folder
 
     path = results_folder(tmp_path, get_device_info("cpu"), RunConfig(scale="tiny", device="cpu")) / blocked
     if path.suffix:
@@ -339,9 +339,9 @@ def test_what_the_user_says_of_waiting_threads_stays():
         ("generate --out .", "training.folder.read_config"),
         ("profile small", "device.resolve_device"),
         ("report", "device.get_device_info"),
-        ("memory --model small", "experiments.model_memory.simulated_trace"),
-        ("compare a b", "compare.read_all"),
-        ("list", "experiments.spec.outlines"),
+        ("memory --model small", "subjects.model_memory.simulated_trace"),
+        ("compare a b", "book.comparison.read_all"),
+        ("list", "bench.spec.outlines"),
     ],
 )
 def test_ctrl_c_has_a_word_for_every_command(command_line, during, monkeypatch):

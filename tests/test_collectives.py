@@ -23,9 +23,9 @@ from cs336_systems.distributed.collectives import (
 from cs336_systems.distributed.context_parallel import ring_attention
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.distributed.loss_scale import LossScaler
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.distributed.spawn import run_ranks
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from tests.one_job import OneJob
 

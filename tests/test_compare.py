@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from cs336_systems.compare import bootstrap_change, compare_records, exit_code, pool, read_all
+from cs336_systems.bench.records import Record, append_records, case_to_dict
+from cs336_systems.book.comparison import bootstrap_change, compare_records, exit_code, pool, read_all
 from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase
-from cs336_systems.experiments.records import Record, append_records, case_to_dict
 from tests.command_line import assert_refused, invoke
 from tests.test_records import RUN, broken
 from tests.test_records import record as valid_record

@@ -20,7 +20,7 @@ from cs336_systems.distributed.context_parallel import (
     zigzag_split,
 )
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
-from cs336_systems.distributed.launch import run_ranks
+from cs336_systems.distributed.spawn import run_ranks
 from cs336_systems.model import TransformerLM, cross_entropy
 from tests.one_job import OneJob
 

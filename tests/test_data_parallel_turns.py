@@ -9,14 +9,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from cs336_systems.bench.records import Record
+from cs336_systems.bench.spec import Disagreement, Unsupported, load
+from cs336_systems.book.frames import dicts, load_frame
 from cs336_systems.config import Precision, RunConfig
 from cs336_systems.distributed.ddp_naive import NaiveDDP
-from cs336_systems.experiments import context_parallel, data_parallel_turns
-from cs336_systems.experiments.data_parallel_turns import ParallelStep, take_turns
-from cs336_systems.experiments.frames import dicts, load_frame
-from cs336_systems.experiments.ranks import TIMES
-from cs336_systems.experiments.records import Record
-from cs336_systems.experiments.spec import Disagreement, Unsupported, load
+from cs336_systems.experiments.beyond import context_parallel, data_parallel_turns
+from cs336_systems.experiments.beyond.data_parallel_turns import ParallelStep, take_turns
+from cs336_systems.subjects.ranks import TIMES
 from tests.one_job import OneJob
 from tests.test_records import gpu_record
 

@@ -17,9 +17,9 @@ from cs336_systems.distributed.collectives import (
     reduce_scatter_mean_flat,
     wait_for,
 )
-from cs336_systems.distributed.launch import RankError, run_ranks
-from cs336_systems.experiments.parallel_step import OURS, DataParallelCase, ParallelStep, check_gradients, plain_mean
+from cs336_systems.distributed.spawn import RankError, run_ranks
 from cs336_systems.measure.overlap import trace_lanes
+from cs336_systems.subjects.parallel_step import OURS, DataParallelCase, ParallelStep, check_gradients, plain_mean
 from tests.module_kinds import KINDS, double
 from tests.sharding_models import part, seeded
 from tests.test_ddp import WRAPPERS

@@ -8,14 +8,21 @@ import pytest
 import torch
 
 from cs336_systems.attention import attention_reference
+from cs336_systems.bench import worker
+from cs336_systems.bench.harness import planned_cells
+from cs336_systems.bench.spec import Cell, Sample, Unsupported, load, measured_problems
+from cs336_systems.bench.worker import USED_UP, Outcome, Worker
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments import attention, worker
-from cs336_systems.experiments.harness import planned_cells
-from cs336_systems.experiments.spec import Cell, Sample, Unsupported, load, measured_problems
-from cs336_systems.experiments.worker import USED_UP, Outcome, Worker
-from cs336_systems.measure.memory import forget_case, held_bytes, one_out_of_memory_error, release, saved_for_backward
+from cs336_systems.measure.allocations import (
+    forget_case,
+    held_bytes,
+    one_out_of_memory_error,
+    release,
+    saved_for_backward,
+)
+from cs336_systems.subjects import attention_passes as attention
 
-COVERS = ("cs336_systems/measure", "cs336_systems/experiments/attention.py", "cs336_systems/experiments/worker.py")
+COVERS = ("cs336_systems/measure", "cs336_systems/subjects/attention_passes.py", "cs336_systems/bench/worker.py")
 TINY = RunConfig(scale="tiny", device="cpu")
 # Of a CPU's memory, what a cell may leave: Python's own tensors of a few elements, such as a generator's state.
 MOST_LEFT_BYTES = 64 * 1024

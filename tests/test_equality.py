@@ -40,9 +40,9 @@ from cs336_systems.distributed.ddp_flat import FlatDDP
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.distributed.loss_scale import LossScaler
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.distributed.spawn import run_ranks
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from tests.module_kinds import KINDS, Kind, Net, double
 from tests.sharding_models import RaiseInBackward, whole

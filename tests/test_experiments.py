@@ -17,16 +17,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems import __version__
 from cs336_systems.attention import attention_reference, contract
+from cs336_systems.bench import harness as sweep_module
+from cs336_systems.bench.harness import Provenance, Sweep, find_provenance, planned_cells
+from cs336_systems.bench.records import append_records, read_records
+from cs336_systems.bench.spec import Cell, Disagreement, Row, Sample, Unsupported, load, measured_problems
+from cs336_systems.bench.worker import Worker
 from cs336_systems.commands.sweeps import measuring
 from cs336_systems.config import HANDOUT_SIZES, MODEL_SIZES, SIZES_2025, SIZES_OF_BOTH, RunConfig
-from cs336_systems.experiments import attention, implementations
-from cs336_systems.experiments import harness as sweep_module
-from cs336_systems.experiments.harness import Provenance, Sweep, find_provenance, planned_cells
-from cs336_systems.experiments.implementations import IMPLEMENTATIONS, Built
-from cs336_systems.experiments.records import append_records, read_records
-from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported, load, measured_problems
-from cs336_systems.experiments.worker import Worker
 from cs336_systems.measure.timeline import AllocationRecorder
+from cs336_systems.subjects import attention_passes as attention
+from cs336_systems.subjects import implementations
+from cs336_systems.subjects.implementations import IMPLEMENTATIONS, Built
 
 ROOT = Path(__file__).resolve().parents[1]
 PROVENANCE = Provenance(commit="0123456789ab", dirty=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.grading.checks import CHECKS
-from cs336_systems.grading.grade import Grader
+from cs336_systems.grading.points import Grader
 
 ADAPTERS = Path(__file__).resolve().parent / "adapters.py"
 

@@ -18,9 +18,9 @@ import torch
 
 from cs336_systems.grading.checks import CHECKS
 from cs336_systems.grading.formats import lines, reasons
-from cs336_systems.grading.grade import HUNG, Grade, Grader, Result, checks_of, chosen_problems, grade
-from cs336_systems.grading.models import largest_difference
+from cs336_systems.grading.points import HUNG, Grade, Grader, Result, checks_of, chosen_problems, grade
 from cs336_systems.grading.project import COURSE_PACKAGES
+from cs336_systems.grading.reference_training import largest_difference
 from cs336_systems.handout import HANDOUT, problems_of
 from tests.command_line import assert_refused, invoke
 from tests.grading_mutants import MUTANTS
@@ -491,7 +491,7 @@ def test_what_does_not_shard_earns_nothing_by_training_right():
 
 
 def test_the_command_prints_json_and_exits_by_the_points(grader: Grader, monkeypatch):
-    monkeypatch.setattr("cs336_systems.grading.grade.Grader", lambda time_limit_s: nullcontext(grader))
+    monkeypatch.setattr("cs336_systems.grading.points.Grader", lambda time_limit_s: nullcontext(grader))
     arguments = ["grade", str(SOLUTIONS / "bucket_ignored.py"), "--json", "--problem"]
     full = invoke(*arguments, "optimizer_state_sharding", "--no-beyond")
     assert full.exit_code == 0, full.stderr
@@ -545,7 +545,7 @@ def test_ctrl_c_keeps_the_submissions_that_are_graded(tmp_path: Path, monkeypatc
             signal.raise_signal(signal.SIGINT)
         return Grade(problems, others)
 
-    monkeypatch.setattr("cs336_systems.grading.grade.grade", grade_or_interrupt)
+    monkeypatch.setattr("cs336_systems.grading.points.grade", grade_or_interrupt)
     table = tmp_path / "class.csv"
     told = invoke("grade", *map(str, paths), "--problem", "fsdp", "--csv", str(table))
     assert told.exit_code == 128 + signal.SIGINT

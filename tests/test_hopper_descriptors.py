@@ -12,8 +12,8 @@ pytest.importorskip("cs336_systems.attention.hopper.forward", reason="this trito
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cs336_systems.attention.compilation import compile_all, compiled_launches
 from cs336_systems.attention.hopper import descriptors, forward
+from cs336_systems.compiler.offline import compile_all, compiled_launches
 from cs336_systems.measure.stages import TOTAL, time_stages
 
 

@@ -8,8 +8,11 @@ import pytest
 
 pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper")
 
-from cs336_systems.attention.compilation import compile_all, compiled_launches, triton_version
-from cs336_systems.attention.hopper.reports import (
+from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES, plan_forward
+from cs336_systems.attention.tiles.config import head_tile
+from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
+from cs336_systems.commands.kernels import print_hopper_reports
+from cs336_systems.compiler.hopper_reports import (
     ARCH,
     BATCH,
     COLUMNS,
@@ -21,10 +24,7 @@ from cs336_systems.attention.hopper.reports import (
     main_loops,
     shipped_hopper_kernels,
 )
-from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES, plan_forward
-from cs336_systems.attention.tiles.config import head_tile
-from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
-from cs336_systems.commands.kernels import print_hopper_reports
+from cs336_systems.compiler.offline import compile_all, compiled_launches, triton_version
 
 JUDGE = "3.6.0"  # the Triton of the machines that the kernels were measured on
 judged = pytest.mark.skipif(triton_version() != JUDGE, reason=f"registers and their order are triton {JUDGE}'s")

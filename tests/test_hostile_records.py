@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.experiments.frames import load_frame
-from cs336_systems.experiments.html_report import PAGE, write_report
-from cs336_systems.experiments.placing import NotMade, of_one_machine
-from cs336_systems.experiments.records import read_records
-from cs336_systems.experiments.spec import load
-from cs336_systems.experiments.tables import Listing
+from cs336_systems.bench.placing import NotMade, of_one_machine
+from cs336_systems.bench.records import read_records
+from cs336_systems.bench.spec import load
+from cs336_systems.book.frames import load_frame
+from cs336_systems.book.html_report import PAGE, write_report
+from cs336_systems.book.tables import Listing
 from tests.command_line import invoke
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -6,9 +6,9 @@ import io
 import pandas as pd
 import pytest
 
+from cs336_systems.bench.spec import Unsupported, load
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import kernel_counters
-from cs336_systems.experiments.spec import Unsupported, load
+from cs336_systems.experiments.beyond import kernel_counters
 from cs336_systems.measure.counters import COUNTERS, CountersUnavailableError, parse_counters, read_counters
 
 MEASURE = load("kernel_counters").measure

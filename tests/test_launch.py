@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.distributed.launch import (
+from cs336_systems.distributed.spawn import (
     TORCHRUN_VARIABLES,
     RankError,
     is_torchrun,
@@ -30,7 +30,7 @@ from cs336_systems.distributed.launch import (
 )
 from tests.processes import is_running
 
-launching = sys.modules["cs336_systems.distributed.launch"]  # the package exports the function of that name
+launching = sys.modules["cs336_systems.distributed.spawn"]  # the package exports the function of that name
 ROOT = Path(__file__).resolve().parent.parent
 
 

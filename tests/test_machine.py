@@ -11,12 +11,12 @@ from cs336_systems.attention import attention_reference
 from cs336_systems.attention.backends import BACKENDS
 from cs336_systems.config import AttentionShape
 from cs336_systems.device import get_device_info
-from cs336_systems.experiments import backends
-from cs336_systems.experiments.backends import BackendTiming, auto_ratio, benchmark_backends
-from cs336_systems.measure.machine import copy_rate, matmul_rate
+from cs336_systems.measure.reach import copy_rate, matmul_rate
+from cs336_systems.subjects import backend_times as backends
+from cs336_systems.subjects.backend_times import BackendTiming, auto_ratio, benchmark_backends
 from tests.command_line import invoke
 
-COVERS = ("cs336_systems/measure", "cs336_systems/experiments/backends.py")
+COVERS = ("cs336_systems/measure", "cs336_systems/subjects/backend_times.py")
 
 
 def shape(seqlen: int, head_dim: int, dtype: Any = "float32", heads: int = 2) -> AttentionShape:
@@ -33,9 +33,9 @@ def doctor(*arguments: str) -> Any:
 
 
 def test_rates_are_work_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cs336_systems.measure.machine.time_calls", lambda call, device: [2.0, 4.0, 8.0])
-    monkeypatch.setattr("cs336_systems.measure.machine.COPY_BYTES", {"cpu": 10**8})
-    monkeypatch.setattr("cs336_systems.measure.machine.MATMUL_SIZE", {"cpu": 100})
+    monkeypatch.setattr("cs336_systems.measure.reach.time_calls", lambda call, device: [2.0, 4.0, 8.0])
+    monkeypatch.setattr("cs336_systems.measure.reach.COPY_BYTES", {"cpu": 10**8})
+    monkeypatch.setattr("cs336_systems.measure.reach.MATMUL_SIZE", {"cpu": 100})
     rate = copy_rate("cpu")
     assert (rate["median"], rate["unit"]) == (50.0, "GB/s"), "0.1 GB read and as much written in 4 ms"
     assert rate["quartile_low"] < rate["median"] < rate["quartile_high"]
@@ -109,10 +109,10 @@ def test_doctor_as_json_says_facts_and_nothing_measured() -> None:
 def test_doctor_measures_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     # One test above compiles; its seconds would say nothing new here.
     monkeypatch.setattr(backends, "BACKENDS", tuple(name for name in BACKENDS if name != "compiled"))
-    monkeypatch.setattr("cs336_systems.measure.machine.COPY_BYTES", {"cpu": 2**20})
-    monkeypatch.setattr("cs336_systems.measure.machine.MATMUL_SIZE", {"cpu": 64})
+    monkeypatch.setattr("cs336_systems.measure.reach.COPY_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr("cs336_systems.measure.reach.MATMUL_SIZE", {"cpu": 64})
     small = {"batch": 1, "heads": 1, "seqlen_q": 32, "seqlen_k": 32, "head_dim": 16, "dtype": "float32"}
-    monkeypatch.setattr("cs336_systems.commands.machine.SHAPES", {"cpu": small})
+    monkeypatch.setattr("cs336_systems.commands.machine_facts.SHAPES", {"cpu": small})
     result = doctor("--measure", "--json")
     assert result.exit_code == 0, result.output
     measured = json.loads(result.stdout)["measured"]

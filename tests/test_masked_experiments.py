@@ -9,16 +9,18 @@ import torch
 
 from cs336_systems.attention import attention_reference
 from cs336_systems.attention.masks import MAX_LIST_DENSITY
+from cs336_systems.bench.records import case_to_dict, read_records
+from cs336_systems.bench.spec import Cell, Disagreement, load
+from cs336_systems.book.frames import load_frame, pick
 from cs336_systems.config import MaskCase, RunConfig
-from cs336_systems.experiments import attention, implementations, masks
-from cs336_systems.experiments.dense_masks import DenseMasks
-from cs336_systems.experiments.frames import load_frame, pick
-from cs336_systems.experiments.implementations import IMPLEMENTATIONS, Built
-from cs336_systems.experiments.mask_implementations import BUILDERS, _predicate, build_case, is_plain, mask_of
-from cs336_systems.experiments.masks import FAMILIES, best_over_dense
-from cs336_systems.experiments.records import case_to_dict, read_records
-from cs336_systems.experiments.spec import Cell, Disagreement, load
+from cs336_systems.experiments.beyond.dense_masks import DenseMasks
 from cs336_systems.inputs import attention_inputs
+from cs336_systems.subjects import attention_passes as attention
+from cs336_systems.subjects import implementations
+from cs336_systems.subjects import mask_cases as masks
+from cs336_systems.subjects.implementations import IMPLEMENTATIONS, Built
+from cs336_systems.subjects.mask_cases import FAMILIES, best_over_dense
+from cs336_systems.subjects.mask_implementations import BUILDERS, _predicate, build_case, is_plain, mask_of
 
 TINY = RunConfig(scale="tiny", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")

@@ -595,6 +595,18 @@ if DEVICE == "cuda":  # without a GPU Triton's kernels are interpreted
 TILES_AND_TAILS = st.sampled_from((0, 1, 2, 15, 16, 17, 63, 64, 65, 97, 128, 131))
 
 
+def score_gradient_rounding(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, scale: float) -> dict[str, Tensor]:
+    """What dQ and dK may lose where each dS = dO · V - dO · O is off by two roundings of |dO| |V|, independently."""
+    group, eps = q.shape[1] // k.shape[1], torch.finfo(q.dtype).eps
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    q, k, v, grad_output = (x.double() for x in (q, k, v, grad_output))
+    largest = v.norm(dim=-1).amax(-1)[..., None, None]
+    of_scores = 4 * scale * eps * largest * grad_output.norm(dim=-1, keepdim=True)
+    grad_q = of_scores * k.square().sum(-2, keepdim=True).sqrt()
+    grad_k = (of_scores * q).square().sum(-2, keepdim=True).unflatten(1, (-1, group)).sum(2).sqrt()
+    return {"grad_q": grad_q, "grad_k": grad_k}
+
+
 @pytest.mark.slow
 @settings(max_examples=settings.default.max_examples // 8)  # a tenth of a second each
 @given(
@@ -609,8 +621,8 @@ TILES_AND_TAILS = st.sampled_from((0, 1, 2, 15, 16, 17, 63, 64, 65, 97, 128, 131
 )
 def test_attention_is_within_the_contract(data, call, sizes, head_dim, masked, scale, magnitude, strided):
     """Scores are of ordinary size: in float32 a backward that is recomputed from a rounded log-sum-exp of 50 errs up to
-    1.3 times what the contract allows, bug or none. Where there is one key, dQ and dK are 0 and have the bound of
-    their rounding in place of eager's, which is exact."""
+    1.3 times what the contract allows, bug or none. Of a handful of scores eager's largest error says little, and of
+    one key it is 0: dQ and dK then have at least the bound of their own rounding."""
     (backend, dtype), (batch, kv_heads, group, queries, keys) = call, sizes
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
 
@@ -628,9 +640,8 @@ def test_attention_is_within_the_contract(data, call, sizes, head_dim, masked, s
         block_mask, mask = block_mask.to(DEVICE), block_mask.to_dense().to(DEVICE)
     results = run(q, k, v, grad_output, block_mask=block_mask, enable_gqa=True, backend=backend, **options)
     oracle = compute_oracle(q, k, v, grad_output, mask=mask, **options)
-    if keys == 1:
-        rounding = 4 * torch.finfo(dtype).eps * (scale or head_dim**-0.5) * v.norm(dim=-1, keepdim=True).double()
-        of_rows = (grad_output.norm(dim=-1, keepdim=True) * q).double().unflatten(1, (kv_heads, group))
-        summed = rounding * of_rows.square().sum((2, 3))[:, :, None].sqrt()
-        oracle.bounds["grad_k"] = torch.maximum(torch.as_tensor(oracle.bounds["grad_k"]), summed)
+    if keys == 1 or 0 < queries * keys <= 64:
+        floor = score_gradient_rounding(q, k, v, grad_output, scale or head_dim**-0.5)
+        for name in floor:
+            oracle.bounds[name] = torch.maximum(torch.as_tensor(oracle.bounds[name]), floor[name])
     assert_within(oracle, results)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.bench.spec import Disagreement, Row, Sample, load
 from cs336_systems.config import ModelCase, ModelConfig, RunConfig
-from cs336_systems.experiments import models
-from cs336_systems.experiments.models import (
+from cs336_systems.subjects import model_steps as models
+from cs336_systems.subjects.model_steps import (
     MODEL_MODES,
     TrainingStep,
     first_calls,
@@ -17,7 +18,6 @@ from cs336_systems.experiments.models import (
     timed_modes,
     wall_clock,
 )
-from cs336_systems.experiments.spec import Disagreement, Row, Sample, load
 from tests.broken_models import Bigram
 
 MODEL = ModelConfig(

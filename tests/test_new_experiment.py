@@ -99,7 +99,7 @@ import json, shutil, sys
 from pathlib import Path
 from typer.testing import CliRunner
 from cs336_systems.cli import app
-from cs336_systems.experiments.pages import Book
+from cs336_systems.book.pages import Book
 
 def run(*arguments):
     result = CliRunner().invoke(app, arguments)
@@ -138,9 +138,9 @@ def copy(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("copy")
     for folder in ("cs336_systems", "writeup"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (root / "cs336_systems" / "experiments" / "sort_speed.py").write_text(EXPERIMENT)
-    (root / "cs336_systems" / "experiments" / "select_speed.py").write_text(PASTED)
-    (root / "cs336_systems" / "experiments" / "odd_samples.py").write_text(ODD_SAMPLES)
+    (root / "cs336_systems" / "experiments" / "beyond" / "sort_speed.py").write_text(EXPERIMENT)
+    (root / "cs336_systems" / "experiments" / "beyond" / "select_speed.py").write_text(PASTED)
+    (root / "cs336_systems" / "experiments" / "beyond" / "odd_samples.py").write_text(ODD_SAMPLES)
     for page in (root / "writeup").glob("*.md"):
         page.unlink()  # their records are not here
     (root / "writeup" / "sort_speed.md").write_text(PAGE)

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.accounting import model_peak_bytes
+from cs336_systems.bench.spec import Sample, load
 from cs336_systems.config import MODEL_SIZES, SIZES_2025, ModelCase, Precision, RunConfig
 from cs336_systems.experiments.nsys_profile import measurements, profile_rows
-from cs336_systems.experiments.spec import Sample, load
-from cs336_systems.measure.kernels import CATEGORIES
+from cs336_systems.measure.kernel_names import CATEGORIES
 from cs336_systems.measure.trace import trace_of
 from tests.test_trace import gpu_events
 

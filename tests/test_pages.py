@@ -9,8 +9,10 @@ import pandas as pd
 import pytest
 from msgspec.structs import replace
 
-from cs336_systems.config import RunConfig
-from cs336_systems.experiments.figures import (
+from cs336_systems.bench.placing import NotMade
+from cs336_systems.bench.records import Record, append_records
+from cs336_systems.bench.spec import Experiment, experiments, load, measured_problems
+from cs336_systems.book.figures import (
     COLORS,
     PAGE_INK,
     Bars,
@@ -21,15 +23,13 @@ from cs336_systems.experiments.figures import (
     spec_of,
     spread,
 )
-from cs336_systems.experiments.frames import digits, load_frame, pick, speed
-from cs336_systems.experiments.html_report import write_report
-from cs336_systems.experiments.implementations import IMPLEMENTATIONS
-from cs336_systems.experiments.pages import ANSWER, FIGURE, Book, Page, check_template
-from cs336_systems.experiments.placing import NotMade
-from cs336_systems.experiments.records import Record, append_records
-from cs336_systems.experiments.spec import Experiment, experiments, load, measured_problems
-from cs336_systems.experiments.tables import ABSENT, Listing, Pick, Pivot, Ratio, Wide, escape
+from cs336_systems.book.frames import digits, load_frame, pick, speed
+from cs336_systems.book.html_report import write_report
+from cs336_systems.book.pages import ANSWER, FIGURE, Book, Page, check_template
+from cs336_systems.book.tables import ABSENT, Listing, Pick, Pivot, Ratio, Wide, escape
+from cs336_systems.config import RunConfig
 from cs336_systems.handout import HANDOUT
+from cs336_systems.subjects.implementations import IMPLEMENTATIONS
 from tests.test_records import RUN, broken, gpu_record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -450,4 +450,5 @@ def test_experiments_are_named_like_their_files_and_stand_in_handout_order():
     assert names == sorted(names, key=list(HANDOUT).index)
     for name, experiment in experiments().items():
         assert experiment.name == name and experiment.title and isinstance(experiment, Experiment)
-    assert all(Path(ROOT / "cs336_systems" / "experiments" / f"{name}.py").is_file() for name in experiments())
+    files = {file.stem: file.parent.name for file in (ROOT / "cs336_systems" / "experiments").rglob("[!_]*.py")}
+    assert files == {name: "experiments" if name in HANDOUT else "beyond" for name in experiments()}

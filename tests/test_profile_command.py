@@ -11,8 +11,8 @@ import torch
 
 from cs336_systems.config import RunConfig
 from cs336_systems.device import has_cxx_compiler
-from cs336_systems.experiments.profiled import ATTENTION_MODES, parse_case, prepare
 from cs336_systems.measure.trace import read_events, trace_of
+from cs336_systems.subjects.profiled import ATTENTION_MODES, parse_case, prepare
 from tests.command_line import assert_refused, invoke
 
 COVERS = ("cs336_systems/measure",)
@@ -108,7 +108,7 @@ def test_what_cannot_run_here_is_one_line(arguments: list[str], message: str, tm
 def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cs336_systems.experiments.profiled.prepare", lambda *_: pytest.fail("it has begun"))
+    monkeypatch.setattr("cs336_systems.subjects.profiled.prepare", lambda *_: pytest.fail("it has begun"))
     (tmp_path / "file").touch()
     result = invoke("profile", *SMALL, "--device", "cpu", "--results", tmp_path / "file")
     assert_refused(result, "/logs/profiles cannot be written: Not a directory")

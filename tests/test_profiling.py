@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 import torch
 
-from cs336_systems.measure.memory import MIB, peak_cuda_bytes, saved_for_backward
+from cs336_systems.measure.allocations import MIB, peak_cuda_bytes, saved_for_backward
 from cs336_systems.measure.timing import plan_samples, time_calls, time_once
 
 COVERS = ("cs336_systems/measure",)

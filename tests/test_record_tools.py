@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from cs336_systems.experiments.records import Record, append_records, read_records
+from cs336_systems.bench.records import Record, append_records, read_records
 from tests.test_records import RUN, record
 from tools.pool_rounds import main as pool_rounds
 

@@ -15,8 +15,7 @@ import pandas as pd
 import pytest
 from msgspec.structs import replace
 
-from cs336_systems.config import AttentionShape
-from cs336_systems.experiments.records import (
+from cs336_systems.bench.records import (
     Record,
     Run,
     append_records,
@@ -26,6 +25,7 @@ from cs336_systems.experiments.records import (
     read_records,
     read_runs,
 )
+from cs336_systems.config import AttentionShape
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = AttentionShape(batch=1, heads=1, seqlen_q=8, seqlen_k=8, head_dim=16, is_causal=True, dtype="float32")

@@ -2,9 +2,9 @@
 
 import pytest
 
+from cs336_systems.bench.spec import load
 from cs336_systems.config import SIZES_OF_BOTH, ModelCase, RunConfig
 from cs336_systems.experiments.benchmarking_mixed_precision import AutocastCase, NormCase, autocast_dtypes, norm_in
-from cs336_systems.experiments.spec import load
 
 COVERS = ("cs336_systems/experiments/benchmarking_mixed_precision.py",)
 TINY = RunConfig(scale="tiny", device="cpu")

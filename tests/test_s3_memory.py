@@ -12,11 +12,25 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.accounting import block_saved_bytes, model_peak_bytes
+from cs336_systems.bench.records import read_records
+from cs336_systems.bench.spec import Cell, Disagreement, Unsupported, load
+from cs336_systems.book.frames import load_frame
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments import gradient_checkpointing
-from cs336_systems.experiments.frames import load_frame
 from cs336_systems.experiments.memory_profiling import made_in_backward
-from cs336_systems.experiments.model_memory import (
+from cs336_systems.measure.allocations import MIB, release
+from cs336_systems.measure.predict import CudaAutocastRules, fake_module
+from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
+from cs336_systems.measure.timeline import CATEGORIES, Allocation, AllocationRecorder, MemoryTrace, Phase
+from cs336_systems.model import TransformerLM, build_model, cross_entropy
+from cs336_systems.model.checkpointing import (
+    apply_checkpointing,
+    best_blocks_per_group,
+    compile_blocks,
+    grouped_bytes,
+    recursive_bytes,
+)
+from cs336_systems.subjects.model_memory import (
     FORWARD,
     PHASES,
     SAVED,
@@ -29,21 +43,7 @@ from cs336_systems.experiments.model_memory import (
     recorded_trace,
     simulated_trace,
 )
-from cs336_systems.experiments.models import TrainingStep
-from cs336_systems.experiments.records import read_records
-from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported, load
-from cs336_systems.measure.memory import MIB, release
-from cs336_systems.measure.predict import CudaAutocastRules, fake_module
-from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
-from cs336_systems.measure.timeline import CATEGORIES, Allocation, AllocationRecorder, MemoryTrace, Phase
-from cs336_systems.model import TransformerLM, build_model, cross_entropy
-from cs336_systems.model.checkpointing import (
-    apply_checkpointing,
-    best_blocks_per_group,
-    compile_blocks,
-    grouped_bytes,
-    recursive_bytes,
-)
+from cs336_systems.subjects.model_steps import TrainingStep
 from tests.command_line import invoke
 
 COVERS = ("cs336_systems/measure", "cs336_systems/model")

@@ -8,21 +8,21 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.analysis.bandwidth import best_bucket_bytes, bucket_overhead_s
+from cs336_systems.bench.harness import planned_cells
+from cs336_systems.bench.spec import Disagreement, Unsupported, load
+from cs336_systems.book.frames import load_frame
 from cs336_systems.config import COLLECTIVES, MODEL_SIZES, CollectiveCase, RunConfig
 from cs336_systems.distributed.ddp_naive import NaiveDDP
-from cs336_systems.distributed.launch import RankError, run_ranks
+from cs336_systems.distributed.spawn import RankError, run_ranks
 from cs336_systems.experiments.distributed_communication_single_node import time_collectives
-from cs336_systems.experiments.frames import load_frame
-from cs336_systems.experiments.harness import planned_cells
-from cs336_systems.experiments.parallel_step import (
+from cs336_systems.subjects.parallel_step import (
     DataParallelCase,
     ParallelStep,
     check_gradients,
     plain_mean,
     wrap_ddp,
 )
-from cs336_systems.experiments.ranks import TIMES, run_cell, step_cell
-from cs336_systems.experiments.spec import Disagreement, Unsupported, load
+from cs336_systems.subjects.ranks import TIMES, run_cell, step_cell
 from tests.test_records import broken, gpu_record
 
 TINY = RunConfig(scale="tiny", device="cpu")

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, Adafactor
 
-from cs336_systems.analysis.memory import fsdp_bytes
+from cs336_systems.analysis.memory_plan import fsdp_bytes
+from cs336_systems.bench.harness import planned_cells
+from cs336_systems.bench.spec import Disagreement
 from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.distributed import FSDP, LossScaler, OverlapDDP, ShardedOptimizer, Zero1Optimizer
-from cs336_systems.experiments import parallel_step
-from cs336_systems.experiments.harness import planned_cells
-from cs336_systems.experiments.parallel_step import ShardingCase, check_training
-from cs336_systems.experiments.ranks import ranks_case
-from cs336_systems.experiments.sharding import ShardingExperiment, sharding_cell
-from cs336_systems.experiments.spec import Disagreement
 from cs336_systems.model import AdamW
+from cs336_systems.subjects import parallel_step
+from cs336_systems.subjects.parallel_step import ShardingCase, check_training
+from cs336_systems.subjects.ranks import ranks_case
+from cs336_systems.subjects.sharding import ShardingExperiment, sharding_cell
 from tests.one_job import OneJob, run_alone
 from tests.sharding_models import awkward, part, seeded
 

@@ -27,7 +27,7 @@ from cs336_systems.distributed.checkpoint import (
     write_index,
 )
 from cs336_systems.distributed.fsdp.wrapper import gather_full_params, plain_name
-from cs336_systems.distributed.launch import RankError, run_ranks
+from cs336_systems.distributed.spawn import RankError, run_ranks
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.model import AdamW
 from tests.module_kinds import Net, tie

@@ -9,12 +9,13 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from cs336_systems.bench.harness import planned_cells
+from cs336_systems.bench.spec import Disagreement, Unsupported, load
+from cs336_systems.book.frames import load_frame
 from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.distributed.fsdp.unit import State
-from cs336_systems.distributed.launch import run_ranks
+from cs336_systems.distributed.spawn import run_ranks
 from cs336_systems.experiments import leaderboard_2026
-from cs336_systems.experiments.frames import load_frame
-from cs336_systems.experiments.harness import planned_cells
 from cs336_systems.experiments.leaderboard_2026 import (
     LongStep,
     LongStepCase,
@@ -22,13 +23,12 @@ from cs336_systems.experiments.leaderboard_2026 import (
     long_step_bytes,
     long_step_cell,
 )
-from cs336_systems.experiments.parallel_step import fsdp_case_bytes
-from cs336_systems.experiments.spec import Disagreement, Unsupported, load
 from cs336_systems.grading.counting import LiveBytes
 from cs336_systems.inputs import token_batch
-from cs336_systems.measure.memory import MIB
+from cs336_systems.measure.allocations import MIB
 from cs336_systems.model import TransformerLM, cross_entropy
 from cs336_systems.model.chunked_loss import LossHead
+from cs336_systems.subjects.parallel_step import fsdp_case_bytes
 from tests.one_job import OneJob
 from tests.sharding_models import TINY
 from tests.test_records import RUN, gpu_record

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.attention.compilation import compile_all, compiled_launches
 from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES, UNPAIRED
 from cs336_systems.attention.tiles.tables import TABLES
+from cs336_systems.compiler.offline import compile_all, compiled_launches
 from tests.every_config import DTYPES, FAMILIES, cases
 from tests.ptx_order import disorder
 from tools import sanitize
@@ -107,7 +107,7 @@ def test_racecheck_judges_the_triton_kernels_alone():
 
 def compile_ptx(name: str) -> str:
     """Of a kernel by its request's representation."""
-    from cs336_systems.attention.hopper.reports import ARCH, _launch, shipped_hopper_kernels
+    from cs336_systems.compiler.hopper_reports import ARCH, _launch, shipped_hopper_kernels
 
     request = next(request for request in shipped_hopper_kernels() if repr(request) == name)
     (kernel,) = compiled_launches(ARCH, request.function, lambda: _launch(request))
@@ -117,7 +117,7 @@ def compile_ptx(name: str) -> str:
 @pytest.mark.slow
 def test_specialised_warps_take_what_they_share_in_order():
     """All kernels that ship; and that they do is seen: it is not without any one of their barriers."""
-    reports = pytest.importorskip("cs336_systems.attention.hopper.reports", reason="no Gluon for Hopper in this triton")
+    reports = pytest.importorskip("cs336_systems.compiler.hopper_reports", reason="no Gluon for Hopper in this triton")
     names = list(map(repr, reports.shipped_hopper_kernels()))
     compiled = dict(compile_all(names, compile_ptx, jobs=2))
     assert {name: ptx and disorder(ptx) for name, ptx in compiled.items()} == {name: [] for name in names}

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
-from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.distributed.spawn import run_ranks
 from cs336_systems.distributed.zero1 import Zero1Optimizer
-from cs336_systems.grading.models import largest_difference
+from cs336_systems.grading.reference_training import largest_difference
 from cs336_systems.model import AdamW, TransformerLM
 from tests.sharding_models import TINY, batch, part, seeded, token_loss, transformer
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from cs336_systems.bench.harness import Shard, planned_cells
+from cs336_systems.bench.records import read_records, read_runs
+from cs336_systems.bench.spec import load
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.harness import Shard, planned_cells
-from cs336_systems.experiments.records import read_records, read_runs
-from cs336_systems.experiments.spec import load
 from tests.command_line import invoke, tiny_run
 
 HANDOUT = RunConfig(scale="handout", device="cuda")

@@ -7,18 +7,18 @@ from statistics import median
 import pytest
 import torch
 
+from cs336_systems.bench.spec import load
+from cs336_systems.bench.turns import Player, play
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import short_calls
-from cs336_systems.experiments.few_queries import GRAPH_SAMPLES
-from cs336_systems.experiments.short_calls import CALLS, ROUNDS
-from cs336_systems.experiments.spec import load
-from cs336_systems.experiments.turns import Player, play
+from cs336_systems.experiments.beyond import short_calls
+from cs336_systems.experiments.beyond.few_queries import GRAPH_SAMPLES
+from cs336_systems.experiments.beyond.short_calls import CALLS, ROUNDS
 from cs336_systems.measure.timing import time_calls
 
 COVERS = (
-    "cs336_systems/experiments/few_queries.py",
-    "cs336_systems/experiments/short_calls.py",
-    "cs336_systems/experiments/turns.py",
+    "cs336_systems/experiments/beyond/few_queries.py",
+    "cs336_systems/experiments/beyond/short_calls.py",
+    "cs336_systems/bench/turns.py",
     "cs336_systems/measure/timing.py",
 )
 TINY = RunConfig(scale="tiny", device="cpu")

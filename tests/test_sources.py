@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.experiments.pages import AGE, CHANGED, UNCHANGED, Book
-from cs336_systems.experiments.records import Record, read_records
-from cs336_systems.experiments.spec import load
-from cs336_systems.measure import sources
-from cs336_systems.measure.sources import ROOT, older_hashes, reached, sources_hash
+from cs336_systems.bench import sources
+from cs336_systems.bench.records import Record, read_records
+from cs336_systems.bench.sources import ROOT, older_hashes, reached, sources_hash
+from cs336_systems.bench.spec import load
+from cs336_systems.book.pages import AGE, CHANGED, UNCHANGED, Book
 
 EXPERIMENT = "leaderboard_2025"
 
@@ -88,7 +88,7 @@ def test_a_stale_page_fails_the_check(book, monkeypatch):
     monkeypatch.setattr(Book, "frame", lambda self, name: fresh)
     written = Book(ROOT, book.folder).page(EXPERIMENT)
     assert UNCHANGED in written and CHANGED not in written
-    monkeypatch.setattr("cs336_systems.experiments.pages.sources_hash", lambda name: "another")
+    monkeypatch.setattr("cs336_systems.book.pages.sources_hash", lambda name: "another")
     assert CHANGED in Book(ROOT, book.folder).page(EXPERIMENT) != written
 
 

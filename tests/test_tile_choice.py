@@ -7,22 +7,23 @@ from functools import partial
 import pytest
 import torch
 
-from cs336_systems.attention.compilation import compile_all
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.tiles.config import KERNELS
+from cs336_systems.bench.spec import Cell, Unsupported, load
+from cs336_systems.compiler.offline import compile_all
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments import tile_choice, tuning
-from cs336_systems.experiments.attention import sized_shape
-from cs336_systems.experiments.implementations import chosen_tiles
-from cs336_systems.experiments.spec import Cell, Unsupported, load
-from cs336_systems.experiments.tile_choice import ROWS, cell_configs, plausible_grid
-from cs336_systems.experiments.tuning import compile_on_shape
+from cs336_systems.experiments.beyond import tile_choice
+from cs336_systems.experiments.beyond.tile_choice import ROWS, cell_configs, plausible_grid
+from cs336_systems.subjects import tuning
+from cs336_systems.subjects.attention_passes import sized_shape
+from cs336_systems.subjects.implementations import chosen_tiles
+from cs336_systems.subjects.tuning import compile_on_shape
 
 COVERS = (
     "cs336_systems/attention/tiles",
     "cs336_systems/attention/triton",
-    "cs336_systems/experiments/tile_choice.py",
-    "cs336_systems/experiments/tuning.py",
+    "cs336_systems/experiments/beyond/tile_choice.py",
+    "cs336_systems/subjects/tuning.py",
 )
 HAS_CUDA = torch.cuda.is_available()
 NO_CUDA = pytest.mark.skipif(HAS_CUDA, reason="there is a CUDA device here")

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from cs336_systems.experiments.pages import Book, Page
+from cs336_systems.book.pages import Book, Page
 from cs336_systems.notebook import check
 from tools import course_tests
 

@@ -19,11 +19,11 @@ from torch import nn
 
 from cs336_systems.attention import flash_attention
 from cs336_systems.config import ModelCase, RunConfig, proxy_model
-from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.measure.capture import capture
-from cs336_systems.measure.kernels import CATEGORIES, categorize, short_name
+from cs336_systems.measure.kernel_names import CATEGORIES, categorize, short_name
 from cs336_systems.measure.ranges import ATTENTION_PARTS, annotate, module_ranges, named_range
 from cs336_systems.measure.trace import Trace, read_events, trace_of
+from cs336_systems.subjects.model_steps import TrainingStep
 
 COVERS = ("cs336_systems/measure",)
 

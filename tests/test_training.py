@@ -19,10 +19,10 @@ import torch
 
 from cs336_systems.config import ModelConfig, Precision
 from cs336_systems.distributed.checkpoint import checkpoints, folder_lock, save_checkpoint
-from cs336_systems.distributed.launch import TORCHRUN_VARIABLES
+from cs336_systems.distributed.spawn import TORCHRUN_VARIABLES
 from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, folder, learning_rate, loop, train
-from cs336_systems.training.config import NANO, byte_model
 from cs336_systems.training.corpus import ALICE
+from cs336_systems.training.hyperparameters import NANO, byte_model
 from cs336_systems.training.loop import RunOptions, train_rank
 from tests.command_line import interrupt, invoke, start
 from tests.processes import wait_until

@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.analysis import traffic
+from cs336_systems.bench.spec import Unsupported, load
 from cs336_systems.config import Precision, RunConfig
-from cs336_systems.distributed.launch import run_ranks
-from cs336_systems.experiments.spec import Unsupported, load
-from cs336_systems.experiments.training_run import FIRST_BOUND, LAST_BOUND, curve_error
+from cs336_systems.distributed.spawn import run_ranks
+from cs336_systems.experiments.beyond.training_run import FIRST_BOUND, LAST_BOUND, curve_error
 from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, train
-from cs336_systems.training.config import WRAPPERS
+from cs336_systems.training.hyperparameters import WRAPPERS
 from cs336_systems.training.loop import RunOptions, _step, train_rank
 from cs336_systems.training.wrappers import build_trainee
 from tests.one_job import run_alone

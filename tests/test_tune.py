@@ -10,8 +10,21 @@ import pandas as pd
 import pytest
 import torch
 
-from cs336_systems.attention import compilation, flash_attention
-from cs336_systems.attention.compilation import (
+from cs336_systems.attention import flash_attention
+from cs336_systems.attention.contract import compute_oracle, contract_errors
+from cs336_systems.attention.tiles import AttentionConfig, KernelConfig, select_config
+from cs336_systems.attention.tiles.config import KERNELS
+from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES, TABLES, TARGET_OF_CAPABILITY
+from cs336_systems.attention.triton import launch
+from cs336_systems.bench.harness import Provenance, Sweep
+from cs336_systems.bench.records import Record, case_to_dict, read_records
+from cs336_systems.bench.spec import Cell, Disagreement, Unsupported, load
+from cs336_systems.book import frames
+from cs336_systems.book.frames import load_frame
+from cs336_systems.commands import kernels as kernels_command
+from cs336_systems.commands import tune as tune_command
+from cs336_systems.compiler import offline as compilation
+from cs336_systems.compiler.offline import (
     ARCHITECTURES,
     CompileReport,
     CompileRequest,
@@ -19,22 +32,10 @@ from cs336_systems.attention.compilation import (
     compile_configs,
     triton_version,
 )
-from cs336_systems.attention.contract import compute_oracle, contract_errors
-from cs336_systems.attention.tiles import AttentionConfig, KernelConfig, select_config
-from cs336_systems.attention.tiles.config import KERNELS
-from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES, TABLES, TARGET_OF_CAPABILITY
-from cs336_systems.attention.triton import launch
-from cs336_systems.commands import kernels as kernels_command
-from cs336_systems.commands import tune as tune_command
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.device import get_device_info
-from cs336_systems.experiments import frames
-from cs336_systems.experiments.frames import load_frame
-from cs336_systems.experiments.harness import Provenance, Sweep
-from cs336_systems.experiments.implementations import chosen_tiles
-from cs336_systems.experiments.records import Record, case_to_dict, read_records
-from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported, load
-from cs336_systems.experiments.tuning import ROWS, TUNE_FLASH, proposed_rows, tune_cells, tuned_on
+from cs336_systems.subjects.implementations import chosen_tiles
+from cs336_systems.subjects.tuning import ROWS, TUNE_FLASH, proposed_rows, tune_cells, tuned_on
 from tests.command_line import assert_refused, invoke
 from tests.test_records import record as valid_record
 from tests.test_s4_attention import assert_contract, inputs
@@ -42,8 +43,8 @@ from tests.test_s4_attention import assert_contract, inputs
 COVERS = (
     "cs336_systems/attention/tiles",
     "cs336_systems/attention/triton",
-    "cs336_systems/experiments/tile_choice.py",
-    "cs336_systems/experiments/tuning.py",
+    "cs336_systems/experiments/beyond/tile_choice.py",
+    "cs336_systems/subjects/tuning.py",
 )
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"

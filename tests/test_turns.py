@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from cs336_systems.attention import flash_attention
+from cs336_systems.bench.harness import Provenance, Sweep, planned_cells
+from cs336_systems.bench.spec import Unsupported, load
+from cs336_systems.bench.turns import ROUNDS, Player, in_order, play
+from cs336_systems.bench.worker import Outcome
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import attention, turns
-from cs336_systems.experiments.harness import Provenance, Sweep, planned_cells
-from cs336_systems.experiments.implementations import Built, build
-from cs336_systems.experiments.spec import Unsupported, load
-from cs336_systems.experiments.turns import ROUNDS, Player, in_order, play
-from cs336_systems.experiments.worker import Outcome
 from cs336_systems.measure.timing import time_in_a_row
+from cs336_systems.subjects import attention_by_turns
+from cs336_systems.subjects import attention_passes as attention
+from cs336_systems.subjects.implementations import Built, build
 
-COVERS = ("cs336_systems/experiments/turns.py", "cs336_systems/measure/timing.py")
+COVERS = ("cs336_systems/bench/turns.py", "cs336_systems/measure/timing.py")
 
 TINY = RunConfig(scale="tiny", device="cpu")
 PROBLEM, SHAPES = load("short_calls"), load("attention_shapes")
@@ -113,7 +114,7 @@ def test_what_leaves_no_device_is_no_others_failure(monkeypatch):
     """After a fault every call of a CUDA context raises: no implementation is said to have failed by itself for it."""
     fault = RuntimeError("CUDA error: an illegal memory access was encountered")
     broken_build(monkeypatch, fault)
-    monkeypatch.setattr(turns, "release", Mock(side_effect=fault))
+    monkeypatch.setattr(attention_by_turns, "release", Mock(side_effect=fault))
     measurements = []
     with pytest.raises(RuntimeError, match="illegal memory access"):
         measurements.extend(PROBLEM.measure(tiny_cell(), TINY))

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.table import Table
 
+from cs336_systems.bench.spec import experiments, measured_problems, outlines
 from cs336_systems.cli import app
-from cs336_systems.commands.tables import table_lines, wrapped
+from cs336_systems.commands.terminal import table_lines, wrapped
 from cs336_systems.commands.usage import Command, Group
-from cs336_systems.experiments.spec import experiments, measured_problems, outlines
 from tests.command_line import ROOT, assert_refused, invoke
 
 NOT_TEXT = "\udcff\udcfe"  # as Python hands over the bytes ff fe
@@ -179,4 +179,4 @@ def test_commands_print_tables_in_one_place():
     """A table that rich prints by itself cuts words where the terminal is narrow."""
     for file in Path(ROOT, "cs336_systems", "commands").glob("*.py"):
         text = file.read_text(encoding="utf-8")
-        assert "Console" not in text or file.name in ("tables.py", "sweeps.py"), file  # sweeps: a progress bar
+        assert "Console" not in text or file.name in ("terminal.py", "sweeps.py"), file  # sweeps: a progress bar

@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any
 
 from cs336_systems.attention import hopper_table
-from cs336_systems.experiments.backend_choice import HEAD_DIMS
-from cs336_systems.experiments.records import Record, case_key, latest, read_records
+from cs336_systems.bench.records import Record, case_key, latest, read_records
+from cs336_systems.experiments.beyond.backend_choice import HEAD_DIMS
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "cs336_systems/attention/hopper_table.py"

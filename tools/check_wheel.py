@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 INSIDE = (
     "cs336_systems/py.typed",
     "cs336_systems/grading/server.py",
-    "cs336_systems/experiments/report.html",
+    "cs336_systems/book/report.html",
     "cs336_systems/training/alice.txt",
     "cs336_systems/attention/native/replay.cpp",
 )

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from cs336_systems.compare import pool, record_files
-from cs336_systems.experiments.records import Record, append_records, case_key, is_series, latest, read_records
+from cs336_systems.bench.records import Record, append_records, case_key, is_series, latest, read_records
+from cs336_systems.book.comparison import pool, record_files
 
 Pass = tuple[str, ...]  # of a cell: what has one row of times
 

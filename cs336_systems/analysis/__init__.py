@@ -6,7 +6,7 @@ Nothing here is measured, and nothing needs a GPU or a process group. What is me
 from cs336_systems.accounting import RankBytes
 from cs336_systems.analysis.ffn import FeedForward
 from cs336_systems.analysis.hardware import HARDWARE, Hardware
-from cs336_systems.analysis.memory import rank_bytes
+from cs336_systems.analysis.memory_plan import rank_bytes
 from cs336_systems.analysis.predictor import Prediction, predict
 from cs336_systems.analysis.rings import Traffic, alternate_ring_all_reduce, ring_all_reduce
 from cs336_systems.analysis.traffic import SCHEMES, Plan

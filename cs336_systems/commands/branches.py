@@ -44,7 +44,7 @@ def branches(
     results: ResultsOption = Path("results"),
 ) -> None:
     """Measure a problem at two revisions, in worktrees of their own, and compare; exits as `compare` does."""
-    from cs336_systems.compare import compare_records, exit_code, pool, read_all
+    from cs336_systems.book.comparison import compare_records, exit_code, pool, read_all
 
     with one_line_errors():
         check_options(threshold, fail_on)

@@ -14,11 +14,11 @@ import typer
 from rich.table import Table
 
 from cs336_systems.commands.shared import one_line_errors, unknown_problem
-from cs336_systems.commands.tables import show_table, show_text
+from cs336_systems.commands.terminal import show_table, show_text
 from cs336_systems.measure.text import printable
 
 if TYPE_CHECKING:
-    from cs336_systems.compare import ComparedGroup, ComparedRow, Comparison, Verdict
+    from cs336_systems.book.comparison import ComparedGroup, ComparedRow, Comparison, Verdict
 
 WORDS: dict[Verdict, str] = {
     "regression": "regressed", "improvement": "improved", "noise": "inside the noise", "unchanged": "unchanged",
@@ -41,8 +41,8 @@ def compare(
     Times and memory are judged. A regression is that of a row, or of a quantity of an implementation over all cases of
     a problem.
     """
-    from cs336_systems.compare import compare_records, exit_code, read_all
-    from cs336_systems.experiments.spec import measured_problems
+    from cs336_systems.bench.spec import measured_problems
+    from cs336_systems.book.comparison import compare_records, exit_code, read_all
 
     with one_line_errors():
         check_options(threshold, fail_on)
@@ -56,7 +56,7 @@ def compare(
 
 
 def check_options(threshold: float, fail_on: str) -> None:
-    from cs336_systems.compare import FAIL_ON
+    from cs336_systems.book.comparison import FAIL_ON
 
     if not (math.isfinite(threshold) and threshold >= 0):
         raise ValueError(f"--threshold must be a finite percentage, not negative, got {threshold}")
@@ -126,7 +126,7 @@ def _judged(one: ComparedRow | ComparedGroup) -> tuple[str, str, str]:
 
 def describe_key(key: tuple[str, ...]) -> str:
     """A record's key in a line: `flash_benchmarking triton bfloat16 1x1x4096x64 causal forward time`."""
-    from cs336_systems.experiments.records import describe_case
+    from cs336_systems.bench.records import describe_case
 
     problem, _, implementation, case, mode, quantity = key
     return f"{problem} {implementation} {describe_case(json.loads(case))} {mode} {quantity}"

@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 
 from cs336_systems.commands.kernels import show_kernels
-from cs336_systems.commands.machine import show_machine
-from cs336_systems.commands.masks import show_mask
+from cs336_systems.commands.machine_facts import show_machine
+from cs336_systems.commands.mask_tiles import show_mask
 from cs336_systems.commands.shared import DeviceOption, one_line_errors
 
 

@@ -14,7 +14,7 @@ from cs336_systems.commands.shared import ends_at_a_signal, one_line_errors
 from cs336_systems.measure.text import printable
 
 if TYPE_CHECKING:
-    from cs336_systems.grading.grade import Grade, Result
+    from cs336_systems.grading.points import Grade, Result
     from cs336_systems.handout import HandoutProblem
 
 EXIT_POINTS_LOST = 1
@@ -142,7 +142,7 @@ def problems_to_grade(
     names: list[str] | None, edition: int | None
 ) -> tuple[list[HandoutProblem], list[HandoutProblem]]:
     """The problems that are graded, each once, and those that no adapter reaches."""
-    from cs336_systems.grading.grade import chosen_problems
+    from cs336_systems.grading.points import chosen_problems
     from cs336_systems.handout import problems_of
 
     if names:
@@ -162,7 +162,7 @@ def grade_all(
     grades: dict[str, Grade],
 ) -> None:
     """Add the grade of every submission to `grades`, `jobs` at a time, and print how each check ended."""
-    from cs336_systems.grading.grade import grade as grade_one
+    from cs336_systems.grading.points import grade as grade_one
 
     interrupted = threading.Event()
 

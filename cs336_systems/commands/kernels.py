@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from cs336_systems.commands.sweeps import progress_bar
-from cs336_systems.commands.tables import show_table
+from cs336_systems.commands.terminal import show_table
 
 if TYPE_CHECKING:
-    from cs336_systems.attention.compilation import CompileReport, CompileRequest
-    from cs336_systems.attention.hopper.reports import HopperReport
+    from cs336_systems.compiler.hopper_reports import HopperReport
+    from cs336_systems.compiler.offline import CompileReport, CompileRequest
     from cs336_systems.config import DTypeName
 
 KIB = 1024
@@ -34,7 +34,7 @@ def show_kernels(arch: str | None) -> None:
 
 def machine_arch(command: str) -> str:
     """The architecture of this machine's GPU; ValueError where there is none to compile for."""
-    from cs336_systems.attention.compilation import ARCHITECTURES, arch_of_capability
+    from cs336_systems.compiler.offline import ARCHITECTURES, arch_of_capability
     from cs336_systems.device import get_device_info
 
     info = get_device_info()
@@ -48,8 +48,8 @@ def machine_arch(command: str) -> str:
 def shipped_requests(arch: str) -> list[CompileRequest]:
     """Every configuration of the table of `arch`, causal and not, a forward also with split keys; the 16-bit dtypes
     compile alike, so bfloat16 stands for both. ValueError for an unknown architecture."""
-    from cs336_systems.attention.compilation import CompileRequest, check_arch
     from cs336_systems.attention.tiles.tables import TABLES
+    from cs336_systems.compiler.offline import CompileRequest, check_arch
 
     check_arch(arch)
     dtypes: dict[int, DTypeName] = {2: "bfloat16", 4: "float32"}
@@ -66,7 +66,7 @@ def shipped_requests(arch: str) -> list[CompileRequest]:
 
 def compile_with_progress(requests: Sequence[CompileRequest]) -> list[CompileReport]:
     """Reports of `requests` in their order, under a progress bar, or with a line every LINE_EVERY."""
-    from cs336_systems.attention.compilation import compile_configs
+    from cs336_systems.compiler.offline import compile_configs
 
     found = {}
     with progress_bar() as progress:
@@ -83,8 +83,8 @@ def compile_with_progress(requests: Sequence[CompileRequest]) -> list[CompileRep
 
 def print_reports(reports: Sequence[CompileReport], max_spill_bytes: int = 0) -> None:
     """A line a compilation: registers and spilled bytes of a thread, shared memory of a program, and what is wrong."""
-    from cs336_systems.attention.compilation import triton_version
     from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
+    from cs336_systems.compiler.offline import triton_version
 
     numbers = ("registers", "spilled bytes", "shared KiB", "waits")
     table = Table("configuration", "head dim", "dtype", "mask", *numbers, "remark", box=None)
@@ -110,7 +110,7 @@ def print_reports(reports: Sequence[CompileReport], max_spill_bytes: int = 0) ->
 def show_hopper_kernels() -> None:
     """Compile every Hopper kernel and print what came out, or why this Triton cannot."""
     try:
-        from cs336_systems.attention.hopper.reports import compile_hopper_kernels, shipped_hopper_kernels
+        from cs336_systems.compiler.hopper_reports import compile_hopper_kernels, shipped_hopper_kernels
     except ImportError as error:
         print(f"Hopper kernels: not compiled, since this Triton has no Gluon for Hopper ({error})")
         return

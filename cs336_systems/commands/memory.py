@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from cs336_systems.commands.shared import one_line_errors
-from cs336_systems.commands.tables import show_table, show_text
+from cs336_systems.commands.terminal import show_table, show_text
 from cs336_systems.measure.text import printable
 
 EXIT_DOES_NOT_FIT = 1
@@ -55,7 +55,7 @@ def memory(
             title = snapshot.name
         else:
             from cs336_systems.config import MODEL_SIZES, Precision
-            from cs336_systems.experiments.model_memory import MemoryCase, simulated_trace
+            from cs336_systems.subjects.model_memory import MemoryCase, simulated_trace
 
             if model not in MODEL_SIZES:
                 raise ValueError(f"--model must be one of {', '.join(MODEL_SIZES)}, got {model!r}")

@@ -25,7 +25,7 @@ from cs336_systems.commands.shared import (
     ends_at_a_signal,
     one_line_errors,
 )
-from cs336_systems.commands.tables import show_table, show_text
+from cs336_systems.commands.terminal import show_table, show_text
 from cs336_systems.measure.text import in_one_line, printable
 
 if TYPE_CHECKING:
@@ -93,11 +93,11 @@ def profile(
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler's library prints its start and stop
         import torch
 
-        from cs336_systems.experiments.harness import predicted_overflow
-        from cs336_systems.experiments.profiled import parse_case, prepare
-        from cs336_systems.experiments.worker import search_current_folder
+        from cs336_systems.bench.harness import predicted_overflow
+        from cs336_systems.bench.worker import search_current_folder
         from cs336_systems.measure.capture import capture, run_steps
         from cs336_systems.measure.ranges import annotate
+        from cs336_systems.subjects.profiled import parse_case, prepare
 
         parsed = parse_case(
             case, implementation=implementation, mode=mode, precision=precision, batch=batch, context=context,
@@ -154,8 +154,8 @@ def _ends_in_one_line(trace: Path | None = None) -> Iterator[None]:
     """The ways in which a valid case may not run here as one line, which names the `trace` that was left."""
     import torch
 
-    from cs336_systems.experiments.spec import Disagreement, Unsupported
-    from cs336_systems.measure.memory import one_out_of_memory_error
+    from cs336_systems.bench.spec import Disagreement, Unsupported
+    from cs336_systems.measure.allocations import one_out_of_memory_error
 
     try:
         with one_line_errors(), one_out_of_memory_error(), ends_at_a_signal("interrupted"):
@@ -188,7 +188,7 @@ def _run_vendor_tool(tool: str, output: Path, print_only: bool) -> None:
 
 def show_trace(trace: Trace, top: int) -> None:
     """Print where the time of a profiled step goes: by category and phase, by the model's parts, by kernel."""
-    from cs336_systems.measure.kernels import CATEGORIES
+    from cs336_systems.measure.kernel_names import CATEGORIES
     from cs336_systems.measure.ranges import ATTENTION_PARTS, ROLES
 
     steps = len(trace.step_ms)

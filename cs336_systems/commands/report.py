@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from cs336_systems.commands.shared import ResultsOption, one_line_errors, unknown_problem, warnings_as_lines
-from cs336_systems.commands.tables import show_text
+from cs336_systems.commands.terminal import show_text
 from cs336_systems.measure.text import printable
 
 PUBLISHED_FOLDER = "nvidia-h200"  # whose records the pages and the README show
@@ -18,7 +18,7 @@ SUFFIXES = [scale + axes for axes in ("", "-chosen") for scale in ("", "-smoke",
 
 def list_problems() -> None:
     """List every problem: what `run` measures, what `grade` grades, and what is answered in writing."""
-    from cs336_systems.experiments.spec import outlines
+    from cs336_systems.bench.spec import outlines
     from cs336_systems.handout import COMMANDS, HANDOUT
 
     answered = {"graded": "`grade`", "written": "in writing", "measured": "`run`"}
@@ -43,10 +43,10 @@ def report(
     A record that fits no experiment is left out with a warning. Where a table, figure or page cannot be made, all
     others are, and the exit code is 1.
     """
-    from cs336_systems.experiments.html_report import PAGE, write_report
-    from cs336_systems.experiments.pages import Book
-    from cs336_systems.experiments.placing import NotMade
-    from cs336_systems.experiments.spec import measured_problems
+    from cs336_systems.bench.placing import NotMade
+    from cs336_systems.bench.spec import measured_problems
+    from cs336_systems.book.html_report import PAGE, write_report
+    from cs336_systems.book.pages import Book
 
     only = problem or []
     published = results / PUBLISHED_FOLDER

@@ -23,9 +23,9 @@ from cs336_systems.commands.sweeps import (
 from cs336_systems.measure.text import in_one_line
 
 if TYPE_CHECKING:
+    from cs336_systems.bench.harness import Sweep
+    from cs336_systems.bench.spec import Cell
     from cs336_systems.config import RunConfig
-    from cs336_systems.experiments.harness import Sweep
-    from cs336_systems.experiments.spec import Cell
 
 
 LARGEST_SIZE = 2**31 - 1  # of a dimension: a kernel's index
@@ -57,9 +57,9 @@ def run(
 ) -> None:
     """Measure problems and append the records; finished cells are kept, so an interrupted run continues."""
     with one_line_errors():
+        from cs336_systems.bench.harness import Shard, planned_cells
         from cs336_systems.config import SCALES, Axes, RunConfig
         from cs336_systems.device import resolve_device
-        from cs336_systems.experiments.harness import Shard, planned_cells
 
         kind = resolve_device(device)
         chosen = _choose_problems(problems or [], run_all)
@@ -141,7 +141,7 @@ def _run_problem(
 
 def _show_skips(sweep: Sweep, name: str) -> None:
     """Print why records of the problem `name` have no samples, those of the sweep's implementations."""
-    from cs336_systems.experiments.records import latest, read_records, skips
+    from cs336_systems.bench.records import latest, read_records, skips
 
     records = latest(read_records(sweep.record_file(name)))
     asked = sweep.implementations
@@ -157,7 +157,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _choose_problems(names: list[str], run_all: bool) -> list[str]:
-    from cs336_systems.experiments.spec import measured_problems
+    from cs336_systems.bench.spec import measured_problems
 
     if run_all and names:
         raise ValueError("give problem names or --all, not both")
@@ -181,8 +181,8 @@ def _sizes(option: str, text: str | None) -> tuple[int, ...]:
 
 def _stages_of(chosen: list[str], implementations: list[str] | None) -> list[str]:
     """The implementations that are stages of ours; ValueError where a problem does not compare them."""
-    from cs336_systems.experiments.implementations import STAGES
-    from cs336_systems.experiments.spec import load, measured_problems
+    from cs336_systems.bench.spec import load, measured_problems
+    from cs336_systems.subjects.implementations import STAGES
 
     if implementations:
         raise ValueError("give --stages or --implementation, not both")
@@ -195,9 +195,9 @@ def _stages_of(chosen: list[str], implementations: list[str] | None) -> list[str
 
 def _show_stages(name: str, sweep: Sweep) -> None:
     """Print what the records say of each stage beside the one before."""
-    from cs336_systems.experiments.frames import load_frame
-    from cs336_systems.experiments.records import read_records
-    from cs336_systems.experiments.spec import load
+    from cs336_systems.bench.records import read_records
+    from cs336_systems.bench.spec import load
+    from cs336_systems.book.frames import load_frame
 
     problem = load(name)
     table = problem.tables["stages"].build(load_frame(problem, read_records(sweep.record_file(name))))
@@ -206,7 +206,7 @@ def _show_stages(name: str, sweep: Sweep) -> None:
 
 def _check_model(config: RunConfig, chosen: list[str], cells: list[Cell]) -> None:
     """Raise an error where the user's model cannot be found, or none of the `cells` is of a model."""
-    from cs336_systems.experiments.worker import search_current_folder
+    from cs336_systems.bench.worker import search_current_folder
     from cs336_systems.model import load_model_class
 
     if config.model is None:
@@ -218,10 +218,10 @@ def _check_model(config: RunConfig, chosen: list[str], cells: list[Cell]) -> Non
 
 
 def _check_implementations(names: list[str] | None, chosen: list[str], cells: list[Cell]) -> None:
-    from cs336_systems.experiments.implementations import IMPLEMENTATIONS, load_name
-    from cs336_systems.experiments.mask_implementations import BUILDERS
-    from cs336_systems.experiments.spec import load
-    from cs336_systems.experiments.worker import search_current_folder
+    from cs336_systems.bench.spec import load
+    from cs336_systems.bench.worker import search_current_folder
+    from cs336_systems.subjects.implementations import IMPLEMENTATIONS, load_name
+    from cs336_systems.subjects.mask_implementations import BUILDERS
 
     known = dict.fromkeys((*IMPLEMENTATIONS, *BUILDERS, *(name for cell in cells for name in cell.implementations)))
     for name in names or []:

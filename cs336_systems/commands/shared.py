@@ -53,7 +53,7 @@ DirtyOption = Annotated[bool | None, typer.Option("--dirty/--clean", help="Wheth
 
 def unknown_problem(name: str) -> str:
     """What to say of a problem that is not measured: the nearest name, or how the handout's is answered."""
-    from cs336_systems.experiments.spec import measured_problems
+    from cs336_systems.bench.spec import measured_problems
     from cs336_systems.handout import COMMANDS, HANDOUT
 
     if name in COMMANDS:
@@ -89,7 +89,7 @@ def out_of_memory_in_one_line() -> Iterator[None]:
     """Turn memory that runs out within, a GPU's or the host's, into one line and exit code 1."""
     import torch
 
-    from cs336_systems.measure.memory import one_out_of_memory_error
+    from cs336_systems.measure.allocations import one_out_of_memory_error
 
     try:
         with one_out_of_memory_error():

@@ -18,10 +18,10 @@ from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, check_writable,
 from cs336_systems.measure.text import in_one_line
 
 if TYPE_CHECKING:
+    from cs336_systems.bench.harness import Sweep
+    from cs336_systems.bench.records import Record
+    from cs336_systems.bench.spec import Cell
     from cs336_systems.config import RunConfig
-    from cs336_systems.experiments.harness import Sweep
-    from cs336_systems.experiments.records import Record
-    from cs336_systems.experiments.spec import Cell
 
 BAR_WIDTH = 10  # so that count and time stand beside the longest problem's name in 80 columns
 LONGEST_MESSAGE = 300  # characters of a failure on the terminal; the record has all of it
@@ -41,8 +41,8 @@ def open_sweep(
 
     ValueError where another run is in that folder; OSError where it cannot be written.
     """
+    from cs336_systems.bench.harness import Sweep, find_provenance, results_folder
     from cs336_systems.device import get_device_info
-    from cs336_systems.experiments.harness import Sweep, find_provenance, results_folder
 
     folder = results_folder(results, get_device_info(run.device), run)
     records = folder / "records"
@@ -79,8 +79,8 @@ def progress_bar() -> Progress:
 
 def measure_shown(title: str, sweep: Sweep, cells: list[Cell], time_budget_s: float | None) -> Counter[str]:
     """Measure `cells` under a progress bar, or with a line for each where there is no terminal; counted by status."""
-    from cs336_systems.experiments.harness import cell_status
-    from cs336_systems.experiments.records import case_to_dict, describe_case, failures
+    from cs336_systems.bench.harness import cell_status
+    from cs336_systems.bench.records import case_to_dict, describe_case, failures
 
     measured: Counter[str] = Counter()
     failed: list[Record] = []

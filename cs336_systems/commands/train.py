@@ -54,10 +54,10 @@ def train(
         shared.wait_briefly(os.environ)
         from cs336_systems.config import MODEL_SIZES, Precision
         from cs336_systems.device import resolve_device
-        from cs336_systems.distributed.launch import is_torchrun
+        from cs336_systems.distributed.spawn import is_torchrun
         from cs336_systems.training import TrainingConfig
-        from cs336_systems.training.config import NANO, byte_model
         from cs336_systems.training.corpus import ALICE
+        from cs336_systems.training.hyperparameters import NANO, byte_model
         from cs336_systems.training.loop import RunOptions
 
         _check_paths(text, out)
@@ -117,9 +117,9 @@ def _check_paths(text: Path | None, out: Path | None) -> None:
 def _check_memory(config: TrainingConfig, options: RunOptions) -> None:
     """ValueError where a rank on a CPU is predicted to need more than there is: it would be killed without a word."""
     from cs336_systems.accounting import model_peak_bytes
+    from cs336_systems.bench.harness import predicted_overflow
     from cs336_systems.config import ModelCase
     from cs336_systems.device import get_device_info
-    from cs336_systems.experiments.harness import predicted_overflow
 
     batch = config.rank_batch // config.accumulation
     case = ModelCase(model=config.model, batch=batch, attention=config.attention, precision=config.precision)
@@ -143,7 +143,7 @@ def _left_behind(options: RunOptions) -> str:
 
 def _num_ranks(ranks: int | None, wrapper: str) -> int:
     """The ranks of this job: those asked for, or torchrun's; ValueError where several have no wrapper."""
-    from cs336_systems.distributed.launch import is_torchrun
+    from cs336_systems.distributed.spawn import is_torchrun
 
     if ranks is None:
         ranks = _torchrun_number("WORLD_SIZE") if is_torchrun() else 1
@@ -169,7 +169,7 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
     """Train here, in spawned ranks, or as one rank of torchrun's; None on a rank that has nothing to say."""
     import torch
 
-    from cs336_systems.distributed.launch import RankError, is_torchrun, launch
+    from cs336_systems.distributed.spawn import RankError, is_torchrun, launch
     from cs336_systems.training import Corpus, train
     from cs336_systems.training.loop import print_now, train_rank
 

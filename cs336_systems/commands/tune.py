@@ -23,14 +23,14 @@ from cs336_systems.commands import shared
 from cs336_systems.commands.kernels import compile_with_progress, machine_arch, print_reports
 from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, ResultsOption, one_line_errors
 from cs336_systems.commands.sweeps import check_sweep_options, measure_shown, measuring, open_sweep
-from cs336_systems.commands.tables import show_table
+from cs336_systems.commands.terminal import show_table
 from cs336_systems.commands.usage import Command, Group
 
 if TYPE_CHECKING:
-    from cs336_systems.attention.compilation import CompileReport
+    from cs336_systems.bench.harness import Sweep
+    from cs336_systems.bench.spec import Cell
+    from cs336_systems.compiler.offline import CompileReport
     from cs336_systems.config import AttentionShape
-    from cs336_systems.experiments.harness import Sweep
-    from cs336_systems.experiments.spec import Cell
 
 KERNELS = ("forward", "dkdv", "dq")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -66,10 +66,10 @@ def flash(
     dirty: shared.DirtyOption = None,
 ) -> None:
     """Compile, check and time a grid of tiles for the attention kernels; say what the tables might hold."""
-    from cs336_systems.attention.compilation import check_arch
     from cs336_systems.attention.tiles import MAX_HEAD_DIM, target_of
+    from cs336_systems.compiler.offline import check_arch
     from cs336_systems.config import AttentionShape, RunConfig
-    from cs336_systems.experiments.tuning import TUNE_FLASH, tune_cells
+    from cs336_systems.subjects.tuning import TUNE_FLASH, tune_cells
 
     with one_line_errors():
         kernels = _choices("--kernel", kernel or KERNELS, KERNELS)
@@ -120,8 +120,8 @@ def _choices(option: str, given: Sequence[str], known: Sequence[str]) -> list[st
 
 def _compile(cells: Sequence[Cell], arch: str) -> dict[Cell, CompileReport]:
     """What the compiler makes of each cell; cells that differ in lengths, batch or heads share a report."""
-    from cs336_systems.attention.compilation import CompileRequest
     from cs336_systems.attention.tiles import KernelConfig
+    from cs336_systems.compiler.offline import CompileRequest
 
     requests = {
         cell: CompileRequest(
@@ -153,10 +153,10 @@ def _require_gpu() -> None:
 
 def _measure(sweep: Sweep, cells: list[Cell], time_budget_s: float | None) -> Counter[str]:
     """Record every cell that has no record yet, or why the compiler says not to try it; cells counted by status."""
-    from cs336_systems.attention.compilation import arch_of_capability
     from cs336_systems.attention.tiles import KernelConfig
-    from cs336_systems.experiments.tuning import TUNE_FLASH, compile_ahead
-    from cs336_systems.experiments.worker import Outcome
+    from cs336_systems.bench.worker import Outcome
+    from cs336_systems.compiler.offline import arch_of_capability
+    from cs336_systems.subjects.tuning import TUNE_FLASH, compile_ahead
 
     started = time.monotonic()
     left, finished = sweep.unfinished(TUNE_FLASH, cells)
@@ -176,10 +176,10 @@ def _measure(sweep: Sweep, cells: list[Cell], time_budget_s: float | None) -> Co
 
 def _show_measured(sweep: Sweep, shapes: Sequence[AttentionShape]) -> bool:
     """Print the best and the proposals from the folder's records; False if there are none for these shapes."""
-    from cs336_systems.experiments.frames import load_frame, pick
-    from cs336_systems.experiments.records import read_records
-    from cs336_systems.experiments.spec import load
-    from cs336_systems.experiments.tuning import TUNE_FLASH, proposed_rows, tuned_on
+    from cs336_systems.bench.records import read_records
+    from cs336_systems.bench.spec import load
+    from cs336_systems.book.frames import load_frame, pick
+    from cs336_systems.subjects.tuning import TUNE_FLASH, proposed_rows, tuned_on
 
     file, choice = sweep.record_file(TUNE_FLASH), load("tile_choice")
     records = [record for record in read_records(file) if record.seed == sweep.run.seed]

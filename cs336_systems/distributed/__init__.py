@@ -26,9 +26,9 @@ from cs336_systems.distributed.ddp_flat import FlatDDP
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.fsdp import FSDP, gather_full_params, load_full_params, wrap_blocks
-from cs336_systems.distributed.launch import RankError, is_torchrun, launch, run_ranks
 from cs336_systems.distributed.loss_scale import LossScaler
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.distributed.spawn import RankError, is_torchrun, launch, run_ranks
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 
 __all__ = [

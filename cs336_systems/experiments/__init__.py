@@ -3,8 +3,7 @@
     from cs336_systems.experiments import Cell, Experiment, Pivot, Row, Sample, problem
 """
 
-from cs336_systems.experiments.figures import Bars, Figure, Heat, Lines, Spans
-from cs336_systems.experiments.spec import (
+from cs336_systems.bench.spec import (
     Calculation,
     Cell,
     Disagreement,
@@ -14,7 +13,8 @@ from cs336_systems.experiments.spec import (
     Unsupported,
     problem,
 )
-from cs336_systems.experiments.tables import Difference, Listing, Pick, Pivot, Ratio, TableSpec, Wide
+from cs336_systems.book.figures import Bars, Figure, Heat, Lines, Spans
+from cs336_systems.book.tables import Difference, Listing, Pick, Pivot, Ratio, TableSpec, Wide
 
 __all__ = [
     "Bars", "Calculation", "Cell", "Difference", "Disagreement", "Experiment", "Figure", "Heat", "Lines", "Listing",

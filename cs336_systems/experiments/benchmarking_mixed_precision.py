@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from cs336_systems.book.frames import dicts, digits, pick, speed
 from cs336_systems.config import SIZES_OF_BOTH, DTypeName, ModelCase, Precision, RunConfig
 from cs336_systems.experiments import Bars, Cell, Experiment, Pick, Pivot, Row, Sample, Wide, problem
-from cs336_systems.experiments.frames import dicts, digits, pick, speed
-from cs336_systems.experiments.models import (
+from cs336_systems.subjects.model_steps import (
     MODEL_MODES,
     STEPS_A_TURN,
     TrainingStep,

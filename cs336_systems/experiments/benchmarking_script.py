@@ -10,10 +10,10 @@ from typing import Any
 
 import pandas as pd
 
+from cs336_systems.book.frames import span
 from cs336_systems.config import SIZES_OF_BOTH, RunConfig
 from cs336_systems.experiments import Bars, Cell, Difference, Experiment, Pick, Ratio, Row, Sample, Wide, problem
-from cs336_systems.experiments.frames import span
-from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cases, wall_clock
+from cs336_systems.subjects.model_steps import MODEL_MODES, TrainingStep, model_cases, wall_clock
 
 WARMUPS = (0, 1, 2, 5)
 NUM_STEPS = {"tiny": 5, "smoke": 5, "handout": 10}

@@ -5,8 +5,8 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.analysis import xxl
+from cs336_systems.book.frames import digits
 from cs336_systems.experiments import Calculation, Lines, Listing, problem
-from cs336_systems.experiments.frames import digits
 
 TOKENS = (0, 512, 1024, 2048, 4096, 8192)
 LIMIT_GB = xxl.V5P_BYTES / 1e9

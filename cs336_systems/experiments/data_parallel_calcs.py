@@ -4,7 +4,7 @@ from typing import Any
 
 from cs336_systems.analysis import ffn
 from cs336_systems.experiments import Calculation, Listing, problem
-from cs336_systems.experiments.layer_times import FEW_TOKENS, TOKENS, layer, links, ratio_lines, times
+from cs336_systems.subjects.layer_times import FEW_TOKENS, TOKENS, layer, links, ratio_lines, times
 
 
 @problem()

@@ -6,13 +6,13 @@ import pandas as pd
 import torch
 
 from cs336_systems.analysis.bandwidth import best_bucket_bytes, bucket_overhead_s
+from cs336_systems.book.frames import digits
 from cs336_systems.config import MODEL_SIZES, RunConfig
 from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, plan_buckets
 from cs336_systems.experiments import Cell, Lines, problem
-from cs336_systems.experiments.data_parallel import DataParallelExperiment, ddp_cells
-from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.ranks import most_ranks
 from cs336_systems.model import TransformerLM
+from cs336_systems.subjects.data_parallel import DataParallelExperiment, ddp_cells
+from cs336_systems.subjects.ranks import most_ranks
 
 BUCKET_SIZES_MB = {"tiny": (0.1,), "smoke": (0.1, 1, 10), "handout": (1, 10, 100, 1000)}
 

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.analysis.bandwidth import bus_gb_per_s
+from cs336_systems.bench.spec import Cell, Disagreement, Experiment, Row, Sample, problem
+from cs336_systems.book.figures import Lines
+from cs336_systems.book.frames import digits
+from cs336_systems.book.tables import Pivot
 from cs336_systems.config import COLLECTIVES, CollectiveCase, RunConfig
 from cs336_systems.distributed.collectives import all_gather_flat, reduce_scatter_mean_flat
-from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.ranks import run_cell, slowest, timed_calls
-from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, problem
-from cs336_systems.experiments.tables import Pivot
 from cs336_systems.measure.timing import synchronize
+from cs336_systems.subjects.ranks import run_cell, slowest, timed_calls
 
 BYTES_PER_FLOAT = 4
 MB = 10**6  # as the handout's sizes

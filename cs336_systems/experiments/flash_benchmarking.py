@@ -6,10 +6,11 @@ from typing import Any
 
 import pandas as pd
 
+from cs336_systems.book.frames import span
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
-from cs336_systems.experiments import Cell, Lines, Pick, Pivot, Sample, TableSpec, Unsupported, Wide, attention, problem
-from cs336_systems.experiments.frames import span
-from cs336_systems.experiments.implementations import IMPLEMENTATIONS, STAGES, TINY_IMPLEMENTATIONS
+from cs336_systems.experiments import Cell, Lines, Pick, Pivot, Sample, TableSpec, Unsupported, Wide, problem
+from cs336_systems.subjects import attention_passes as attention
+from cs336_systems.subjects.implementations import IMPLEMENTATIONS, STAGES, TINY_IMPLEMENTATIONS
 
 LENGTHS = {  # the handout's, and one more, at which plain attention runs out of an H200's memory
     "tiny": (64, 128),

@@ -2,9 +2,9 @@
 
 from cs336_systems.config import MODEL_SIZES, DTypeName, Precision, RunConfig
 from cs336_systems.experiments import Cell, Pivot, problem
-from cs336_systems.experiments.parallel_step import FSDP_IMPLEMENTATIONS, ShardingCase
-from cs336_systems.experiments.ranks import Traces, hidden_claim, ranks_case
-from cs336_systems.experiments.sharding import ShardingExperiment, sharding_cell, sharding_cells
+from cs336_systems.subjects.parallel_step import FSDP_IMPLEMENTATIONS, ShardingCase
+from cs336_systems.subjects.ranks import Traces, hidden_claim, ranks_case
+from cs336_systems.subjects.sharding import ShardingExperiment, sharding_cell, sharding_cells
 
 ALONE = ("unsharded", "fsdp", "torch_fsdp")  # on one rank too: both FSDPs compute in other dtypes than autocast
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from cs336_systems.experiments import Calculation, problem
-from cs336_systems.experiments.layer_times import times
+from cs336_systems.subjects.layer_times import times
 
 
 @problem()

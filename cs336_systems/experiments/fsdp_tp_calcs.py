@@ -5,9 +5,9 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.analysis import ffn
+from cs336_systems.book.frames import digits
 from cs336_systems.experiments import Calculation, Lines, Listing, problem
-from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.layer_times import FEW_TOKENS, MODEL, TOKENS, layer, links
+from cs336_systems.subjects.layer_times import FEW_TOKENS, MODEL, TOKENS, layer, links
 
 OVERLAPS = {"overlapped": True, "one after the other": False}
 WHOLE = {"overlapped": "N_FSDP × N_TP in whole numbers", "one after the other": "in whole numbers"}  # headings

@@ -10,16 +10,16 @@ from typing import Any
 import pandas as pd
 import torch
 
+from cs336_systems.book.frames import digits
 from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig, proxy_model
 from cs336_systems.experiments import Bars, Cell, Disagreement, Experiment, Pick, Pivot, Row, Sample, Wide, problem
-from cs336_systems.experiments import model_memory as memory
-from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.model_memory import BlocksCase, MemoryCase
-from cs336_systems.experiments.models import TrainingStep
-from cs336_systems.measure.memory import MIB, release
+from cs336_systems.measure.allocations import MIB, release
 from cs336_systems.measure.timeline import BACKWARD
 from cs336_systems.measure.timing import time_calls
 from cs336_systems.model.checkpointing import compile_blocks
+from cs336_systems.subjects import model_memory as memory
+from cs336_systems.subjects.model_memory import BlocksCase, MemoryCase
+from cs336_systems.subjects.model_steps import TrainingStep
 
 BATCH = 4
 GROUPS = ("none", "1", "2", "4", "8", "recursive")

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import Pick, Wide, attention, problem
-from cs336_systems.experiments.implementations import IMPLEMENTATIONS, TINY_IMPLEMENTATIONS
+from cs336_systems.experiments import Pick, Wide, problem
+from cs336_systems.subjects import attention_passes as attention
+from cs336_systems.subjects.implementations import IMPLEMENTATIONS, TINY_IMPLEMENTATIONS
 
 
 @problem()

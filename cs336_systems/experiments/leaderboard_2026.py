@@ -31,16 +31,17 @@ from torch import Tensor, nn
 from cs336_systems import accounting
 from cs336_systems.analysis import HARDWARE, RankBytes
 from cs336_systems.attention.backends import available_backends
+from cs336_systems.book.frames import digits
+from cs336_systems.book.tables import Pick, Wide
 from cs336_systems.config import BYTES_PER_ELEMENT, MODEL_SIZES, ModelConfig, Precision, RunConfig
 from cs336_systems.device import PEAKS
-from cs336_systems.experiments import Bars, Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem, ranks
-from cs336_systems.experiments import parallel_step as steps
-from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.parallel_step import CHECK_BOUND, ParallelStep, RanksCase, ShardingCase, fsdp_case_bytes
-from cs336_systems.experiments.tables import Pick, Wide
-from cs336_systems.measure.memory import MIB, release
+from cs336_systems.experiments import Bars, Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
+from cs336_systems.measure.allocations import MIB, release
 from cs336_systems.model.block_parts import KEPT_WIDTHS, Recompute, run_in_parts
 from cs336_systems.model.chunked_loss import CHUNK_TOKENS, LossTransformer, loss_bytes
+from cs336_systems.subjects import parallel_step as steps
+from cs336_systems.subjects import ranks
+from cs336_systems.subjects.parallel_step import CHECK_BOUND, ParallelStep, RanksCase, ShardingCase, fsdp_case_bytes
 
 IMPLEMENTATIONS = ("fsdp", "torch_fsdp")
 NUM_RANKS, BATCH = 2, 1  # a sequence of each rank: a global batch of two

@@ -13,14 +13,14 @@ import pandas as pd
 import torch
 
 from cs336_systems.accounting import model_peak_bytes
+from cs336_systems.book.figures import alt
+from cs336_systems.book.frames import dicts, digits, in_unit, pick
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments import Cell, Experiment, Figure, Pick, Row, Sample, Wide, problem
-from cs336_systems.experiments import model_memory as memory
-from cs336_systems.experiments.figures import alt
-from cs336_systems.experiments.frames import dicts, digits, in_unit, pick
-from cs336_systems.experiments.model_memory import PHASES, BlocksCase, MemoryCase
-from cs336_systems.measure.memory import MIB, release
+from cs336_systems.measure.allocations import MIB, release
 from cs336_systems.measure.timeline import CATEGORIES
+from cs336_systems.subjects import model_memory as memory
+from cs336_systems.subjects.model_memory import PHASES, BlocksCase, MemoryCase
 
 BATCH = 4
 EXAMPLE_CONTEXTS = (128, 2048)  # whose timelines are drawn

@@ -7,9 +7,9 @@ from typing import Any
 import pandas as pd
 import torch
 
+from cs336_systems.book.frames import digits
 from cs336_systems.config import DTypeName, RunConfig
 from cs336_systems.experiments import Cell, Experiment, Listing, Row, Sample, problem
-from cs336_systems.experiments.frames import digits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import Cell, problem
-from cs336_systems.experiments import data_parallel as ddp
-from cs336_systems.experiments.ranks import rank_counts
+from cs336_systems.subjects import data_parallel as ddp
+from cs336_systems.subjects.ranks import rank_counts
 
 
 @problem()

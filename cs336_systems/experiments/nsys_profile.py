@@ -13,15 +13,15 @@ from typing import Any
 
 import pandas as pd
 
+from cs336_systems.book.frames import span
 from cs336_systems.config import MODEL_SIZES, SIZES_2025, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments import Bars, Cell, Experiment, Listing, Pick, Ratio, Row, Sample, Wide, problem
-from cs336_systems.experiments.frames import span
-from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, wall_clock
+from cs336_systems.measure.allocations import release
 from cs336_systems.measure.capture import capture
-from cs336_systems.measure.kernels import CATEGORIES, short_name
-from cs336_systems.measure.memory import release
+from cs336_systems.measure.kernel_names import CATEGORIES, short_name
 from cs336_systems.measure.ranges import SCORES, SOFTMAX, VALUES, annotate
 from cs336_systems.measure.trace import Trace
+from cs336_systems.subjects.model_steps import MODEL_MODES, TrainingStep, wall_clock
 
 WALL_CLOCK_STEPS = 5  # `compare` needs four
 CONTEXTS = (128, 256, 512, 1024)

@@ -2,11 +2,11 @@
 
 import pandas as pd
 
+from cs336_systems.book.frames import digits
 from cs336_systems.config import DTypeName, RunConfig
 from cs336_systems.experiments import Bars, Cell, Pick, Wide, problem
-from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.parallel_step import MEMORY, OPTIMIZER_IMPLEMENTATIONS
-from cs336_systems.experiments.sharding import MOMENT_WORDS, ShardingExperiment, sharding_cells
+from cs336_systems.subjects.parallel_step import MEMORY, OPTIMIZER_IMPLEMENTATIONS
+from cs336_systems.subjects.sharding import MOMENT_WORDS, ShardingExperiment, sharding_cells
 
 SO_FAR = MOMENT_WORDS | {"peak of later steps": "peak_memory"}
 

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from cs336_systems.book.frames import digits, pick
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments import Lines, Pick, Wide, attention, problem
-from cs336_systems.experiments.frames import digits, pick
+from cs336_systems.experiments import Lines, Pick, Wide, problem
 from cs336_systems.measure.timing import time_calls
+from cs336_systems.subjects import attention_passes as attention
 
 BATCH = 8
 PASSES = 100  # timed, that the handout asks for

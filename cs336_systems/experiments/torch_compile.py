@@ -9,13 +9,17 @@ import pandas as pd
 import torch
 
 from cs336_systems.accounting import eager_attention_bytes
+from cs336_systems.bench.spec import turns_cell
+from cs336_systems.bench.worker import Outcome, outcome_of
+from cs336_systems.book.frames import digits
 from cs336_systems.config import AttentionShape, ModelCase, RunConfig, proxy_model
 from cs336_systems.device import has_cxx_compiler
 from cs336_systems.experiments import Bars, Cell, Pivot, Row, Sample, Unsupported, problem
-from cs336_systems.experiments.attention import BACKWARD, FORWARD, HEAD_DIMS, sized_shape
-from cs336_systems.experiments.attention_by_turns import AttentionByTurns
-from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.models import (
+from cs336_systems.experiments.pytorch_attention import BATCH, LENGTHS, LONGEST_OF_HANDOUT
+from cs336_systems.measure.allocations import one_out_of_memory_error, release
+from cs336_systems.subjects.attention_by_turns import AttentionByTurns
+from cs336_systems.subjects.attention_passes import BACKWARD, FORWARD, HEAD_DIMS, sized_shape
+from cs336_systems.subjects.model_steps import (
     MODEL_MODES,
     STEPS_A_TURN,
     TrainingStep,
@@ -25,10 +29,6 @@ from cs336_systems.experiments.models import (
     round_samples,
     timed_modes,
 )
-from cs336_systems.experiments.pytorch_attention import BATCH, LENGTHS, LONGEST_OF_HANDOUT
-from cs336_systems.experiments.spec import turns_cell
-from cs336_systems.experiments.worker import Outcome, outcome_of
-from cs336_systems.measure.memory import one_out_of_memory_error, release
 
 IS_SHAPE, IS_MODEL = {"case_type": "AttentionShape"}, {"case_type": "ModelCase"}
 SPEED = (("compiled", "eager"),)

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import Any, TextIO
 
-from cs336_systems.grading.grade import Grade, Result
 from cs336_systems.grading.outcomes import NEEDS_A_GPU
+from cs336_systems.grading.points import Grade, Result
 from cs336_systems.handout import HandoutProblem
 
 PACKAGES = ("cs336-systems", "torch", "triton", "numpy")

@@ -180,7 +180,12 @@ def serve() -> None:
     ):  # optimizers, and whatever compiles, import these
         importlib.import_module(module)  # for seconds, which each process of each check would take
 
-    from cs336_systems.grading import ddp, flash, fsdp, optimizer  # noqa: F401 - they register their checks
+    from cs336_systems.grading import (  # noqa: F401 - they register their checks
+        check_ddp,
+        check_flash,
+        check_fsdp,
+        check_optimizer,
+    )
 
     gc.collect()
     gc.freeze()  # a check's collections would copy the memory of all that is imported

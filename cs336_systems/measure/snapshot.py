@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_systems.measure.memory import release
+from cs336_systems.measure.allocations import release
 from cs336_systems.measure.timeline import (
     SKIPPED_FRAMES,
     Allocation,

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cs336_systems.measure.intervals import length, union
-from cs336_systems.measure.kernels import categorize, short_name
+from cs336_systems.measure.kernel_names import categorize, short_name
 from cs336_systems.measure.ranges import STEP
 
 Phase = Literal["forward", "backward", "optimizer"]

@@ -26,7 +26,7 @@ from cs336_systems.distributed.checkpoint import (
     on_rank_0,
     save_checkpoint,
 )
-from cs336_systems.training.config import TrainingConfig
+from cs336_systems.training.hyperparameters import TrainingConfig
 from cs336_systems.training.wrappers import Trainee
 
 TEXT_SHA256 = "text_sha256"  # beside the fields of the config

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from cs336_systems.accounting import num_parameters
 from cs336_systems.model.generation import generate
-from cs336_systems.training.config import TrainingConfig, learning_rate
 from cs336_systems.training.corpus import ALICE, Corpus
 from cs336_systems.training.folder import RunFolder
+from cs336_systems.training.hyperparameters import TrainingConfig, learning_rate
 from cs336_systems.training.wrappers import Trainee, build_trainee
 
 VALIDATION_SEQUENCES = 64

@@ -27,7 +27,7 @@ from cs336_systems.distributed.loss_scale import LossScaler
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.model import AdamW, build_model, clip_gradients, cross_entropy
-from cs336_systems.training.config import TrainingConfig
+from cs336_systems.training.hyperparameters import TrainingConfig
 
 BETAS = (0.9, 0.95)
 DDPS = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP, "bucketed": BucketedDDP}

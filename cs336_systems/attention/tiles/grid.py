@@ -1,6 +1,6 @@
 """Configurations around those of the tables: the grid that tuning searches, and the way down when one does not fit.
 
-Both are pure. What they propose is judged elsewhere: by the compiler (`attention/compilation.py`), by the oracle, and
+Both are pure. What they propose is judged elsewhere: by the compiler (`compiler/offline.py`), by the oracle, and
 by a stopwatch (`cs336-systems tune flash`).
 """
 

@@ -1,0 +1,192 @@
+"""Finds the cell of an experiment that each record is of: the one place where it is decided what a report shows.
+
+    records = of_one_machine(read_records(path))
+    placed, left_out = place_records(experiment.name, records, plan_for(experiment, records))
+
+A record belongs to the experiment if its case can be built from the experiment's case classes: fields that an older
+release did not have take their defaults; a field that this release does not have means something that it does not
+know, so that the record is left out. So is one with a value that the class refuses, or in another unit than the
+experiment has for its quantity. A warning names what is left out. Of two records with the same key the later in the
+file is kept.
+
+Two records with different keys may still want the same cell of a table, as where the experiment no longer has the batch
+size of one. `preferred_rows` then takes the one that the experiment promises, or the newest.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from cs336_systems.bench.records import Record, case_key, case_to_dict
+from cs336_systems.bench.spec import Cell, Experiment
+from cs336_systems.config import RunConfig
+from cs336_systems.measure.text import in_one_line
+
+T = TypeVar("T")
+
+# What code that reads rows raises where a row holds what nobody expected there.
+UNREADABLE = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
+LONGEST_WARNING = 300  # characters: it may quote a record
+
+
+class NotMade(UserWarning):  # noqa: N818
+    """Says that a table, a figure or a page could not be made, so that the report is not whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What an experiment's cells promise."""
+
+    classes: Mapping[str, type]  # of cases, by the name that a record has of them
+    places: Mapping[str, int]  # case_key -> the place of the case among the cells
+    promised: frozenset[tuple[str, ...]]  # (case_key, implementation, mode, quantity)
+    units: Mapping[tuple[str, str], set[str]]  # (mode, quantity) -> of the rows that have these
+
+
+def plan_of(cells: Sequence[Cell]) -> Plan:
+    """Return what `cells` promise."""
+    classes: dict[str, type] = {}
+    places: dict[str, int] = {}
+    promised: set[tuple[str, ...]] = set()
+    units: dict[tuple[str, str], set[str]] = defaultdict(set)
+    keys: dict[int, str] = {}  # by the identity of a case: 1 and 1.0 are equal, and are not the same key
+    for cell in cells:
+        for case in (cell.case, *(row.case for row in cell.rows if row.case is not None)):
+            if id(case) not in keys:
+                keys[id(case)] = case_key(case_to_dict(case))
+                classes[type(case).__name__] = type(case)
+                places.setdefault(keys[id(case)], len(places))
+        for row in cell.rows:
+            key = keys[id(cell.case if row.case is None else row.case)]
+            promised.add((key, row.implementation or cell.implementation, row.mode, row.quantity))
+            units[row.mode, row.quantity].add(row.unit)
+    return Plan(classes=classes, places=places, promised=frozenset(promised), units=units)
+
+
+def plan_for(experiment: Experiment, records: Sequence[Record]) -> Plan:
+    """Return what `experiment` promises at the scale and on the kind of device that `records` are of."""
+    run = records[0].run
+    kind = "cuda" if run.device.get("kind") == "cuda" else "cpu"
+    return plan_of(experiment.cells(RunConfig(scale=run.scale, device=kind)))  # type: ignore[arg-type]
+
+
+def place_records(problem: str, records: Iterable[Record], plan: Plan) -> tuple[list[Record], list[str]]:
+    """Return those of `records` that are of `problem`, with their cases completed, and a line for each other one."""
+    cases: dict[str, dict[str, Any] | str] = {}  # by case_key: the completed case, or why it is none
+    placed: list[Record] = []
+    left_out: list[str] = []
+    for record in records:
+        key = case_key(record.case)
+        if key not in cases:
+            cases[key] = _completed_case(record.case, plan.classes)
+        case = cases[key]
+        units = plan.units.get((record.mode, record.quantity), {record.unit})
+        reason = ""
+        if record.problem != problem:
+            reason = f"its problem is {record.problem}"
+        elif isinstance(case, str):
+            reason = case
+        elif record.unit not in units:
+            reason = f"unit must be {' or '.join(sorted(units))}, got {record.unit}"
+        elif case is not record.case:
+            record = msgspec.structs.replace(record, case=case)
+        if reason:
+            left_out.append(f"{problem}: {record.implementation} left out, {reason}")
+        else:
+            placed.append(record)
+    return placed, left_out
+
+
+def warn_of(lines: Sequence[str], stacklevel: int) -> None:
+    """Warn of the first of `lines`, and say how many more there are; nothing where there are none."""
+    if lines:
+        more = f", and {len(lines) - 1} more records" if len(lines) > 1 else ""
+        warnings.warn(in_one_line(lines[0])[:LONGEST_WARNING] + more, stacklevel=stacklevel + 1)
+
+
+def attempt(what: str, make: Callable[..., T], *arguments: Any) -> T | None:
+    """Return what `make` returns; None, with a warning that names `what`, where it cannot read its rows."""
+    try:
+        return make(*arguments)
+    except UNREADABLE as error:
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        warnings.warn(in_one_line(f"{what} cannot be made: {reason}")[:LONGEST_WARNING], NotMade, stacklevel=2)
+        return None
+
+
+def _completed_case(given: dict[str, Any], classes: Mapping[str, type]) -> dict[str, Any] | str:
+    """The case of a record with every field that its class has; in words why it is none of `classes`."""
+    name = given["type"]
+    if name not in classes:
+        return f"case is of the class {name}, must be of {' or '.join(classes)}"
+    try:
+        built: Any = msgspec.convert({key: value for key, value in given.items() if key != "type"}, classes[name])
+    except (msgspec.ValidationError, ValueError, TypeError) as error:  # what __post_init__ raises among them
+        return f"case is no {name}: {error}"
+    whole = case_to_dict(built)
+    if unknown := _unknown_fields(given, whole):
+        return f"case has fields that {name} does not have here: {', '.join(unknown)}"
+    return _filled(given, whole)
+
+
+def _unknown_fields(given: Mapping[str, Any], whole: Mapping[str, Any]) -> list[str]:
+    unknown = []
+    for name, value in given.items():
+        if name not in whole:
+            unknown.append(name)
+        elif isinstance(value, dict) and isinstance(whole[name], dict):
+            unknown += [f"{name}.{inner}" for inner in _unknown_fields(value, whole[name])]
+    return unknown
+
+
+def _filled(given: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    """`given` with what it lacks of `whole`; `given` itself where it lacks nothing, as 1 stays 1 where 1.0 is meant."""
+    filled = {}
+    for name, value in whole.items():
+        own = given.get(name, value)
+        filled[name] = _filled(own, value) if isinstance(own, dict) and isinstance(value, dict) else own
+    return given if filled == given else filled
+
+
+def of_one_machine(records: Sequence[Record]) -> list[Record]:
+    """Return those of `records` that are of the device and the scale that most are of; a warning tells the others."""
+
+    def machine(record: Record) -> tuple[str, str]:
+        return str(record.run.device.get("name")), record.run.scale
+
+    counts = Counter(map(machine, records))
+    if len(counts) < 2:
+        return list(records)
+    most = max(counts, key=lambda one: counts[one])
+    others = [record for record in records if machine(record) != most]
+    warn_of(
+        [
+            f"{record.problem}: {record.implementation} left out, it was measured on {name} at scale {scale}, "
+            f"most were on {most[0]} at scale {most[1]}"
+            for record in others
+            for name, scale in [machine(record)]
+        ],
+        stacklevel=2,
+    )
+    return [record for record in records if machine(record) == most]
+
+
+def preferred_rows(rows: Sequence[Mapping[str, Any]], cell: str) -> list[Any]:
+    """Return those of a frame's `rows` that may stand in one `cell`: the promised ones, else the newest alone.
+
+    A warning tells the others. That the experiment promises several is the caller's error to tell: what is declared
+    must tell its own rows apart.
+    """
+    if len(rows) < 2:
+        return list(rows)
+    promised = [row for row in rows if row["promised"]]
+    kept = promised or [max(rows, key=lambda row: row["position"])]
+    others = [row for row in rows if not any(row is one for one in kept)]
+    warn_of([f"{cell}: {row['implementation']} left out, a second record of {row['case']}" for row in others], 2)
+    return kept

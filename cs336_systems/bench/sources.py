@@ -1,0 +1,106 @@
+"""Which code a record is of: a hash of the operations that its experiment reaches, stored beside the samples.
+
+    sources_hash("attention_shapes")        # of this checkout: "3f0c8a51be27"
+
+A record whose hash is another one is older than the code, and its page says so. The hash needs no git and no list of
+files: it follows imports from the experiment's file, at any depth, and takes what it finds of OPERATIONS. What only
+measures and shows (`measure`, `experiments`) is left out, and so are comments and docstrings.
+"""
+
+import ast
+import hashlib
+import json
+import tokenize
+from functools import cache
+from pathlib import Path
+
+from cs336_systems.handout import HANDOUT
+
+PACKAGE = "cs336_systems"
+OPERATIONS = ("attention", "model", "distributed", "training")  # folders whose code is measured
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+OLDER_RECORDS = "sources.json"  # in a folder of records: problem -> run -> hash, of records that hold none themselves
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@cache
+def sources_hash(problem: str, root: Path = ROOT) -> str:
+    """Twelve digits of the operations that `problem` reaches in the checkout `root`; "" where it has no such file."""
+    if not _file_of(problem, root).is_file():
+        return ""
+    digest = hashlib.sha256()
+    for file in reached(problem, root):
+        code = code_of(file.read_text(encoding="utf-8"), file.suffix).encode()
+        name = file.relative_to(root).as_posix()
+        digest.update(f"{name}\0{len(code)}\0".encode())  # the length keeps code from passing as a name
+        digest.update(code)
+    return digest.hexdigest()[:12]
+
+
+@cache
+def reached(problem: str, root: Path = ROOT) -> tuple[Path, ...]:
+    """The files of OPERATIONS that the file of `problem` imports, itself or through others."""
+    waiting, seen = [_file_of(problem, root)], set()
+    while waiting:
+        file = waiting.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        for name in _imported(file):
+            waiting += _files_of(name, root)
+    found = {file for file in seen if file.relative_to(root).parts[1] in OPERATIONS}
+    return tuple(sorted(found | {native for file in found for native in file.parent.glob("*.cpp")}))
+
+
+def _file_of(problem: str, root: Path) -> Path:
+    folder = root / PACKAGE / "experiments"
+    return folder / f"{problem}.py" if problem in HANDOUT else folder / "beyond" / f"{problem}.py"
+
+
+@cache
+def _imported(file: Path) -> tuple[str, ...]:
+    """The dotted names that `file` imports from the package, also within functions."""
+    names = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]  # what is no module has one for a parent
+    return tuple(name for name in names if name.startswith(f"{PACKAGE}."))
+
+
+@cache
+def _files_of(name: str, root: Path) -> tuple[Path, ...]:
+    """The files that an import of `name` runs: its own and its parents' `__init__.py`, but the package's."""
+    parts = name.split(".")
+    places = [root.joinpath(*parts[:count]) for count in range(2, len(parts) + 1)]
+    files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))
+    return tuple(file for file in files if file.is_file())
+
+
+@cache
+def code_of(source: str, suffix: str) -> str:
+    """Python without comments, docstrings and empty lines, which change no result; other sources as they are.
+
+    Cut out of the text, since what ast or tokenize would write differs between versions of Python.
+    """
+    if suffix != ".py":
+        return source
+    lines = source.splitlines(keepends=True)
+    for token in tokenize.generate_tokens(iter(lines).__next__):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            text = node.body[0]
+            if not lines[text.lineno - 1][: text.col_offset].strip():
+                last = text.end_lineno or text.lineno
+                lines[text.lineno - 1 : last] = [""] * (last - text.lineno + 1)
+    return "".join(f"{line.rstrip()}\n" for line in lines if line.strip())
+
+
+def older_hashes(records: Path) -> dict[str, dict[str, str]]:
+    """Of the folder `records`, the hashes by problem and run of records that were written without one."""
+    path = records / OLDER_RECORDS
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

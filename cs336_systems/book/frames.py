@@ -1,0 +1,199 @@
+"""Records of one problem as a pandas frame, from which its tables, figures and page are made.
+
+    frame = load_frame(load("attention_shapes"), read_records(path))
+    pick(frame, {"quantity": "time", "mode": "forward", "implementation": ("hopper", "triton")})
+
+Columns: those of a record (implementation, mode, quantity, unit, status, message, kernel, error, run); `samples`, the
+raw ones, and `count`, `median`, `low`, `high` (quartiles), `mean`, `std` of them in the row's unit; every field of the
+case by its name (`seqlen_q`), of nested ones `model` (its name), `model.d_model`, `precision` ("bfloat16 autocast");
+`device`, its name; `interpreted`, of a time that Triton's interpreter took, which has no samples here; `by_turns`,
+whether a sample is a round's; `place`, the implementation's among the experiment's; `promised`, whether the experiment
+promises the row; `position`, the record's among those given, the newest last; and what the experiment's `columns` adds.
+Rows stand in the order in which the experiment lists its cells.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from msgspec.structs import asdict
+
+from cs336_systems.bench.placing import UNREADABLE, place_records, plan_for, warn_of
+from cs336_systems.bench.records import Record, case_key, is_series
+from cs336_systems.bench.spec import Calculation, Experiment, Where
+
+UNITS = {("MiB", "GiB"): 1 / 1024, ("s", "ms"): 1e3, ("ms", "s"): 1e-3, ("ms", "µs"): 1e3, ("s", "µs"): 1e6}
+INTERPRETED = "interpreter"  # begins what a record says of a kernel that ran in Triton's
+STATISTICS = ("median", "low", "high", "mean", "std")
+
+
+def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFrame:
+    """The newest record of each key as a frame.
+
+    A record that the experiment cannot place or read is left out with a warning. Raises ValueError where records come
+    from several devices or scales: numbers of two machines in one table invite a comparison that says nothing.
+    """
+    given = list(records)
+    for what, values in (
+        ("devices", {str(record.run.device.get("name")) for record in given}),
+        ("scales", {record.run.scale for record in given}),
+    ):
+        if len(values) > 1:
+            raise ValueError(f"records of different {what} cannot share a table: {', '.join(sorted(values))}")
+    if not given:
+        return pd.DataFrame()
+    plan = plan_for(experiment, given)
+    newest: dict[tuple[str, ...], dict[str, Any]] = {}  # by key, the keys in the order in which they first appeared
+    placed, left_out = place_records(experiment.name, given, plan)
+    names = experiment.implementations
+    for position, record in enumerate(placed):
+        row = _row(record) | {"by_turns": experiment.by_turns, "position": position}
+        row["place"] = names.index(record.implementation) if record.implementation in names else len(names)
+        row["promised"] = (row["case"], record.implementation, record.mode, record.quantity) in plan.promised
+        try:
+            newest[record.key] = row | experiment.columns(row)
+        except UNREADABLE as error:
+            left_out.append(f"{record.problem}: {record.implementation} left out, {type(error).__name__}: {error}")
+    warn_of(left_out, stacklevel=2)
+    if not newest:
+        return pd.DataFrame()
+    rows, last = list(newest.values()), len(plan.places)
+    rows.sort(key=lambda row: (plan.places.get(row["case"], last), row["place"]))
+    frame = pd.DataFrame(rows)
+    for column, base in experiment.speeds.items():
+        frame = with_speeds(frame, column, base)
+    return experiment.compared(frame)
+
+
+def calculated_frame(calculation: Calculation) -> pd.DataFrame:
+    """The rows of a calculation as a frame, with the columns that tables and figures ask of measured ones."""
+    usual = {"implementation": "calculated", "mode": "", "quantity": "", "unit": "1", "status": "ok", "message": "",
+             "kernel": "", "interpreted": False, "by_turns": False, "run": "", "place": 0,
+             "promised": True, "position": 0}  # fmt: skip
+    rows = [usual | row for row in calculation.calculate()]
+    frame = pd.DataFrame(rows)
+    whole = [name for name in map(str, frame) if all(type(row.get(name, 0)) is int for row in rows)]
+    return frame.astype(dict.fromkeys(whole, "Int64"))  # else a row without a number makes all of its column floats
+
+
+def _row(record: Record) -> dict[str, Any]:
+    interpreted = record.kernel.startswith(INTERPRETED) and record.quantity.endswith("time")
+    samples = () if interpreted else tuple(record.samples)
+    row = asdict(record) | {
+        "error": math.nan if record.error is None else record.error,
+        "interpreted": interpreted,
+        "run": record.run.id,
+        "device": str(record.run.device.get("name")),
+        "samples": samples,
+        "count": len(samples),
+        **dict.fromkeys(STATISTICS, math.nan),
+    }
+    if samples:
+        row |= dict(zip(("low", "median", "high"), map(float, np.quantile(samples, (0.25, 0.5, 0.75)))))
+        row["mean"] = statistics.fmean(samples)
+        row["std"] = 0.0 if len(samples) < 2 or is_series(record.quantity) else statistics.stdev(samples)
+    return row | flat_case(record.case) | {"case": case_key(record.case)}
+
+
+def flat_case(case: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a case, those of nested configs as `model.d_model`; a name stands for the whole."""
+    flat: dict[str, Any] = {}
+    for name, value in case.items():
+        if name == "type":
+            flat["case_type"] = value
+        elif name == "precision" and isinstance(value, dict):
+            flat[name] = f"{value['autocast']} autocast" if value.get("autocast") else value.get("parameters", "")
+        elif isinstance(value, dict):
+            flat[name] = value.get("name", "")
+            flat |= {f"{name}.{key}": inner for key, inner in flat_case(value).items() if key != "name"}
+        else:
+            flat[name] = value
+    return flat
+
+
+def pick(frame: pd.DataFrame, where: Where) -> pd.DataFrame:
+    """The rows of `frame` that `where` asks for. KeyError names a column that is not there."""
+    kept = pd.Series(True, index=frame.index)
+    for column, wanted in where.items():
+        if column not in frame:
+            raise KeyError(f"no column {column!r}; there are {', '.join(map(str, frame.columns))}")
+        if callable(wanted):
+            kept &= frame[column].map(wanted).astype(bool)
+        elif isinstance(wanted, tuple | list | set):
+            kept &= frame[column].isin(list(wanted))
+        elif wanted is None:
+            kept &= frame[column].isna()
+        else:
+            kept &= frame[column] == wanted
+    return frame[kept]
+
+
+def dicts(frame: pd.DataFrame) -> list[Any]:
+    """The rows as dictionaries: row["model.d_model"], row["median"]. DataFrame.to_dict takes five times as long."""
+    names = list(frame.columns)
+    return [dict(zip(names, row)) for row in frame.to_numpy(dtype=object)]
+
+
+def in_unit(value: float, unit: str, wanted: str | None) -> float:
+    """`value` converted from `unit` to `wanted`; ValueError where there is no factor."""
+    if wanted is None or wanted == unit:
+        return value
+    if (unit, wanted) not in UNITS:
+        raise ValueError(f"no factor from {unit} to {wanted}")
+    return value * UNITS[unit, wanted]
+
+
+def with_unit(frame: pd.DataFrame, unit: str | None) -> pd.DataFrame:
+    """`frame` with its statistics in `unit`."""
+    if unit is None or frame.empty or (frame["unit"] == unit).all():
+        return frame
+    factors = frame["unit"].map(lambda of: in_unit(1.0, of, unit))
+    return frame.assign(unit=unit, **{name: frame[name] * factors for name in STATISTICS})
+
+
+def speed(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> float:
+    """How many times as fast `ours` is as `theirs`, two rows of times: NaN if one is missing or of another run.
+
+    Of what took turns it is the median of the rounds' own ratios: what strikes a round strikes both.
+    """
+    if ours is None or theirs is None or ours["run"] != theirs["run"]:
+        return math.nan
+    if ours["status"] != "ok" or theirs["status"] != "ok" or ours["interpreted"] or theirs["interpreted"]:
+        return math.nan
+    if ours["by_turns"] and ours["count"] == theirs["count"]:
+        return statistics.median(b / a for a, b in zip(ours["samples"], theirs["samples"]))
+    return theirs["median"] / ours["median"] if ours["median"] > 0 else math.nan
+
+
+def with_speeds(
+    frame: pd.DataFrame, column: str, base: Where, by: Sequence[str] = ("case", "mode", "quantity")
+) -> pd.DataFrame:
+    """`frame` with `column`: how many times as fast a row is as that of `base` which has the same values of `by`."""
+    bases = {tuple(row[name] for name in by): row for row in dicts(pick(frame, base))}
+    found = [speed(row, bases.get(tuple(row[name] for name in by))) for row in dicts(frame)]
+    return frame.assign(**{column: found})
+
+
+def span(numbers: pd.Series, significant: int = 3) -> str:
+    """The least and the largest number as text: "1.05 to 1.44", or one where both read the same."""
+    low, high = (digits(float(end), significant) for end in (numbers.min(), numbers.max()))
+    return low if low == high else f"{low} to {high}"
+
+
+def digits(value: float, significant: int = 3) -> str:
+    """`value` as text with that many significant digits and without an exponent between 1e-4 and 1e9.
+
+    >>> digits(0.0123456), digits(12.34), digits(123456.7)
+    ('0.0123', '12.3', '123,457')
+    """
+    if not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    exponent = math.floor(math.log10(abs(float(f"{value:.{significant - 1}e}"))))  # of the rounded value: 9.996 is 10.0
+    if exponent < -4 or exponent >= 9:
+        return f"{value:.{significant - 1}e}"
+    return f"{value:,.{max(0, significant - 1 - exponent)}f}"

@@ -1,0 +1,1 @@
+"""Experiments that no handout asks for, one file a chapter."""

@@ -1,0 +1,155 @@
+"""Every data parallelism, sharded optimizer and FSDP in one job, by turns, beside PyTorch's.
+
+What slows a host may last for minutes, longer than a job of one wrapper: small differences between jobs say nothing.
+Here the ranks stay and the wrappers change. Phases on every rank:
+
+- check: a shallow model of the same width under each wrapper, by its gradients or its training (parallel_step.py);
+- rounds: each wrapper in its turn is built, warmed up and timed; two rounds in a row go in opposite orders.
+
+A rank holds one wrapper's model at a time, since xl with AdamW takes up to 75 GiB; a wrapper that runs out of memory
+is out, and the others play on. Ratios are of one round.
+"""
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+
+from cs336_systems.bench.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
+from cs336_systems.bench.turns import in_order
+from cs336_systems.book.frames import dicts, speed
+from cs336_systems.book.tables import Pivot
+from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
+from cs336_systems.measure.allocations import release
+from cs336_systems.subjects import ranks
+from cs336_systems.subjects.data_parallel import precisions
+from cs336_systems.subjects.parallel_step import OURS, PEERS, ParallelStep, ShardingCase, check_wrapper
+
+# Whose step each of ours is compared with: of several the faster one.
+RIVALS = dict.fromkeys(OURS, PEERS) | {"sharded": ("torch_zero",), "zero1": ("torch_zero",), "fsdp": ("torch_fsdp",)}
+WARMUP = 2  # PyTorch's DDP rearranges its buckets in the second step, and FSDP's first tells the order of the units
+STEPS = {"tiny": 1, "smoke": 2, "handout": 2}  # timed in a turn; in low precision, whose steps are shorter, more
+LOW_PRECISION_STEPS = 5
+LEAST_ROUNDS, MOST_ROUNDS = 2, {"tiny": 2, "smoke": 4, "handout": 6}
+BUDGET_S = 75.0  # in which a further round must end
+NO_MEMORY = "out of memory"
+
+
+@problem(title="Data parallelism, sharded optimizers and FSDP by turns, beside PyTorch's", order=12)
+class DataParallelTurns(Experiment):
+    implementations = (*OURS, *PEERS, "sharded", "zero1", "torch_zero", "fsdp", "torch_fsdp")
+    rows = (Row("train_step", "time", "ms"),)
+    by_turns = True
+
+    def cases(self, run: RunConfig) -> list[ShardingCase]:
+        """xl of both editions at handout scale; on every number of ranks in every precision."""
+        models = [ranks.sized_model(run)] + ([MODEL_SIZES["xl-2025"]] if run.scale == "handout" else [])
+        return [
+            ranks.ranks_case(ShardingCase, run, number, precision, model=model)
+            for precision, model, number in product(precisions(run), models, ranks.rank_counts(run))
+        ]
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        if run.model is not None:
+            raise Unsupported("the user's model has no known way to be built on the meta device, as fully_shard needs")
+        reports = ranks.run_cell(take_turns, cell.case, run, cell.implementations, cell.case, run)
+        for row in cell.rows:
+            of_ranks = [report[row.implementation] for report in reports]
+            error, wrong = max(error for error, _, _ in of_ranks), next((what for _, what, _ in of_ranks if what), "")
+            if wrong:
+                yield Sample(row=row, status="oom" if wrong == NO_MEMORY else "failed", message=wrong)
+            else:
+                yield Sample(row=row, samples=ranks.slowest([samples for _, _, samples in of_ranks]), error=error)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        compute = row["precision"].removesuffix(" autocast")
+        return {"compute": compute, "setting": f"{row['model']}, {compute}"}
+
+    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Columns `rival`, its fastest in that case, and `of_rival`: the time over the rival's, median of rounds."""
+        rows = dicts(frame)
+        known = {(row["case"], row["implementation"]): row for row in rows}
+        rivals = []
+        for row in rows:
+            others = [known.get((row["case"], name)) for name in RIVALS.get(row["implementation"], ())]
+            rivals.append(min(filter(None, others), key=lambda other: other["median"], default=None))
+        return frame.assign(
+            rival=[rival["implementation"] if rival else "" for rival in rivals],
+            of_rival=[speed(rival, row) for rival, row in zip(rivals, rows)],
+        )
+
+    tables = {
+        "times": Pivot(
+            title="A training step, by turns",
+            down={"ranks": "num_ranks", "wrapper": "implementation"},
+            across="setting",
+            significant=4,
+        ),
+        "ratios": Pivot(
+            title="Time of a step over that of PyTorch's in the same round",
+            down={"ranks": "num_ranks", "wrapper": "implementation"},
+            across="setting",
+            value="of_rival",
+            where={"implementation": tuple(RIVALS)},
+        ),
+    }
+
+
+def take_turns(
+    rank: int, num_ranks: int, names: Sequence[str], case: ShardingCase, run: RunConfig
+) -> dict[str, tuple[float, str, list[float]]]:
+    """Of each wrapper the error over its bound, what is wrong with it, and the milliseconds of its timed steps."""
+    began = time.monotonic()
+    checks = {name: _check(name, case, run, rank) for name in names}
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(MOST_ROUNDS[run.scale]):
+        round_began = time.monotonic()
+        for name in in_order(names, number):
+            if checks[name][1] == NO_MEMORY:
+                continue
+            try:
+                samples[name] += _turn(name, case, run, rank)
+                fitted = True
+            except torch.OutOfMemoryError:
+                fitted = False
+            release(run.device)
+            if not _agree(fitted, run.device):
+                checks[name] = (float("inf"), NO_MEMORY)
+        now = time.monotonic()
+        in_time = number + 1 < LEAST_ROUNDS or now - began + (now - round_began) < BUDGET_S
+        if not _agree(in_time, run.device):
+            break
+    return {name: (*checks[name], samples[name]) for name in names}
+
+
+def _agree(yes: bool, device: str) -> bool:
+    """Whether all ranks say yes."""
+    answers = torch.tensor([yes], dtype=torch.uint8, device=device)
+    dist.all_reduce(answers, dist.ReduceOp.MIN)
+    return bool(answers.item())
+
+
+def _check(name: str, case: ShardingCase, run: RunConfig, rank: int) -> tuple[float, str]:
+    """A wrapper that is wrong takes its turns all the same: it may be wrong on one rank only."""
+    gc.collect()
+    try:
+        return check_wrapper(name, case, run, rank), ""
+    except Disagreement as wrong:
+        return float("inf"), str(wrong)
+
+
+def _turn(name: str, case: ShardingCase, run: RunConfig, rank: int) -> list[float]:
+    step = ParallelStep(name, case, run, rank)
+    for _ in range(WARMUP):
+        step.train_step()
+    gc.collect()
+    gc.freeze()  # else a collection within a timed step goes through all that is imported and built
+    count = STEPS[run.scale] if case.precision == Precision() else LOW_PRECISION_STEPS
+    samples = [ranks.time_together(step.train_step, run.device) for _ in range(count)]
+    gc.unfreeze()
+    return samples

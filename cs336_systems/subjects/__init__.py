@@ -1,0 +1,1 @@
+"""What the experiments measure and share: attention, masks, models and training steps of several ranks."""

@@ -1,0 +1,281 @@
+"""What all experiments with attention share: their rows, cells, shapes in words, and how an implementation is measured.
+
+Each pass is checked against the float64 oracle on the same inputs, and only then timed. `AttentionExperiment` measures
+one implementation a cell: a pass that runs out of memory costs neither the pass before it nor another implementation,
+and peaks are one implementation's own. Where ratios count, `AttentionByTurns` lets several take turns in one
+cell; its experiments say in the same words what is built.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from cs336_systems.accounting import attention_flops, tflops_per_s
+from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
+from cs336_systems.bench.axes import OF_THE_MASK
+from cs336_systems.bench.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
+from cs336_systems.bench.turns import Call
+from cs336_systems.book.figures import Bars
+from cs336_systems.book.frames import span, with_speeds
+from cs336_systems.book.tables import Pivot, TableSpec
+from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.inputs import AttentionInputs, attention_inputs
+from cs336_systems.measure.allocations import MIB, kept_for_a_case, peak_cuda_bytes, release, saved_for_backward
+from cs336_systems.measure.timing import MIN_SAMPLES, time_calls, time_once
+from cs336_systems.subjects.implementations import PEERS, Built
+from cs336_systems.subjects.mask_implementations import build_case, is_plain, mask_of, masked_of, shape_of
+
+FORWARD = Row(mode="forward", quantity="time", unit="ms")
+BACKWARD = Row(mode="backward", quantity="time", unit="ms")
+BOTH = Row(mode="forward_backward", quantity="time", unit="ms")
+PEAK = Row(mode="forward_backward", quantity="peak_memory", unit="MiB", gpu_only=True)
+SAVED = Row(mode="backward", quantity="saved_for_backward", unit="MiB")
+BEFORE_BACKWARD = Row(mode="backward", quantity="memory_before_backward", unit="MiB", gpu_only=True)
+MASK_TIME = Row(mode="forward", quantity="mask_time", unit="ms")
+TIMES = ("time", "graph_time")  # quantities that are a pass's time
+
+BUDGET_MS = {"cuda": 150.0, "cpu": 50.0}
+# An H200 at its power limit lowers its clock by up to a tenth within 100 ms of large kernels, holds it there, and after
+# a second of them swings by up to a fifth. Between the two times repeat to 1 %.
+REST_MS = 500.0
+SETTLE_MS = 300.0
+KEPT_SAMPLES = 25  # of a row: quartiles ask for no more, and four thousand rows shall stay a small file
+MODE_WORDS = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
+BY_SHAPE = {"batch × heads × length × head dim": "shape"}  # a table's first column
+BOTH_TIMES = {"quantity": "time", "mode": "forward_backward"}  # which rows are times of both passes together
+RESULTS = ("output", "grad_q", "grad_k", "grad_v")
+Sizes = tuple[int, int, int, int, bool]  # batch, heads, length, head_dim, causal
+HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}  # of the handout's two grids
+SMALL: dict[str, tuple[Sizes, ...]] = {"tiny": ((1, 1, 64, 64, True),), "smoke": ((1, 1, 128, 64, True),)}
+
+
+class AttentionExperiment(Experiment):
+    """Base of the experiments with attention: every implementation on the shapes of `sizes`, all of `rows` of each."""
+
+    sizes: ClassVar[Mapping[str, Sequence[Sizes]]]  # by scale
+    rows: tuple[Row, ...] = (FORWARD, BACKWARD, BOTH)
+    sum_loss: bool = False  # the loss is the sum of the output, whose gradient is a stride-0 tensor of ones; or random
+    settled: bool = False  # a GPU rests and then runs a pass for a while before it times it, past the fall of its clock
+
+    def cases(self, run: RunConfig) -> Sequence[AttentionShape]:
+        return [sized_shape(run, *sizes) for sizes in self.sizes[run.scale]]
+
+    def built(self, name: str, case: Any, run: RunConfig) -> Built:
+        """What is measured as the implementation `name`; `Unsupported` with the reason."""
+        return build_case(name, case, run)
+
+    def samples_of(self, call: Call, case: Any, run: RunConfig) -> list[float]:
+        """Milliseconds of `call`: of as many as its time allows KEPT_SAMPLES, evenly spaced in time."""
+        samples = time_calls(call, device=run.device, warmup=1, budget_ms=BUDGET_MS[run.device])
+        if (count := len(samples)) > KEPT_SAMPLES:
+            samples = [samples[place * count // KEPT_SAMPLES] for place in range(KEPT_SAMPLES)]
+        return samples
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        """The promised shares of the case's mask, of attended pairs and of live tiles, then its passes."""
+        for row in cell.rows:
+            if row.quantity in OF_THE_MASK:
+                mask = mask_of(masked_of(cell.case), run)
+                yield Sample(row=row, samples=[getattr(mask, row.quantity)])
+        passes = tuple(row for row in cell.rows if row.quantity not in OF_THE_MASK)
+        yield from self.measure_passes(replace(cell, rows=passes), run)
+
+    def measure_passes(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        """The rows of the cell's implementation, in the order forward, backward, both.
+
+        The forward is timed without a graph, the backward on a graph made outside, the two together from scratch. An
+        interpreted call says nothing of speed and takes seconds: the one that was checked is its only sample.
+        """
+        case, device = cell.case, run.device
+        built = self.built(cell.implementation, case, run)
+        kernel, interpreted = built.kernel, built.kernel.startswith("interpreter")
+        if MASK_TIME in cell.rows and built.build_mask is not None:
+            samples = time_calls(built.build_mask, device=device, num_samples=MIN_SAMPLES)
+            yield Sample(row=MASK_TIME, samples=samples)
+        inputs = inputs_of(case, run, self.sum_loss)
+        passes = Passes(built, inputs, self.sum_loss)
+
+        def checked(call: Callable[[], Sequence[Tensor]], *names: str) -> tuple[float, float]:
+            """Milliseconds of the first call, and the error over its bound of what it returned."""
+            returned: list[Tensor] = []
+            first_ms = time_once(lambda: returned.extend(call()), device)
+            results = {name: built.unpack(x) for name, x in zip(names, returned)}
+            # What does not fit needs no oracle.
+            return first_ms, checked_error(oracle_of(case, run, self.sum_loss), results, cell.implementation)
+
+        def timed(mode: str, call: Call, first_ms: float, error: float) -> Iterator[Sample]:
+            for row in cell.rows:
+                if row.mode == mode and row.quantity in TIMES:
+                    if self.settled and device == "cuda":
+                        settle(call)
+                    samples = [first_ms] if interpreted else self.samples_of(call, case, run)
+                    yield Sample(row=row, samples=samples, kernel=kernel, error=error)
+
+        with built.context():
+            # forward
+            first_ms, error = checked(passes.forward, "output")
+            yield from timed("forward", passes.forward, first_ms, error)
+            if all(row.mode == "forward" for row in cell.rows):
+                return
+
+            # backward
+            first_ms, gradient_error = checked(passes.both, *RESULTS[1:])
+            error = max(error, gradient_error)
+            if SAVED in cell.rows:
+                yield Sample(row=SAVED, samples=[saved_for_backward(passes.output) / MIB], kernel=kernel)
+            release(device)
+            allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
+            output = passes.output()
+            if BEFORE_BACKWARD in cell.rows:
+                torch.cuda.synchronize()
+                used = torch.cuda.memory_allocated() - allocated + sum(x.nbytes for x in inputs)
+                yield Sample(row=BEFORE_BACKWARD, samples=[used / MIB], kernel=kernel)
+            backward = partial(passes.backward, output)
+            backward_ms = time_once(backward, device) if interpreted and BACKWARD in cell.rows else math.nan
+            yield from timed("backward", backward, backward_ms, error)
+            del output, backward
+
+            # forward and backward
+            yield from timed("forward_backward", passes.both, first_ms, error)
+            if PEAK in cell.rows:
+                yield Sample(row=PEAK, samples=[peak_cuda_bytes(passes.both) / MIB], kernel=kernel)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row's `shape` and `pass` in words, and `tflops` of a measured time in ms; NaN where nothing was timed."""
+        shape = AttentionShape(**{name: row[name] for name in AttentionShape.__dataclass_fields__})
+        heads = f"{shape.heads}/{shape.kv_heads}" if shape.kv_heads not in (None, shape.heads) else str(shape.heads)
+        keys = f" on {shape.seqlen_k:,}" if shape.seqlen_k != shape.seqlen_q else ""
+        sizes = f"{shape.batch} × {heads} × {shape.seqlen_q:,}{keys} × {shape.head_dim}"
+        rate = math.nan
+        if row["quantity"] == "time" and row["median"] > 0:
+            rate = tflops_per_s(attention_flops(shape, row["mode"]), row["median"])
+        words = f"{sizes} {'causal' if shape.is_causal else 'full'}"
+        return {"shape": words, "pass": MODE_WORDS[row["mode"]], "tflops": rate}
+
+
+def rate_tables(
+    ratios: Sequence[tuple[str, str]], down: Mapping[str, str] = BY_SHAPE, titles: Mapping[str, str] = MODE_WORDS
+) -> dict[str, TableSpec]:
+    """A table of TFLOP/s for each pass of `titles`: implementations across, then `ratios` of speed."""
+    return {
+        mode: Pivot(
+            title=title, down=down, value="tflops", unit="TFLOP/s", where={"quantity": "time", "mode": mode},
+            ratios=ratios,
+        )
+        for mode, title in titles.items()
+    }  # fmt: skip
+
+
+def over_fa4_claim(rows: pd.DataFrame) -> str:
+    """At which share of FlashAttention-4's speed hopper runs, on the shapes that both have."""
+    compared = with_speeds(rows, "over_fa4", {"implementation": "fa4"})
+    speeds = compared.loc[compared["implementation"] == "hopper", "over_fa4"].dropna()
+    return f"hopper runs at {span(speeds)} times FlashAttention-4's speed" if len(speeds) else ""
+
+
+def rate_bars(title: str, x: str = "shape", color: str = "implementation", facet: str | None = None) -> Bars:
+    """Bars of TFLOP/s of forward and backward together, beside FlashAttention-4."""
+    subtitle = "forward + backward" + (", batch × heads × tokens × head dim" if x == "shape" else "")
+    return Bars(
+        title=title, claim=over_fa4_claim, subtitle=subtitle, x=x, y="tflops", y_title="TFLOP/s", color=color,
+        facet=facet, where=BOTH_TIMES,
+    )  # fmt: skip
+
+
+def sized_shape(
+    run: RunConfig, batch: int, heads: int, seqlen: int, head_dim: int, is_causal: bool, kv_heads: int | None = None
+) -> AttentionShape:
+    """Self-attention of these sizes, in bfloat16 on a GPU and in float32 for Triton's interpreter."""
+    return AttentionShape(
+        batch=batch, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=is_causal,
+        dtype="bfloat16" if run.device == "cuda" else "float32", kv_heads=kv_heads,
+    )  # fmt: skip
+
+
+def settle(call: Call) -> None:
+    """Leave the GPU idle for REST_MS, then run `call`, one after the other, for SETTLE_MS."""
+    torch.cuda.synchronize()
+    time.sleep(REST_MS / 1e3)
+    end = time.perf_counter() + SETTLE_MS / 1e3
+    while time.perf_counter() < end:
+        call()
+        torch.cuda.synchronize()
+
+
+class Passes:
+    """The calls of one implementation on packed `inputs`, as they are checked and timed, in its context.
+
+    With `sum_loss` both passes differentiate the sum of the output.
+    """
+
+    def __init__(self, built: Built, inputs: AttentionInputs, sum_loss: bool = False) -> None:
+        *packed, self.grad_output = (built.pack(x) for x in inputs)
+        self.leaves = [x.detach().clone().requires_grad_() for x in packed]
+        self.attend, self.no_backward, self.sum_loss = built.attend, built.no_backward, sum_loss
+
+    def forward(self) -> tuple[Tensor]:
+        with torch.no_grad():  # and on no leaves, which FlexAttention refuses on a CPU
+            return (self.attend(*(x.detach() for x in self.leaves)),)
+
+    def output(self) -> Tensor:
+        """The output with its graph."""
+        return self.attend(*self.leaves)
+
+    def both(self) -> tuple[Tensor, ...]:
+        if self.no_backward:
+            raise Unsupported(self.no_backward)
+        output = self.output()
+        if self.sum_loss:
+            return torch.autograd.grad(output.sum(), self.leaves)
+        return torch.autograd.grad(output, self.leaves, self.grad_output)
+
+    def backward(self, output: Tensor) -> tuple[Tensor, ...]:
+        """The backward of `output`, whose graph stays."""
+        return torch.autograd.grad(output, self.leaves, self.grad_output, retain_graph=True)
+
+
+def checked_error(oracle: Oracle, results: Mapping[str, Tensor], implementation: str = "") -> float:
+    """The largest error of `results` over its bound; Disagreement, with the result's name, above 1.
+
+    Of an `implementation` among PEERS the message says that the kernel is another project's.
+    """
+    errors = contract_errors(oracle, results)
+    name, worst = max(errors.items(), key=lambda item: item[1])
+    if not worst <= 1:
+        library = "FlashAttention-4" if implementation in ("flex_flash", "fa4") else "PyTorch"
+        whose = f"; the kernel is {library}'s, not this repository's" if implementation in PEERS else ""
+        raise Disagreement(f"{name} is off by {worst:.3g} times the numerical contract's bound{whose}")
+    return worst
+
+
+# What the implementations of a case share, which a sweep visits one after the other.
+@kept_for_a_case
+def inputs_of(case: Any, run: RunConfig, sum_loss: bool = False) -> AttentionInputs:
+    oracle_of.cache_clear()
+    release(run.device)
+    inputs = attention_inputs(shape_of(case), device=run.device, seed=run.seed)
+    if sum_loss:
+        inputs = inputs._replace(grad_output=inputs.q.new_ones(()).expand(inputs.q.shape))
+    return inputs
+
+
+@kept_for_a_case
+def oracle_of(case: Any, run: RunConfig, sum_loss: bool = False) -> Oracle:
+    release(run.device)
+    oracle = oracle_on(case, run, inputs_of(case, run, sum_loss))
+    release(run.device)
+    return oracle
+
+
+def oracle_on(case: Any, run: RunConfig, inputs: AttentionInputs) -> Oracle:
+    """The oracle of `inputs` under the mask of `case`."""
+    masked = masked_of(case)
+    token_mask = None if masked is None or is_plain(masked.mask) else mask_of(masked, run).to_dense()
+    return compute_oracle(*inputs, is_causal=shape_of(case).is_causal, mask=token_mask)

@@ -1,0 +1,247 @@
+"""A training step taken apart into phases, under the instrument that watches its memory.
+
+    trace = simulated_trace(case, "train_step")                   # fake tensors, a laptop, seconds
+    measured_phases(case, "train_step", run).peak_bytes           # the allocator itself, on CPU or CUDA
+
+The same code runs in both. "start" is the model (and, for a training step, AdamW's state: the step is not the first);
+"forward" ends with the loss; "backward" begins with its gradient; the optimizer step comes last.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cs336_systems.accounting import block_saved_bytes, model_peak_bytes
+from cs336_systems.bench.spec import Cell, Disagreement, Row, Sample, Unsupported
+from cs336_systems.config import ModelCase, ModelConfig, Precision, RunConfig
+from cs336_systems.measure.allocations import MIB, cpu_phase_peaks, release
+from cs336_systems.measure.predict import CudaAutocastRules, fake_module
+from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
+from cs336_systems.measure.snapshot import CudaHistory
+from cs336_systems.measure.timeline import BACKWARD, AllocationRecorder, MemoryTrace
+from cs336_systems.model import AdamW, TransformerLM, build_model
+from cs336_systems.model.checkpointing import apply_checkpointing, compile_blocks
+from cs336_systems.subjects.model_steps import TrainingStep
+
+START, FORWARD, STEP = "start", "forward", "optimizer step"
+MAX_SIMULATED_BYTES = 2**60  # far below what overflows a tensor's size, far above what any machine has
+PHASES = {"forward": (START, FORWARD), "train_step": (START, FORWARD, BACKWARD, STEP)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCase(ModelCase):
+    """A model whose memory is watched."""
+
+    checkpointing: str = "none"  # none, recursive, selective, or blocks per group
+    warmup: int = 0
+
+
+class SimulatedStep(TrainingStep):
+    """A `TrainingStep` on fake tensors, which computes nothing and occupies nothing; under a FakeTensorMode."""
+
+    def __init__(self, case: ModelCase, model_spec: str | None = None) -> None:
+        super().__init__(case, RunConfig(scale="tiny", device="cpu", model=model_spec))
+
+    def _build(self, case: Any, run: RunConfig) -> nn.Module:
+        # A fake tensor cannot tell the operator of a GPU its device; the tiled one saves the same tensors.
+        stand_ins = {"triton": "tiled", "hopper": "tiled", "compiled": "reference"}
+        attention = stand_ins.get(case.attention, case.attention)
+        return fake_module(
+            lambda: build_model(case.model, attention=attention, model_spec=run.model, device="meta"),
+            getattr(torch, case.precision.parameters),
+        )
+
+
+def prepare(step: TrainingStep, case: ModelCase, mode: str) -> None:
+    """Checkpointing as `case` says, and for a training step the optimizer's state, without a step being taken."""
+    checkpointing = getattr(case, "checkpointing", "none")
+    if checkpointing != "none":
+        try:
+            apply_checkpointing(step.model, checkpointing)
+        except TypeError as error:  # a user's own model
+            raise Unsupported(str(error)) from error
+    if mode == "train_step":
+        step.optimizer = AdamW(step.parameters, lr=0.0, weight_decay=0.0)
+        for parameter in step.parameters:
+            parameter.grad = parameter.detach()  # any gradient makes the state; with lr 0 the weights stay
+        step.optimizer.step()
+        for value in optimizer_state(step):
+            value.zero_()
+        step.reset()
+
+
+def optimizer_state(step: TrainingStep) -> Iterator[Tensor]:
+    """The tensors that the optimizer keeps."""
+    if step.optimizer is not None:
+        for state in step.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def run_phases(step: TrainingStep, mode: str, mark: Callable[[str], None]) -> None:
+    """One pass of `mode`, telling `mark` each phase of `PHASES[mode]` but the start as it begins."""
+    step.reset()
+    mark(FORWARD)
+    if mode == "forward":
+        step.forward()
+        return
+    loss = step.loss()
+    mark(BACKWARD)
+    loss.backward()
+    mark(STEP)
+    step.optimizer.step()
+
+
+def record(step: TrainingStep, mode: str, recorder: AllocationRecorder | CudaHistory) -> None:
+    """The pass under `recorder`, which is told of phases and of whose tensors are what."""
+
+    def begin(name: str) -> None:
+        if name == STEP:
+            recorder.assign((parameter.grad for parameter in step.parameters), "gradients")
+        recorder.phase(name)
+
+    recorder.phase(START)
+    recorder.assign(step.parameters, "parameters")
+    recorder.assign(optimizer_state(step), "optimizer")
+    run_phases(step, mode, begin)
+
+
+def recorded_trace(step: TrainingStep, mode: str, device: str) -> MemoryTrace:
+    """The pass under an `AllocationRecorder` that counts as `device` does."""
+    with AllocationRecorder(device) as recorder:
+        record(step, mode, recorder)
+    return recorder.trace()
+
+
+def simulated_trace(case: ModelCase, mode: str, *, device: str = "cuda", model_spec: str | None = None) -> MemoryTrace:
+    """The memory of one pass of `case` as `device` would see it, from fake tensors: nothing is allocated here."""
+    if mode not in PHASES:
+        raise ValueError(f"mode must be one of {', '.join(PHASES)}, got {mode!r}")
+    if (predicted := model_peak_bytes(case, mode)) > MAX_SIMULATED_BYTES:
+        raise ValueError(f"batch and context_length must need at most {MAX_SIMULATED_BYTES:,} bytes, got {predicted:,}")
+    rules = CudaAutocastRules() if device == "cuda" else nullcontext()
+    with FakeTensorMode(), rules:
+        step = SimulatedStep(case, model_spec)
+        prepare(step, case, mode)
+        return recorded_trace(step, mode, device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the allocator said of one pass."""
+
+    peak_bytes: dict[str, int]  # by phase, of those that came to their end
+    trace: MemoryTrace
+    out_of_memory: str = ""  # the message, where the pass ended so
+
+
+def measured_pass(step: TrainingStep, mode: str) -> Measured:
+    """One pass of a prepared `step` on its device, with the allocator's own counts.
+
+    On CUDA the trace is the allocator's history of the same pass; a pass that runs out of memory leaves the trace up to
+    there. On a CPU the counts are the profiler's and the trace is recorded in a second pass.
+    """
+    if step.device == "cpu":
+        base = sum(tensor.untyped_storage().nbytes() for tensor in (*step.parameters, *optimizer_state(step)))
+        peaks = {START: base} | cpu_phase_peaks(lambda mark: run_phases(step, mode, mark), base)
+        return Measured(peak_bytes=peaks, trace=recorded_trace(step, mode, "cpu"))
+    torch.ones(16, 16, device="cuda") @ torch.ones(16, 16, device="cuda")  # cuBLAS takes its workspace before
+    message = ""
+    with CudaHistory() as history:
+        try:
+            record(step, mode, history)
+            history.end_phase()
+        except torch.OutOfMemoryError as error:
+            message = str(error).splitlines()[0]
+            if len(history.phases) > 2:  # backward had begun
+                history.assign((parameter.grad for parameter in step.parameters), "gradients")
+        trace = history.trace()
+    return Measured(peak_bytes=history.peaks, trace=trace, out_of_memory=message)
+
+
+def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
+    """`measured_pass` of `case` on the run's device."""
+    step = TrainingStep(case, run)
+    prepare(step, case, mode)
+    return measured_pass(step, mode)
+
+
+# What consecutive blocks save for backward
+
+NUM_LARGEST = 5
+COMPILED_GRADIENT = "CompiledFunctionBackward"  # how autograd calls the backward of what torch.compile made
+SAVED = Row(mode="forward", quantity="saved_for_backward", unit="MiB")
+SAVED_EXPECTED = Row(mode="forward", quantity="closed_form_saved", unit="MiB")
+RESIDUAL = Row(mode="forward", quantity="residual_stream", unit="MiB")
+
+
+def ranked_rows(mode: str, quantity: str) -> tuple[Row, ...]:
+    return tuple(Row(mode=mode, quantity=f"{quantity}.{rank}", unit="MiB") for rank in range(1, NUM_LARGEST + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksCase:
+    """Some consecutive blocks of a model and what they save for backward."""
+
+    model: ModelConfig
+    batch: int
+    blocks: int
+    attention: str
+    precision: Precision = Precision()
+    checkpointing: str = "none"
+
+    @property
+    def stream_shape(self) -> tuple[int, int, int]:
+        return (self.batch, self.model.context_length, self.model.d_model)
+
+
+def measure_blocks(cell: Cell, run: RunConfig) -> Iterator[Sample]:
+    """What the blocks of a model of so many save; of fake tensors where the cell's is `simulated`."""
+    case: BlocksCase = cell.case
+
+    def build() -> TransformerLM:
+        return TransformerLM.from_config(replace(case.model, num_layers=case.blocks), attention=case.attention)
+
+    if cell.implementation.startswith("simulated"):
+        with FakeTensorMode():
+            yield from _saved_measurements(cell, fake_module(build), torch.empty(case.stream_shape, requires_grad=True))
+        return
+    release(run.device)
+    with torch.device(run.device):
+        model, stream = build(), torch.randn(case.stream_shape, requires_grad=True)
+    if cell.implementation == "compiled":
+        compile_blocks(model)
+    yield from _saved_measurements(cell, model, stream)
+
+
+def _saved_measurements(cell: Cell, model: Any, stream: Tensor) -> Iterator[Sample]:
+    case: BlocksCase = cell.case
+    blocks = nn.Sequential(*model.layers)
+    if cell.implementation == "simulated compiled":
+        saved = compiled_saved_tensors(blocks, stream)
+    else:
+        apply_checkpointing(model, case.checkpointing)
+        compiled = cell.implementation == "compiled"
+        if compiled:
+            gradient = model.run_blocks(list(blocks), stream).grad_fn  # compiles
+            if COMPILED_GRADIENT not in str(gradient):
+                raise Disagreement(f"torch.compile left the block eager: its gradient is {gradient}")
+            del gradient
+        parameters = [*blocks.parameters(), *blocks.buffers()]
+        saved = saved_tensors(
+            lambda: model.run_blocks(list(blocks), stream), parameters=parameters, compiled=compiled
+        )  # fmt: skip
+    expected = block_saved_bytes(case.model, case.batch, attention=case.attention, precision=case.precision)
+    found = {
+        SAVED: sum(one.num_bytes for one in saved),
+        SAVED_EXPECTED: case.blocks * sum(expected.values()),
+        RESIDUAL: stream.untyped_storage().nbytes(),
+    }
+    yield from (Sample(row=row, samples=[found[row] / MIB]) for row in cell.rows if row in found)
+    for row, (operation, num_bytes) in zip(ranked_rows("forward", "saved"), by_operation(saved)):
+        if row in cell.rows:
+            yield Sample(row=row, samples=[num_bytes / MIB], kernel=operation)
