@@ -24,10 +24,12 @@ from typing import Any
 import torch
 
 from cs336_systems.attention.hopper.schedule import SCHEDULES
+from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import KernelConfig, select_config
 from cs336_systems.attention.tiles.config import KERNELS
-from cs336_systems.attention.triton import block_sparse, split, varlen
+from cs336_systems.attention.triton import backward, forward, split, varlen
 from cs336_systems.attention.triton.launch import _recorded, parameters_of
+from cs336_systems.attention.triton.lists import fit_to_blocks
 from cs336_systems.compiler import hopper_reports as reports
 from cs336_systems.compiler import offline as compilation
 from cs336_systems.compiler.offline import CompileRequest, compile_here, compiled_launches
@@ -75,24 +77,24 @@ def show(arch: str, kind: str, launch: Callable[[], Any]) -> None:
         print(json.dumps(line), flush=True)
 
 
-def empty_lists(batch: int, heads: int, seqlen: int) -> block_sparse.TileLists:
+def empty_lists(batch: int, heads: int, seqlen: int) -> TileLists:
     """Of a mask in square tiles, without storage."""
     blocks = seqlen // BLOCK
     number, listed = (batch, heads, blocks), (batch, heads, blocks, blocks)
     shapes = [number, listed, listed, number, listed] * 2 + [(4, BLOCK, BLOCK // 32)]
-    return block_sparse.TileLists(*(torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes))
+    return TileLists(*(torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes))
 
 
-def launch_block_sparse(request: CompileRequest) -> None:
+def launch_lists(request: CompileRequest) -> None:
     lists = empty_lists(1, HEADS, SEQLEN)
-    config = block_sparse.fit_to_blocks(request.config, (BLOCK, BLOCK))
+    config = fit_to_blocks(request.config, (BLOCK, BLOCK))
     x = torch.empty(1, HEADS, SEQLEN, request.head_dim, dtype=torch.bfloat16, device="meta")
     if config.kernel == "forward":
-        block_sparse.launch_block_sparse_forward(x, x, x, lists, scale=0.125, config=config)
+        forward.launch_forward(x, x, x, lists, is_causal=False, scale=0.125, config=config)
         return
     lse = torch.empty(1, HEADS, SEQLEN, device="meta")
-    block_sparse.launch_block_sparse_backward(
-        x, x, x, x, lse, x, None, lists, scale=0.125, dkdv_config=config, dq_config=config
+    backward.launch_backward(
+        x, x, x, x, lse, x, None, lists, is_causal=False, scale=0.125, dkdv_config=config, dq_config=config
     )
 
 
@@ -110,7 +112,7 @@ def launch_varlen(request: CompileRequest) -> None:
     )  # fmt: skip
 
 
-LAUNCHES = {"varlen": launch_varlen, "block_sparse": launch_block_sparse}
+LAUNCHES = {"varlen": launch_varlen, "lists": launch_lists}
 
 
 def show_registers() -> None:
@@ -135,14 +137,14 @@ def main() -> None:
         ("sm90", "split", "forward", "64x64_w4_s2"),
         ("sm90", "varlen", "forward", "64x64_w4_s2_tma"),
         ("sm90", "varlen", "dkdv", "64x64_w4_s2_tma"),
-        ("sm90", "block_sparse", "forward", "64x64_w4_s2_tma"),
-        ("sm90", "block_sparse", "dkdv", "64x64_w4_s2_tma"),
+        ("sm90", "lists", "forward", "64x64_w4_s2_tma"),
+        ("sm90", "lists", "dkdv", "64x64_w4_s2_tma"),
         ("sm80", "dense", "dkdv", "64x64_w4_s2"),
     ]
     others = [
         ("sm90", "dense", "dkdv", "64x64_w4_s2_tma"),
         ("sm90", "varlen", "dkdv", "64x64_w4_s2"),
-        ("sm90", "block_sparse", "dkdv", "64x64_w4_s2"),
+        ("sm90", "lists", "dkdv", "64x64_w4_s2"),
         ("sm80", "split", "forward", "64x64_w4_s2"),
     ]
     for arch, kind, kernel, tiles in once + others * ("--all" in sys.argv):

@@ -120,7 +120,7 @@ def launch(call: Any) -> None:
     import torch
 
     from cs336_systems.attention.tiles import select_config
-    from cs336_systems.attention.triton import backward, block_sparse, first, forward, split, varlen
+    from cs336_systems.attention.triton import backward, first, forward, lists, split, varlen
     from cs336_systems.compiler import hopper_reports as reports
     from tests import compiled_kernels
 
@@ -154,12 +154,12 @@ def launch(call: Any) -> None:
             dkdv_config=chosen["dkdv"], dq_config=chosen["dq"],
         )  # fmt: skip
     else:
-        lists = compiled_kernels.empty_lists(batch, heads, seqlen)
-        fit = partial(block_sparse.fit_to_blocks, block_size=(compiled_kernels.BLOCK, compiled_kernels.BLOCK))
+        mask = compiled_kernels.empty_lists(batch, heads, seqlen)
+        fit = partial(lists.fit_to_blocks, block_size=(compiled_kernels.BLOCK, compiled_kernels.BLOCK))
         configs = {kernel: fit(config) for kernel, config in chosen.items()}
-        block_sparse.launch_block_sparse_forward(x, x, x, lists, scale=0.125, config=configs["forward"])
-        block_sparse.launch_block_sparse_backward(
-            x, x, x, x, lse, x, None, lists, scale=0.125, dkdv_config=configs["dkdv"], dq_config=configs["dq"]
+        forward.launch_forward(x, x, x, mask, **options, config=configs["forward"])
+        backward.launch_backward(
+            x, x, x, x, lse, x, None, mask, **options, dkdv_config=configs["dkdv"], dq_config=configs["dq"]
         )
 
 

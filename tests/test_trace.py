@@ -70,7 +70,7 @@ KERNELS = {
         "fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float>::Params)",
         "triton_tem_fused_flex_attention_0", "aten::_scaled_dot_product_flash_attention_for_cpu",
         "flash_forward_kernel", "flash_merge_kernel", "flash_backward_preprocess_kernel", "varlen_forward_kernel",
-        "block_sparse_forward_kernel", "hopper_forward_kernel", "hopper_backward_kernel",
+        "hopper_forward_kernel", "hopper_backward_kernel",
     ),
     "softmax": (  # the loss's too
         SOFTMAX, "triton_red_fused__log_softmax_nll_loss_forward_7", "aten::_softmax",

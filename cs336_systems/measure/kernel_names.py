@@ -20,7 +20,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|c10d::|gloo|all_?reduce|all_?gather|reduce_?scatter|^ms_|one_shot|two_shot|nvshmem"),
     # Fused attention before gemm: cuDNN's and CUTLASS's attention kernels name their matmuls, too.
     ("attention", r"fmha|flash_?(fwd|bwd|attention|attn)|(flash|hopper)_(split_)?(forward|backward)|flash_merge|flash::"
-                  r"|(varlen|block_sparse)_(forward|dkdv|dq)_kernel"
+                  r"|varlen_(forward|dkdv|dq)_kernel"
                   r"|sdpa|scaled_dot_product|flex_(attention|decoding)|attention_(forward|backward|fwd|bwd)|(tiled|triton|hopper)_attention"),
     ("optimizer", r"multi_tensor_apply|adam|_fused_sgd|_foreach_|optimizer"),
     ("softmax", r"softmax|logsumexp|nll_loss|cross_entropy"),

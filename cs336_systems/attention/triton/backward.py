@@ -26,9 +26,11 @@ import torch
 import triton
 import triton.language as tl
 
+from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.attention.tiles.config import HALF_L2_SHARE_BYTES
 from cs336_systems.attention.triton.launch import empty, empty_like, launch, overlap_options
+from cs336_systems.attention.triton.lists import hide_keys, hide_queries, row_of_step, share_of, walked, walks_of
 from cs336_systems.attention.triton.operands import Keys, Queries, Rows, described, grid_of, num_tiles, tile_options
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
@@ -49,7 +51,6 @@ from cs336_systems.attention.triton.steps import (
     start_next,
     store_rows,
     tile_of_program,
-    visible_pairs,
 )
 from cs336_systems.measure.stages import stage
 
@@ -91,8 +92,8 @@ def flash_backward_preprocess_kernel(
 
 @triton.jit
 def _visit_queries(
-    dK, dV, K, V, key_rows, Q_head, dO_head, L_head, delta_head, first_query, last_query, problem,
-    TILES: tl.constexpr, DIAGONAL: tl.constexpr, LATE_LOADS: tl.constexpr, BOUNDED: tl.constexpr,
+    dK, dV, K, V, first_key, Q_head, dO_head, L_head, delta_head, first_query, last_query, walk, problem,
+    TILES: tl.constexpr, CUT: tl.constexpr, LATE_LOADS: tl.constexpr, BOUNDED: tl.constexpr,
     STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """Fold the query tiles of [first_query, last_query) into dK (without its scale) and dV.
@@ -102,10 +103,13 @@ def _visit_queries(
     LATE_LOADS saves registers: L and delta are loaded behind two matmuls, and nothing is hoisted out of the loop.
     """
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
-    for start in tl.range(first_query, last_query, Q_TILE_SIZE, num_stages=STAGES, disable_licm=LATE_LOADS):
-        query_rows = start + tl.arange(0, Q_TILE_SIZE)
-        Q = load_rows(Q_head, start, problem.N_QUERIES, Q_TILE_SIZE, TILES, True)  # (Q_TILE_SIZE, D_TILE)
-        dO = load_rows(dO_head, start, problem.N_QUERIES, Q_TILE_SIZE, TILES, True)
+    LISTED: tl.constexpr = TILES.Q_BLOCK > 0
+    HOIST_NOTHING: tl.constexpr = LATE_LOADS or (LISTED and K.dtype != tl.float32)
+    for start in tl.range(first_query, last_query, Q_TILE_SIZE, num_stages=STAGES, disable_licm=HOIST_NOTHING):
+        query = row_of_step(start, walk, TILES.Q_BLOCK, Q_TILE_SIZE)
+        query_rows = query + tl.arange(0, Q_TILE_SIZE)
+        Q = load_rows(Q_head, query, problem.N_QUERIES, Q_TILE_SIZE, TILES, CUT or not LISTED)
+        dO = load_rows(dO_head, query, problem.N_QUERIES, Q_TILE_SIZE, TILES, CUT or not LISTED)
         if not LATE_LOADS:
             L_log2, delta = load_lse_and_delta(L_head, delta_head, query_rows, problem, BOUNDED)
         S_T = tl.dot(K, tl.trans(Q), input_precision=TILES.PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
@@ -113,8 +117,8 @@ def _visit_queries(
         if LATE_LOADS:
             L_log2, delta = load_lse_and_delta(L_head, delta_head, query_rows, problem, BOUNDED)
         P_T = recompute_probabilities(S_T, L_log2[None, :], problem.scale_log2, Q.dtype == tl.float32)
-        if DIAGONAL:
-            P_T = tl.where(query_rows[None, :] >= key_rows[:, None], P_T, 0.0)
+        if CUT:
+            P_T = hide_queries(P_T, query_rows, first_key, start, walk, TILES)
         dK, dV = fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, problem.ZERO, TILES)
     return dK, dV
 
@@ -122,8 +126,8 @@ def _visit_queries(
 @triton.jit
 def differentiate_keys(
     K_head, V_head, Q_first, dO_first, Q_cut, dO_cut, L_base, delta_base, stride_lh, dK_base, dV_base, stride_dks,
-    first_head, key_tile, scale, problem, GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    PADDED: tl.constexpr, OVERLAP: tl.constexpr,
+    first_head, key_tile, scale, lists, batch, problem, GROUP: tl.constexpr, TILES: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key tile of one sequence, over the GROUP of query heads that begins with `first_head`.
 
@@ -171,21 +175,35 @@ def differentiate_keys(
         Q_head = head_from(Q_first, head)
         dO_head = head_from(dO_first, head)
         L_head, delta_head = L_base + head * stride_lh, delta_base + head * stride_lh
-        if IS_CAUSAL:
+        if TILES.Q_BLOCK:
+            num_full, full, num_partial, partial = walks_of(
+                lists, batch, head, first_key // TILES.K_BLOCK, tl.cdiv(problem.N_KEYS, TILES.K_BLOCK)
+            )
+            BEHIND: tl.constexpr = TILES.Q_BLOCK > ROW_PADDING  # the mask's last tile may end behind the padding
+            LATE: tl.constexpr = IS_16_BIT and not TMA
             dK, dV = _visit_queries(
-                dK, dV, K, V, key_rows, Q_head, dO_head, L_head, delta_head, start_queries,
-                end_queries if ONE_LOOP else tl.minimum(full_queries, end_queries), problem,
+                dK, dV, K, V, first_key, Q_head, dO_head, L_head, delta_head, 0, num_full * TILES.Q_BLOCK, full,
+                problem, TILES, False, LATE, False,
+            )  # fmt: skip
+            dK, dV = _visit_queries(
+                dK, dV, K, V, first_key, Q_head, dO_head, L_head, delta_head, 0, num_partial * TILES.Q_BLOCK, partial,
+                problem, TILES, True, LATE, BEHIND,
+            )  # fmt: skip
+        elif IS_CAUSAL:
+            dK, dV = _visit_queries(
+                dK, dV, K, V, first_key, Q_head, dO_head, L_head, delta_head, start_queries,
+                end_queries if ONE_LOOP else tl.minimum(full_queries, end_queries), None, problem,
                 TILES, True, LATE_LOADS, BOUNDED,
             )  # fmt: skip
-        if not IS_CAUSAL or not ONE_LOOP:
+        if not TILES.Q_BLOCK and (not IS_CAUSAL or not ONE_LOOP):
             dK, dV = _visit_queries(
-                dK, dV, K, V, key_rows, Q_head, dO_head, L_head, delta_head, full_queries, end_queries, problem,
-                TILES, False, LATE_LOADS, BOUNDED,
+                dK, dV, K, V, first_key, Q_head, dO_head, L_head, delta_head, full_queries, end_queries, None,
+                problem, TILES, False, LATE_LOADS, BOUNDED,
             )  # fmt: skip
         if CUT_APART:
             dK, dV = _visit_queries(
-                dK, dV, K, V, key_rows, head_from(Q_cut, head), head_from(dO_cut, head),
-                L_head, delta_head, tl.maximum(start_queries, end_queries), problem.N_QUERIES, problem,
+                dK, dV, K, V, first_key, head_from(Q_cut, head), head_from(dO_cut, head),
+                L_head, delta_head, tl.maximum(start_queries, end_queries), problem.N_QUERIES, None, problem,
                 TILES, IS_CAUSAL, IS_16_BIT, True, 1,
             )  # fmt: skip
 
@@ -197,7 +215,7 @@ def differentiate_keys(
 def flash_backward_dkdv_kernel(
     Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, delta_ptr, dK_ptr, dV_ptr,
     Q_strides, K_strides, V_strides, dO_strides,
-    N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2, ZERO,
+    N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2, ZERO, lists,
     GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, padded queries) are contiguous."""
@@ -217,35 +235,37 @@ def flash_backward_dkdv_kernel(
         head_of(V_ptr, V_strides, batch, kv_head),
         Q_first, dO_first, Q_first, dO_first, L_ptr + row_base, delta_ptr + row_base, num_rows,
         dK_ptr + output_base, dV_ptr + output_base, D, kv_head * GROUP, key_tile, scale,
-        Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), GROUP, TILES, IS_CAUSAL, True, OVERLAP,
+        lists, batch, Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), GROUP, TILES, IS_CAUSAL, True, OVERLAP,
     )  # fmt: skip
 
 
 @triton.jit
 def _visit_keys(
-    dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, first_key, last_key, problem,
+    dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, first_key, last_key, walk, problem,
     TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the key tiles of [first_key, last_key) into dQ (without its scale). Keys past the end are loaded as zeros
     and masked: their scores would be 0, not -inf."""
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
-    for start in tl.range(first_key, last_key, K_TILE_SIZE):
-        key_rows = start + tl.arange(0, K_TILE_SIZE)
-        K = load_rows(K_head, start, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)  # (K_TILE_SIZE, D_TILE)
-        V = load_rows(V_head, start, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)
+    HOIST_NOTHING: tl.constexpr = TILES.K_BLOCK > 0 and Q.dtype != tl.float32
+    for start in tl.range(first_key, last_key, K_TILE_SIZE, disable_licm=HOIST_NOTHING):
+        key = row_of_step(start, walk, TILES.K_BLOCK, K_TILE_SIZE)
+        key_rows = key + tl.arange(0, K_TILE_SIZE)
+        K = load_rows(K_head, key, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)  # (K_TILE_SIZE, D_TILE)
+        V = load_rows(V_head, key, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)
         S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
         dP = tl.dot(dO, tl.trans(V), input_precision=TILES.PRECISION)
         P = recompute_probabilities(S, L_log2[:, None], problem.scale_log2, K.dtype == tl.float32)
         if MASKED:
-            P = tl.where(visible_pairs(query_rows, key_rows, problem.N_KEYS, IS_CAUSAL), P, 0.0)
+            P = hide_keys(P, 0.0, query_rows, key_rows, start, walk, problem, TILES, IS_CAUSAL)
         dQ = fold_keys(dQ, P, dP, K, delta, problem.ZERO, TILES)
     return dQ
 
 
 @triton.jit
 def differentiate_queries(
-    Q_head, dO_head, K_head, V_head, K_cut, V_cut, L_base, delta_base, dQ_base, stride_dqs, query_tile, scale, problem,
-    TILES: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    Q_head, dO_head, K_head, V_head, K_cut, V_cut, L_base, delta_base, dQ_base, stride_dqs, query_tile, scale,
+    lists, batch, head, problem, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query tile of one sequence: the inputs come from `head_of`, the other bases point at its row 0.
 
@@ -262,13 +282,22 @@ def differentiate_queries(
     delta = tl.load(delta_base + query_rows, mask=query_rows < problem.N_QUERIES, other=0.0)
     dQ = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
-    full_keys, end_keys = key_bounds(first_query, problem.N_KEYS, TILES, IS_CAUSAL)
+    if TILES.K_BLOCK:
+        num_full, full, num_partial, partial = walks_of(
+            lists, batch, head, first_query // TILES.Q_BLOCK, tl.cdiv(problem.N_QUERIES, TILES.Q_BLOCK)
+        )
+        first_cut, full_keys, end_keys = 0, num_full * TILES.K_BLOCK, num_partial * TILES.K_BLOCK
+    else:
+        full, partial = None, None
+        full_keys, end_keys = key_bounds(first_query, problem.N_KEYS, TILES, IS_CAUSAL)
+        first_cut = full_keys
     dQ = _visit_keys(
-        dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, 0, full_keys, problem, TILES, IS_CAUSAL, False
+        dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, 0, full_keys, full, problem, TILES, IS_CAUSAL, False
     )
     dQ = _visit_keys(
-        dQ, Q, dO, L_log2, delta, query_rows, K_cut, V_cut, full_keys, end_keys, problem, TILES, IS_CAUSAL, True
-    )
+        dQ, Q, dO, L_log2, delta, query_rows, K_cut, V_cut, first_cut, end_keys, partial, problem, TILES, IS_CAUSAL,
+        True,
+    )  # fmt: skip
     store_rows(dQ_base, dQ * scale, query_rows, problem.N_QUERIES, stride_dqs, TILES)
 
 
@@ -276,14 +305,14 @@ def differentiate_queries(
 def flash_backward_dq_kernel(
     Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, delta_ptr, dQ_ptr,
     Q_strides, K_strides, V_strides, dO_strides,
-    N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2, ZERO,
+    N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2, ZERO, lists,
     GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dQ (batch, heads, queries, D), L and delta (batch, heads, padded queries) are contiguous."""
     D: tl.constexpr = TILES.D
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     query_tile, batch_head, batch, head = tile_of_program(
-        tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, IS_CAUSAL
+        tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, IS_CAUSAL or TILES.K_BLOCK > 0
     )
     kv_head = head // GROUP
     row_base = batch_head * padded_rows(N_QUERIES)
@@ -294,7 +323,7 @@ def flash_backward_dq_kernel(
         head_of(Q_ptr, Q_strides, batch, head),
         head_of(dO_ptr, dO_strides, batch, head),
         K_head, V_head, K_head, V_head, L_ptr + row_base, delta_ptr + row_base, dQ_ptr + output_base, D, query_tile,
-        scale, Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), TILES, IS_CAUSAL,
+        scale, lists, batch, head, Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), TILES, IS_CAUSAL,
     )  # fmt: skip
     await_previous(OVERLAP)
 
@@ -325,7 +354,8 @@ def launch_preprocess(
 
 
 def launch_backward(
-    q: Queries, k: Keys, v: Keys, output: Queries, lse: Rows, grad_output: Queries, grad_lse: Rows | None, *,
+    q: Queries, k: Keys, v: Keys, output: Queries, lse: Rows, grad_output: Queries, grad_lse: Rows | None,
+    lists: TileLists | None = None, *,
     is_causal: bool, scale: float, dkdv_config: KernelConfig, dq_config: KernelConfig,
 ) -> tuple[Queries, Keys, Keys]:  # fmt: skip
     """Contiguous gradients of q, k, v in their dtypes.
@@ -339,20 +369,21 @@ def launch_backward(
     rows = launch_preprocess(output, lse, grad_output, grad_lse)
     strides = (q.stride(), k.stride(), v.stride(), grad_output.stride())
     sizes_and_scales = (num_queries, num_keys, scale, scale * LOG2_E.value, 0.0)
-    group, share = heads // kv_heads, HALF_L2_SHARE_BYTES if is_causal else 0
+    group, share = heads // kv_heads, share_of(lists, HALF_L2_SHARE_BYTES if is_causal else 0)
     common = {"GROUP": group, "IS_CAUSAL": is_causal, **overlap_options(q.device, follows=True)}
     with stage("dkv"):
         launch(
             flash_backward_dkdv_kernel, grid_of(dkdv_config, q, k),
             (*described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v),
-            (*strides, kv_heads, heads_together(batch * kv_heads, q, group, share), *sizes_and_scales),
-            common | tile_options(dkdv_config, head_dim),
+            (*strides, kv_heads, heads_together(batch * kv_heads, q, group, share), *sizes_and_scales,
+             walked(lists, "q")),
+            common | tile_options(dkdv_config, head_dim, lists),
         )  # fmt: skip
     with stage("dq"):
         launch(
             flash_backward_dq_kernel, grid_of(dq_config, q, k),
             (*described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q),
-            (*strides, heads, heads_together(batch * heads, k, share=share), *sizes_and_scales),
-            common | tile_options(dq_config, head_dim),
+            (*strides, heads, heads_together(batch * heads, k, share=share), *sizes_and_scales, walked(lists, "kv")),
+            common | tile_options(dq_config, head_dim, lists),
         )  # fmt: skip
     return grad_q, grad_k, grad_v

@@ -15,8 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.launch import launch
+from cs336_systems.attention.triton.lists import hide_keys, row_of_step, share_of, walked, walks_of
 from cs336_systems.attention.triton.operands import (
     Keys,
     Queries,
@@ -39,14 +41,13 @@ from cs336_systems.attention.triton.steps import (
     online_softmax,
     store_queries,
     tile_of_program,
-    visible_pairs,
 )
 from cs336_systems.measure.stages import stage
 
 
 @triton.jit
 def visit_keys(
-    accumulator, m, l, Q, K_head, V_head, query_rows, first_key, last_key, problem,
+    accumulator, m, l, Q, K_head, V_head, query_rows, first_key, last_key, walk, problem,
     TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """Fold the key tiles of [first_key, last_key) into the running (accumulator, m, l); m is in base 2.
@@ -55,20 +56,21 @@ def visit_keys(
     """
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     for start in tl.range(first_key, last_key, K_TILE_SIZE, num_stages=STAGES, disable_licm=Q.dtype != tl.float32):
-        key_rows = start + tl.arange(0, K_TILE_SIZE)
-        K = load_rows(K_head, start, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)  # (K_TILE_SIZE, D_TILE)
+        key = row_of_step(start, walk, TILES.K_BLOCK, K_TILE_SIZE)
+        key_rows = key + tl.arange(0, K_TILE_SIZE)
+        K = load_rows(K_head, key, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)  # (K_TILE_SIZE, D_TILE)
         S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
         if MASKED:
-            S = tl.where(visible_pairs(query_rows, key_rows, problem.N_KEYS, IS_CAUSAL), S, float("-inf"))
+            S = hide_keys(S, float("-inf"), query_rows, key_rows, start, walk, problem, TILES, IS_CAUSAL)
         P, rescale, m, l = online_softmax(S, m, l, problem.scale_log2)
-        V = load_rows(V_head, start, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)
+        V = load_rows(V_head, key, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)
         accumulator = accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, problem.ZERO, TILES)
     return accumulator, m, l
 
 
 @triton.jit
 def attend_queries(
-    Q_head, K_head, V_head, K_cut, V_cut, O_base, L_base, stride_os, query_tile, problem,
+    Q_head, K_head, V_head, K_cut, V_cut, O_base, L_base, stride_os, query_tile, lists, batch, head, problem,
     TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS_WITHOUT_KEYS: tl.constexpr,
 ):  # fmt: skip
     """One query tile of one sequence: Q, K and V come from `head_of`, O_base and L_base point at the sequence's row 0
@@ -84,17 +86,26 @@ def attend_queries(
     l = tl.zeros([Q_TILE_SIZE], tl.float32)
     accumulator = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
-    full_keys, end_keys = key_bounds(first_query, problem.N_KEYS, TILES, IS_CAUSAL)
+    TMA: tl.constexpr = isinstance(K_head.X, tl.tensor_descriptor)
+    # A third stage of pointers beside TMA's leaves a streaming multiprocessor no room for two programs.
+    CUT_STAGES: tl.constexpr = 2 if TMA and not isinstance(K_cut.X, tl.tensor_descriptor) else None
+    if TILES.K_BLOCK:
+        num_full, full, num_partial, partial = walks_of(
+            lists, batch, head, first_query // TILES.Q_BLOCK, tl.cdiv(problem.N_QUERIES, TILES.Q_BLOCK)
+        )
+        first_cut, full_keys, end_keys = 0, num_full * TILES.K_BLOCK, num_partial * TILES.K_BLOCK
+    else:
+        full, partial = None, None
+        full_keys, end_keys = key_bounds(first_query, problem.N_KEYS, TILES, IS_CAUSAL)
+        first_cut = full_keys
 
     # 2. unmasked loop
     accumulator, m, l = visit_keys(
-        accumulator, m, l, Q, K_head, V_head, query_rows, 0, full_keys, problem, TILES, IS_CAUSAL, False
+        accumulator, m, l, Q, K_head, V_head, query_rows, 0, full_keys, full, problem, TILES, IS_CAUSAL, False
     )
-    # 3. masked loop; a third stage of pointers beside TMA's leaves a streaming multiprocessor no room for two programs
-    TMA: tl.constexpr = isinstance(K_head.X, tl.tensor_descriptor)
-    CUT_STAGES: tl.constexpr = 2 if TMA and not isinstance(K_cut.X, tl.tensor_descriptor) else None
+    # 3. masked loop
     accumulator, m, l = visit_keys(
-        accumulator, m, l, Q, K_cut, V_cut, query_rows, full_keys, end_keys, problem, TILES, IS_CAUSAL, True,
+        accumulator, m, l, Q, K_cut, V_cut, query_rows, first_cut, end_keys, partial, problem, TILES, IS_CAUSAL, True,
         CUT_STAGES,
     )  # fmt: skip
 
@@ -106,7 +117,7 @@ def attend_queries(
 def flash_forward_kernel(
     Q_ptr, K_ptr, V_ptr, O_ptr, L_ptr,
     Q_strides, K_strides, V_strides,
-    N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2, ZERO,
+    N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2, ZERO, lists,
     GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides, or are
@@ -114,7 +125,7 @@ def flash_forward_kernel(
     D: tl.constexpr = TILES.D
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     query_tile, batch_head, batch, head = tile_of_program(
-        tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, IS_CAUSAL
+        tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, IS_CAUSAL or TILES.K_BLOCK > 0
     )
     kv_head = head // GROUP
     row_base = batch_head * N_QUERIES
@@ -123,23 +134,30 @@ def flash_forward_kernel(
     V_head = head_of(V_ptr, V_strides, batch, kv_head)
     attend_queries(
         Q_head, K_head, V_head, K_head, V_head, O_ptr + row_base * D, L_ptr + row_base, D, query_tile,
-        Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), TILES, IS_CAUSAL, False,
+        lists, batch, head, Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), TILES, IS_CAUSAL, TILES.K_BLOCK > 0,
     )  # fmt: skip
 
 
 def launch_forward(
-    q: Queries, k: Keys, v: Keys, *, is_causal: bool, scale: float, config: KernelConfig
-) -> tuple[Queries, Rows]:
-    """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one device."""
+    q: Queries, k: Keys, v: Keys, lists: TileLists | None = None, *,
+    is_causal: bool, scale: float, config: KernelConfig,
+) -> tuple[Queries, Rows]:  # fmt: skip
+    """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one device.
+
+    Along `lists` of a block mask `config`'s tiles divide the mask's: see `fit_to_blocks`.
+    """
     output, lse = empty_results(q)
-    rows = rows_of_groups(q, k, is_causal)
+    rows = rows_of_groups(q, k, is_causal) if lists is None else q
     batch, heads, num_queries, head_dim = rows.shape
+    together = 1
+    if is_causal or lists is not None:
+        together = heads_together(batch * heads, k, share=share_of(lists))
     with stage("forward"):
         launch(
             flash_forward_kernel, grid_of(config, rows, k),
             (*described(config, q=rows, k=k, v=v), output, lse),
-            (rows.stride(), k.stride(), v.stride(), heads, heads_together(batch * heads, k) if is_causal else 1,
-             num_queries, k.shape[2], scale * LOG2_E.value, 0.0),
-            {"GROUP": heads // k.shape[1], **tile_options(config, head_dim), "IS_CAUSAL": is_causal},
+            (rows.stride(), k.stride(), v.stride(), heads, together, num_queries, k.shape[2], scale * LOG2_E.value, 0.0,
+             walked(lists, "kv")),
+            {"GROUP": heads // k.shape[1], **tile_options(config, head_dim, lists), "IS_CAUSAL": is_causal},
         )  # fmt: skip
     return output, lse

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.tiles import (
     KernelConfig,
@@ -25,14 +26,9 @@ from cs336_systems.attention.tiles import (
     target_of,
 )
 from cs336_systems.attention.triton.backward import launch_backward
-from cs336_systems.attention.triton.block_sparse import (
-    TileLists,
-    fit_to_blocks,
-    launch_block_sparse_backward,
-    launch_block_sparse_forward,
-)
 from cs336_systems.attention.triton.forward import launch_forward
 from cs336_systems.attention.triton.launch import Replays, launch_fitting
+from cs336_systems.attention.triton.lists import fit_to_blocks
 from cs336_systems.attention.triton.operands import (
     describable,
     num_multiprocessors,
@@ -163,7 +159,7 @@ def _block_sparse_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> t
     *tensors, _, scale, names = arguments
     q, k, v, lists = *map(within_reach, (q, k, v)), TileLists(*tensors)
     chosen = fit_to_blocks(kernel_config("forward", q, k, names, tma=describable(q, k, v)), lists.block_size)
-    run = partial(launch_block_sparse_forward, q, k, v, lists, scale=scale)
+    run = partial(launch_forward, q, k, v, lists, is_causal=False, scale=scale)
     return launch_fitting(run, {"config": chosen}, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
 
@@ -172,7 +168,7 @@ def block_sparse_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *given, _, scale, names = arguments
     lists = TileLists(*given[7:])
     return _gradients(
-        partial(launch_block_sparse_backward, scale=scale), tuple(given[:7]), lists, names=names, is_causal=False,
+        partial(launch_backward, is_causal=False, scale=scale), tuple(given[:7]), lists, names=names, is_causal=False,
         block_size=lists.block_size,
     )  # fmt: skip
 

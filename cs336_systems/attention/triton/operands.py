@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES, tma_reads_rows
 from cs336_systems.attention.triton.launch import empty, empty_like
@@ -108,13 +109,18 @@ def grid_of(config: KernelConfig, q: Tensor, k: Tensor) -> tuple[int]:
     return (num_tiles(rows, tile) * batch * heads,)
 
 
-def tile_options(config: KernelConfig, head_dim: int, block_size: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+def tile_options(config: KernelConfig, head_dim: int, lists: TileLists | None = None) -> dict[str, Any]:
     """What a kernel is told of its configuration, and of the tiles of a block mask."""
+    block_size, stages = (0, 0), config.num_stages
+    if lists is not None:
+        # A tile's address hangs on a load of its index, and Triton spreads the two loads over its stages: it takes
+        # these many for as many tiles in flight as the dense kernels have with config.num_stages.
+        block_size, stages = lists.block_size, 2 * stages - 1
     tiles = Tiles(
         D=head_dim, D_TILE=head_tile(head_dim), Q_TILE_SIZE=config.query_tile, K_TILE_SIZE=config.key_tile,
         PRECISION=config.precision, Q_BLOCK=block_size[0], K_BLOCK=block_size[1],
     )  # fmt: skip
-    return {"TILES": tiles, "num_warps": config.num_warps, "num_stages": config.num_stages}
+    return {"TILES": tiles, "num_warps": config.num_warps, "num_stages": stages}
 
 
 # Memory

@@ -107,11 +107,13 @@ def flash_split_forward_kernel(
         accumulator = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
         problem = Problem(N_QUERIES, N_KEYS, scale_log2, ZERO)
         accumulator, m, l = visit_keys(
-            accumulator, m, l, Q, K_head, V_head, query_rows, first_key, full_keys, problem, TILES, IS_CAUSAL, False
-        )
+            accumulator, m, l, Q, K_head, V_head, query_rows, first_key, full_keys, None, problem, TILES, IS_CAUSAL,
+            False,
+        )  # fmt: skip
         accumulator, m, l = visit_keys(
-            accumulator, m, l, Q, K_head, V_head, query_rows, full_keys, end_keys, problem, TILES, IS_CAUSAL, True
-        )
+            accumulator, m, l, Q, K_head, V_head, query_rows, full_keys, end_keys, None, problem, TILES, IS_CAUSAL,
+            True,
+        )  # fmt: skip
         start_next(OVERLAP)  # no sooner: programs that merge would wait in the place of those that have work
         num_heads = tl.num_programs(0) // (num_query_tiles * num_parts)  # of the batch
         O_parts, m_parts, l_parts = parts_of(Parts_ptr, num_parts, num_heads, N_QUERIES, D)

@@ -14,7 +14,7 @@
   start_next, await_previous          kernels of one call that overlap
 
 Kernels differ only in which tiles they visit: a range (`forward`, `backward`), the lists of a block mask
-(`block_sparse`), a document's range (`varlen`). Exponentials are base 2 with scale · log₂e folded into one
+(`lists`), a document's range (`varlen`). Exponentials are base 2 with scale · log₂e folded into one
 multiply-add; L is stored in natural log. In the backward a kernel multiplies dO Vᵀ before it exponentiates: the tensor
 cores then work while the exponentials run.
 

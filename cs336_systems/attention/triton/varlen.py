@@ -118,7 +118,7 @@ def varlen_forward_kernel(
             head_in(K_ptr, K_strides, first_key, kv_head),
             head_in(V_ptr, V_strides, first_key, kv_head),
             O_ptr + (first_query * N_HEADS + head) * D, L_ptr + head * TOTAL_QUERIES + first_query, N_HEADS * D,
-            query_tile, Problem(num_queries, num_keys, scale_log2, ZERO), TILES, IS_CAUSAL, True,
+            query_tile, None, 0, head, Problem(num_queries, num_keys, scale_log2, ZERO), TILES, IS_CAUSAL, True,
         )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def varlen_dkdv_kernel(
             head_in(dO_ptr, dO_strides, first_query, 0),
             L_ptr + first_query, delta_ptr + first_query, TOTAL_QUERIES,
             dK_ptr + output_base, dV_ptr + output_base, N_KV_HEADS * D, kv_head * GROUP, key_tile, scale,
-            Problem(num_queries, num_keys, scale_log2, ZERO), GROUP, TILES, IS_CAUSAL, False, OVERLAP,
+            None, 0, Problem(num_queries, num_keys, scale_log2, ZERO), GROUP, TILES, IS_CAUSAL, False, OVERLAP,
         )  # fmt: skip
     else:  # a spare slot: dQ may not start before the preprocess has ended
         await_previous(OVERLAP)
@@ -182,7 +182,7 @@ def varlen_dq_kernel(
             head_in(K_ptr, K_strides, first_key, kv_head),
             head_in(V_ptr, V_strides, first_key, kv_head),
             L_ptr + row_base, delta_ptr + row_base, dQ_ptr + (first_query * N_HEADS + head) * D, N_HEADS * D,
-            query_tile, scale, Problem(num_queries, num_keys, scale_log2, ZERO), TILES, IS_CAUSAL,
+            query_tile, scale, None, 0, head, Problem(num_queries, num_keys, scale_log2, ZERO), TILES, IS_CAUSAL,
         )  # fmt: skip
         await_previous(OVERLAP)
     else:  # behind both branches it would take registers from the loops
