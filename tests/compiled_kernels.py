@@ -25,10 +25,11 @@ import torch
 
 from cs336_systems.attention.hopper.schedule import SCHEDULES
 from cs336_systems.attention.masks.tiles import TileLists
+from cs336_systems.attention.replay import parameters_of, recorded
 from cs336_systems.attention.tiles import KernelConfig, select_config
-from cs336_systems.attention.tiles.config import KERNELS
-from cs336_systems.attention.triton import backward, forward, split, varlen
-from cs336_systems.attention.triton.launch import _recorded, parameters_of
+from cs336_systems.attention.tiles.kernel_config import KERNELS
+from cs336_systems.attention.triton import backward, forward, split
+from cs336_systems.attention.triton import documents as varlen
 from cs336_systems.attention.triton.lists import fit_to_blocks
 from cs336_systems.compiler import hopper_reports as reports
 from cs336_systems.compiler import offline as compilation
@@ -67,7 +68,7 @@ def events_of(ptx: str) -> list[str]:
 
 
 def show(arch: str, kind: str, launch: Callable[[], Any]) -> None:
-    with _recorded() as recording:
+    with recorded() as recording:
         compiled_launches(arch, "", launch)
     for launched in filter(None, recording.launches):
         compiled = launched.compiled

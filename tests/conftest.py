@@ -105,10 +105,10 @@ def _collections_are_short() -> None:
 @pytest.fixture(autouse=True)
 def _calls_are_new() -> None:
     """No call is replayed from another test: a test may change what a call would launch."""
-    loaded: Any = sys.modules.get("cs336_systems.attention.api")
+    loaded: Any = sys.modules.get("cs336_systems.attention.replay")
     if loaded is not None:
-        loaded.usual_calls.clear()
-        sys.modules["cs336_systems.attention.operator"]._passes_of.cache_clear()
+        loaded.forget()
+        sys.modules["cs336_systems.attention.choose"]._answer_once.cache_clear()
 
 
 @pytest.hookimpl(trylast=True)  # so that their names end a test's id

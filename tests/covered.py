@@ -6,9 +6,9 @@ only a GPU can show is how launches are made and replayed, and PyTorch's own ope
 
 FOLDER = "cs336_systems/attention"
 HOPPER = "ptx:hopper"  # kernels of their own, with tests of their own
-LAUNCHES = (f"{FOLDER}/native", f"{FOLDER}/triton/launch.py")
+LAUNCHES = (f"{FOLDER}/native", f"{FOLDER}/replay.py", f"{FOLDER}/triton/launch.py")
 # The whole way of a call that is replayed: which launch is recorded, and what a later call gives it.
-REPLAY = (*LAUNCHES, f"{FOLDER}/api.py", f"{FOLDER}/operator.py")
+REPLAY = (*LAUNCHES, f"{FOLDER}/api.py", f"{FOLDER}/call.py", f"{FOLDER}/rule.py")
 STAGES = tuple(f"{FOLDER}/{stage}.py" for stage in ("reference", "compiled", "tiled"))
 
 TRITON = ("ptx:triton", *LAUNCHES)  # and the oracle, which is plain PyTorch

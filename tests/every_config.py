@@ -49,7 +49,7 @@ class Case:
 
 def cases(target: str, families: list[str], dtypes: list[str]) -> Iterator[Case]:
     """The i-th configurations of a table's three rows together; each with full and with ragged columns."""
-    from cs336_systems.attention.tiles.tables import TABLES
+    from cs336_systems.attention.tiles.choice import TABLES
 
     for family in families:
         for dtype in dtypes:
@@ -149,12 +149,13 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
         output, lse = flash_attention_varlen(*leaves, ends, ends, longest, longest, is_causal=causal, **options)
         grads = torch.autograd.grad((output, lse), leaves, (grad, torch.zeros_like(lse)))
         if hopper:  # of the configuration, which names a forward alone
-            from cs336_systems.attention.hopper.function import hopper_packed_attention
+            from cs336_systems.attention.call import Call, Documents
+            from cs336_systems.attention.hopper.entry import OPERATORS
 
             q, k, v = (x.detach() for x in leaves)
-            output, lse = hopper_packed_attention(
-                q, k, v, ends, ends, longest, longest, False, causal, case.head_dim**-0.5, *case.configs
-            )
+            documents = Documents(ends, ends, longest, longest)
+            call = Call(causal, case.head_dim**-0.5, config=case.configs[0], documents=documents)
+            output, lse = OPERATORS["packed"](q, k, v, call)
         tensors = [x.detach().transpose(0, 1) for x in (q, k, v, grad)]
         results = [x.transpose(0, 1) if x.ndim == 3 else x for x in (output, lse, *grads)]
         mask = BlockMask.document(list(documents), is_causal=causal, device=device).to_dense()[0, 0]
@@ -176,14 +177,17 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
         if hopper and "blocks" in case.family:
             output, lse = flash_attention(*leaves, **(options | {"backend": "hopper"}))
         elif hopper:
+            from cs336_systems.attention.call import Call
             from cs336_systems.attention.hopper import backward, forward
-            from cs336_systems.attention.hopper.function import hopper_attention
+            from cs336_systems.attention.hopper.entry import OPERATORS
 
             schedule, kind = case.configs
             if kind == "parts":
                 dividing.enter_context(patch.object(backward, "divide_walks", divide))
                 dividing.enter_context(patch.object(forward, "plan_forward", divide_forward))
-            output, lse = hopper_attention(*leaves, kind == "deterministic", causal, case.head_dim**-0.5, schedule)
+            output, lse = OPERATORS["dense"](
+                *leaves, Call(causal, case.head_dim**-0.5, kind == "deterministic", schedule)
+            )
         elif case.family.startswith("split"):
             from cs336_systems.attention.triton.split import launch_split_forward
 

@@ -17,8 +17,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from cs336_systems.attention.call import Call
 from cs336_systems.attention.contract import compute_oracle, contract_errors
-from cs336_systems.attention.hopper.function import hopper_attention
+from cs336_systems.attention.hopper.entry import OPERATORS
 from cs336_systems.attention.hopper.schedule import SCHEDULES
 from cs336_systems.attention.tiles import head_tile
 from tests.test_s4_attention import all_results, inputs, run
@@ -57,8 +58,8 @@ def errors_over_bounds(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, *, 
     results = run(q, k, v, grad_output, backend="hopper", is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
     errors = contract_errors(oracle, results)
     for schedule in SCHEDULES[head_tile(q.shape[-1])]:  # one program a tile
-        rest = (False, is_causal, q.shape[-1] ** -0.5, schedule.name("tiles"))
-        results = all_results(lambda *leaves, rest=rest: hopper_attention(*leaves, *rest), (q, k, v), grad_output)
+        call = Call(is_causal, q.shape[-1] ** -0.5, config=schedule.name("tiles"))
+        results = all_results(lambda *leaves, call=call: OPERATORS["dense"](*leaves, call), (q, k, v), grad_output)
         errors |= {f"{name} {schedule.name('tiles')}": x for name, x in contract_errors(oracle, results).items()}
     return errors
 

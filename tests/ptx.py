@@ -120,7 +120,8 @@ def launch(call: Any) -> None:
     import torch
 
     from cs336_systems.attention.tiles import select_config
-    from cs336_systems.attention.triton import backward, first, forward, lists, split, varlen
+    from cs336_systems.attention.triton import backward, first, forward, lists, split
+    from cs336_systems.attention.triton import documents as varlen
     from cs336_systems.compiler import hopper_reports as reports
     from tests import compiled_kernels
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, causal_area
-from cs336_systems.attention import FlashAttentionPyTorch, api, flash_attention, flash_attention_varlen
-from cs336_systems.attention.api import attention_backward, is_usual
+from cs336_systems.attention import FlashAttentionPyTorch, flash_attention, flash_attention_varlen, replay
+from cs336_systems.attention.api import attention_backward
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import shared_keys_attention
@@ -69,22 +69,21 @@ def test_a_tile_listed_twice_is_refused(other: str) -> None:
         BlockMask(lists=lists._replace(**changed), block_size=(64, 64), seq_lengths=(128, 128))
 
 
-def test_a_default_device_leaves_calls_usual() -> None:
-    """Under `torch.device` as a context, and by autocast that casts nothing, no call was remembered."""
+def test_a_default_device_leaves_calls_to_be_replayed() -> None:
+    """Under `torch.device` as a context no call was remembered, nor by autocast that casts nothing."""
     x = torch.zeros(1, 1, 16, 16)
-    half = x.bfloat16()
-    with torch.device("cpu"):
-        assert is_usual(4, x, x, x)
-        known = []
+
+    def remembered() -> bool:
+        replay.forget()
         flash_attention(x, x, x, backend="triton")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(api, "recall", lambda facts: known.append(api.usual_calls.get(facts)) or known[-1])
-            flash_attention(x, x, x, backend="triton")
-        assert len(known) == 1 and known[0] is not None
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert is_usual(4, half, half, half) and not is_usual(4, x, x, x)
-    with torch.overrides.TorchFunctionMode():
-        assert not is_usual(4, x, x, x)
+        return bool(replay._remembered)
+
+    with torch.device("cpu"):
+        assert remembered()
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert remembered()
+    with torch.overrides.BaseTorchFunctionMode():
+        assert not remembered()
 
 
 @pytest.mark.parametrize("sigma", [50.0, 100.0])
@@ -106,11 +105,11 @@ def test_large_float32_scores_keep_the_contract(is_causal: bool, sigma: float) -
 def test_the_dense_form_is_remembered_without_a_look_at_the_lists(monkeypatch) -> None:
     """A call that `auto` gives to the dense kernels read eleven lists first, of which none is used."""
     mask = BlockMask.causal(128, block_size=64)
-    assert mask.dense_facts is not None
-    monkeypatch.setattr("cs336_systems.attention.masks.block_mask.are_plain", None)
-    facts = mask.dense_facts
+    assert mask.dense_form == "causal"
+    monkeypatch.setattr(BlockMask, "_find_dense_form", lambda _: None)
+    assert mask.dense_form == "causal"
     mask.lists.token_bits.zero_()
-    assert facts is not None and mask.dense_facts is None
+    assert mask.dense_form is None
 
 
 @pytest.mark.parametrize("backend", ["tiled", "triton"])
@@ -151,7 +150,7 @@ def test_backward_operators_refuse_what_is_too_short(name: str) -> None:
     ):
         mask = (None,) if "tiled" in str(operator) else ()
         with pytest.raises(ValueError, match=f"^{name} must be"):
-            operator(q, k, v, *given.values(), *mask, False, 0.25, "")
+            operator(q, k, v, *given.values(), *mask, False, 0.25, False, "")
     if name != "grad_lse":
         with pytest.raises(ValueError, match=f"^{name} must be"):
             attention_backward(q, k, v, *list(given.values())[:3], backend="tiled")

@@ -10,7 +10,7 @@ import torch
 
 from cs336_systems.attention import flash_attention
 from cs336_systems.attention.contract import compute_oracle
-from cs336_systems.attention.triton import function
+from cs336_systems.attention.triton import passes as function
 from cs336_systems.bench.spec import Cell, Disagreement, Unsupported, load
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.beyond import few_queries

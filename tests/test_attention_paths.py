@@ -18,10 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.attention import BlockMask, attention_reference, flash_attention, flash_attention_varlen
-from cs336_systems.attention.backends import available_backends
+from cs336_systems.attention.call import Call
+from cs336_systems.attention.choose import available_backends
 from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.attention.tiled import tiled_attention
-from cs336_systems.attention.triton.operands import describable
+from cs336_systems.attention.triton.launch import describable
 from tests.covered import ATTENTION
 from tests.test_s4_attention import (
     BACKENDS,
@@ -182,7 +183,7 @@ def test_compile_fullgraph_around_the_operator(path, backend, device):
 @pytest.mark.parametrize(("path", "backend"), WHOLE[1:])
 def test_operator_check(path, backend, device):
     """PyTorch's own checks of a custom operator, schema and fake tensors; and its own before it launches."""
-    import cs336_systems.attention.triton.function  # noqa: F401 (registers the operators)
+    import cs336_systems.attention.triton.passes  # noqa: F401 (registers the operators)
 
     q, k, v, _ = (x.requires_grad_() for x in inputs(1, 2, 2, 20, 20, 16, torch.float32, device))
     where = place(path, 20, device)
@@ -195,7 +196,7 @@ def test_operator_check(path, backend, device):
         ("block_mask", "triton"): ("block_sparse", getattr(where, "lists", [])),
         ("packed", "triton"): ("varlen", [where, where, 20, 20]),
     }[path, backend]
-    more = (*more, path != "block_mask", 0.25, "")
+    more = (*more, path != "block_mask", 0.25, False, "")
     operator = getattr(torch.ops.cs336_systems, f"{name}_attention").default
     torch.library.opcheck(operator, (q, k, v, *more), test_utils=("test_schema", "test_faketensor"))
     with pytest.raises(ValueError, match="v must have k's shape"):
@@ -328,12 +329,12 @@ def assert_nothing(results: dict[str, Tensor], q: Tensor, k: Tensor, lse_shape: 
 # The operators' two ways: called directly in eager mode, through PyTorch's dispatcher where somebody watches. Where it
 # says nothing else, the `tiled` stage stands for all: they share `AttentionOperator`.
 
-REST = (True, 0.25, "")  # is_causal, scale, config
+REST = (True, 0.25, False, "")  # is_causal, scale, deterministic, config: as registered operators take them
 OURS = pytest.mark.parametrize("backend", ["tiled", "triton"])
 
 
 def tiled(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return tiled_attention(q, k, v, None, *REST)
+    return tiled_attention(q, k, v, Call(*REST))
 
 
 class Names(TorchDispatchMode):
@@ -360,11 +361,12 @@ def leaves(device: str = "cpu") -> tuple[list[Tensor], Tensor]:
 
 @pytest.mark.parametrize("name", ["tiled_attention", "triton_attention"])
 def test_both_ways_give_the_same(name, device):
-    from cs336_systems.attention.triton.function import triton_attention
+    from cs336_systems.attention.triton.passes import triton_attention
 
-    operator, rest = (tiled_attention, (None, *REST)) if name == "tiled_attention" else (triton_attention, REST)
+    operator, flat = (tiled_attention, (None, *REST)) if name == "tiled_attention" else (triton_attention, REST)
     results = []
-    for call in (operator, getattr(torch.ops.cs336_systems, name)):
+    registered = getattr(torch.ops.cs336_systems, name)
+    for call, rest in ((operator, (Call(*REST),)), (registered, flat)):
         tensors, grad_output = leaves(device)
         output, lse = call(*tensors, *rest)
         grads = torch.autograd.grad((output, lse), tensors, (grad_output, torch.ones_like(lse)))

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from cs336_systems import device
-from cs336_systems.attention import AttentionConfig, api, backends, flash_attention, flash_attention_varlen
-from cs336_systems.attention.backends import (
+from cs336_systems.attention import AttentionConfig, flash_attention, flash_attention_varlen
+from cs336_systems.attention import choose as backends
+from cs336_systems.attention.choose import (
     BACKENDS,
     HOPPER_KERNELS,
     HOPPER_TRITON,
@@ -311,14 +312,14 @@ def test_auto_asks_whether_gradients_must_be_deterministic(monkeypatch: pytest.M
         asked.append(deterministic)
         return "reference", "the test says so"
 
-    monkeypatch.setattr(api, "select_backend", select)
-    q = torch.zeros(1, 2, 64, 16)
+    monkeypatch.setattr(backends, "select_backend", select)
+    q, *others = (torch.zeros(1, 2, length, 16) for length in (64, 65, 66, 67))  # a choice is remembered
     flash_attention(q, q, q, deterministic=True)
-    flash_attention(q, q, q)
+    flash_attention(others[0], others[0], others[0])
     torch.use_deterministic_algorithms(True)
     try:
-        flash_attention(q, q, q)
-        api.explain_backend(q, q, deterministic=False)
+        flash_attention(others[1], others[1], others[1])
+        backends.explain_backend(others[2], others[2], deterministic=False)
     finally:
         torch.use_deterministic_algorithms(False)
     assert asked == [True, False, True, False]
@@ -364,7 +365,7 @@ def test_tiles_of_triton_ask_for_triton(monkeypatch: pytest.MonkeyPatch) -> None
         raise ValueError("enough")
 
     q, ends = torch.zeros(1, 2, 64, 16), torch.tensor([0, 64], dtype=torch.int32)
-    monkeypatch.setattr(api, "select_backend", select)
+    monkeypatch.setattr(backends, "select_backend", select)
     for config in (None, AttentionConfig()):
         with pytest.raises(ValueError, match="enough"):
             flash_attention(q, q, q, config=config)

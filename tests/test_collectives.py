@@ -20,10 +20,10 @@ from cs336_systems.distributed.collectives import (
     reduce_scatter_mean_flat,
     wait_for,
 )
-from cs336_systems.distributed.context_parallel import ring_attention
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.loss_scale import LossScaler
+from cs336_systems.distributed.ring_attention import ring_attention
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.spawn import run_ranks
 from cs336_systems.distributed.zero1 import Zero1Optimizer

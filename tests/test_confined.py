@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.attention.backends import available_backends
+from cs336_systems.attention.choose import available_backends
 from tests.test_s4_attention import inputs, run
 from tests.test_varlen import packed, run_packed
 

@@ -12,19 +12,19 @@ from torch import Tensor
 
 from cs336_systems.attention import attention_reference, flash_attention
 from cs336_systems.config import ModelConfig
-from cs336_systems.distributed.context_parallel import (
+from cs336_systems.distributed.ddp_overlap import OverlapDDP
+from cs336_systems.distributed.ring_attention import (
     merge_attention,
     ring_attention,
     split_context,
     zigzag_join,
     zigzag_split,
 )
-from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.spawn import run_ranks
 from cs336_systems.model import TransformerLM, cross_entropy
 from tests.one_job import OneJob
 
-COVERS = ("cs336_systems/distributed/context_parallel.py",)
+COVERS = ("cs336_systems/distributed/ring_attention.py",)
 THREE_RANKS = OneJob(3)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.attention.backends import available_backends
+from cs336_systems.attention.choose import available_backends
 from cs336_systems.distributed.checkpoint import checkpoints
 from cs336_systems.distributed.fsdp import FSDP
 from tools import api_docs

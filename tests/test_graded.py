@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.grading.checks import CHECKS
 from cs336_systems.grading.points import Grader
+from cs336_systems.grading.registry import CHECKS
 
 ADAPTERS = Path(__file__).resolve().parent / "adapters.py"
 

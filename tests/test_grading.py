@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.grading.checks import CHECKS
 from cs336_systems.grading.formats import lines, reasons
 from cs336_systems.grading.points import HUNG, Grade, Grader, Result, checks_of, chosen_problems, grade
 from cs336_systems.grading.project import COURSE_PACKAGES
 from cs336_systems.grading.reference_training import largest_difference
+from cs336_systems.grading.registry import CHECKS
 from cs336_systems.handout import HANDOUT, problems_of
 from tests.command_line import assert_refused, invoke
 from tests.grading_mutants import MUTANTS

@@ -20,20 +20,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.attention import (
-    BlockMask,
-    api,
-    attention_reference,
-    backends,
-    flash_attention,
-    flash_attention_varlen,
-)
+from cs336_systems.attention import BlockMask, api, attention_reference, flash_attention, flash_attention_varlen, replay
+from cs336_systems.attention import choose as backends
+from cs336_systems.attention.call import Call, Documents, Saved
 from cs336_systems.attention.contract import compute_oracle, contract_errors
-from cs336_systems.attention.hopper import function
+from cs336_systems.attention.hopper import entry as function
 from cs336_systems.attention.hopper.backward import QUERY_TILES
 from cs336_systems.attention.hopper.division import divide_walks
 from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES, plan_forward
-from cs336_systems.attention.operator import _passes_of
 from cs336_systems.attention.tiled import tiled_backward, tiled_forward
 from cs336_systems.attention.tiles import head_tile
 from cs336_systems.config import ModelConfig
@@ -92,8 +86,7 @@ def replaced(monkeypatch) -> list[str]:
     monkeypatch.setattr(function, "hopper_forward", forward)
     monkeypatch.setattr(function, "hopper_backward", backward)
     monkeypatch.setattr(function, "refuse_hopper", lambda q: None)
-    monkeypatch.setattr(api, "explain_backend", lambda q, k, **_: ("hopper", "the test says so"))
-    monkeypatch.setattr(api, "is_usual", lambda *_: False)  # or the choice would be kept for other tests
+    monkeypatch.setattr(api, "explain_backend", lambda *_, **__: ("hopper", "asked for"))
     return calls
 
 
@@ -161,7 +154,7 @@ def test_compile_takes_it_whole(replaced):
     )
     torch.testing.assert_close(compiled, eager)
     assert replaced == ["hopper forward", "hopper backward"] * 2
-    arguments = (*tensors, False, True, 0.25, "")
+    arguments = (*tensors, True, 0.25, False, "")
     operator = torch.ops.cs336_systems.hopper_attention.default
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -185,7 +178,7 @@ def test_calls_that_hopper_does_not_serve_are_refused():
         lambda: flash_attention(q, k, v, backend="hopper"),
         lambda: flash_attention_varlen(*packed, ends, ends, 64, 64, backend="hopper"),
         lambda: model(tokens),
-        lambda: function.hopper_attention(q, k, v, False, True, 0.25, ""),
+        lambda: function.OPERATORS["dense"](q, k, v, Call(True, 0.25)),
     ):
         with pytest.raises(ValueError, match="(cannot be used|by the Hopper kernels): hopper kernels need a GPU"):
             call()
@@ -202,10 +195,10 @@ def test_documents_that_are_short_on_average_are_not_padded(monkeypatch, lengths
     """To blocks of 128 rows of a float32 dQ: a thousand documents of one token would take the memory of 128,000."""
     monkeypatch.setattr(function, "refuse_hopper", lambda q: None)
     monkeypatch.setattr(function, "hopper_packed_backward", lambda *_: "hopper")
-    monkeypatch.setattr(function, "varlen_backward", lambda *_: "triton")
+    monkeypatch.setattr(function, "triton_backward", lambda *_: "triton")
     q, ends = torch.empty(sum(lengths), 1, head_dim), torch.tensor([0, *lengths]).cumsum(0).int()
-    rest = (ends, ends, max(lengths), max(lengths), deterministic, True, 0.125, "")
-    assert function._packed_backward(q, q, q, q, torch.empty(1, len(q)), q, None, *rest) == kernel
+    call = Call(True, 0.125, deterministic, documents=Documents(ends, ends, max(lengths), max(lengths)))
+    assert function._backward(Saved(q, q, q, q, torch.empty(1, len(q)), q), call) == kernel
 
 
 def test_the_operator_asks_for_what_the_inputs_are(monkeypatch):
@@ -288,8 +281,7 @@ def each_schedule(monkeypatch) -> Callable[[int], Iterator[str]]:
         for name in ("", *(schedule.name("tiles") for schedule in SCHEDULES[head_tile(head_dim)])):
             for kernel, forward in kernels.items():
                 monkeypatch.setattr(function, kernel, partial(run_named, forward, name))
-            api.usual_calls.clear()  # calls with the schedule before would be replayed
-            _passes_of.cache_clear()
+            replay.forget()  # calls with the schedule before would be replayed
             yield name
 
     def run_named(forward: Callable[..., Any], name: str, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -369,7 +361,7 @@ def test_the_order_of_tiles_changes_no_bit(head_dim, number, is_causal):
     assert 24 * -(-2500 // schedule.query_tile) > 2.5 * 132 * schedule.resident
     with torch.no_grad():
         tiles, *others = (
-            function.hopper_attention(q, k, v, False, is_causal, head_dim**-0.5, schedule.name(order))
+            function.OPERATORS["dense"](q, k, v, Call(is_causal, head_dim**-0.5, config=schedule.name(order)))
             for order in ORDERS
         )
     for other in others:

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper")
 
 from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES, plan_forward
-from cs336_systems.attention.tiles.config import head_tile
-from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
+from cs336_systems.attention.tiles.choice import SHARED_MEMORY_LIMIT_BYTES
+from cs336_systems.attention.tiles.kernel_config import head_tile
 from cs336_systems.commands.kernels import print_hopper_reports
 from cs336_systems.compiler.hopper_reports import (
     ARCH,

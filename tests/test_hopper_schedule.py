@@ -14,7 +14,7 @@ pytest.importorskip("cs336_systems.attention.hopper.walk", reason="this triton h
 
 from cs336_systems.attention.hopper import forward
 from cs336_systems.attention.hopper import walk as kernel
-from cs336_systems.attention.hopper.function import kernel_names
+from cs336_systems.attention.hopper.entry import kernel_names
 from cs336_systems.attention.hopper.schedule import (
     CONSUMER_ROWS,
     ORDERS,

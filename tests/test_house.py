@@ -53,6 +53,7 @@ def test_tokens_are_what_is_worked_out():
 def test_what_becomes_harder_to_read_fails_and_names_the_places(package, monkeypatch, capsys):
     monkeypatch.setattr(house, "ROOT", package)
     monkeypatch.setitem(house.ALLOWED, "tokens a line", 10)
+    monkeypatch.setitem(house.ALLOWED, "modules that share a name", 1)
     assert house.main([]) == 0
     monkeypatch.setitem(house.ALLOWED, "functions with *args", 0)
     assert house.main(["--which"]) == 1
@@ -63,9 +64,9 @@ def test_what_becomes_harder_to_read_fails_and_names_the_places(package, monkeyp
 
 # (call, pass): files, functions and crossings between files. The goals are (9, 34, 20) and (8, 26, 26), for any call.
 PATH = {
-    (1, "forward"): (14, 79, 59), (1, "backward"): (11, 39, 61),
-    (2, "forward"): (12, 43, 34), (2, "backward"): (11, 36, 51),
-    (3, "forward"): (12, 43, 34), (3, "backward"): (11, 36, 51),
+    (1, "forward"): (13, 69, 40), (1, "backward"): (11, 35, 39),
+    (2, "forward"): (13, 47, 28), (2, "backward"): (11, 34, 39),
+    (3, "forward"): (13, 47, 28), (3, "backward"): (11, 34, 39),
 }  # fmt: skip
 
 

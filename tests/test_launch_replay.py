@@ -1,4 +1,4 @@
-"""Calls replayed through the CUDA driver, `attention/triton/launch.py`, against those that Python makes, in bits."""
+"""Calls replayed through the CUDA driver, `attention/replay.py`, against those that Python makes, in bits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.attention import api, flash_attention, flash_attention_varlen, native, operator
-from cs336_systems.attention.triton import launch
+from cs336_systems.attention import api, flash_attention, flash_attention_varlen, native, replay
 from tests.covered import HOPPER, REPLAY, TRITON
 
 COVERS = (*TRITON, HOPPER, *REPLAY)
@@ -38,7 +37,7 @@ def by_python(monkeypatch):
 
     def call(*tensors, grad=None, **options):
         with monkeypatch.context() as patched:
-            patched.setattr(launch.Replay, "__call__", lambda self, *arguments: self._run(*arguments))
+            patched.setattr(replay.Replay, "__call__", lambda self, tensors, run: run())
             return attend(*tensors, grad=grad, **options)
 
     return call
@@ -56,12 +55,12 @@ def runs(request, backend, monkeypatch) -> list[str]:
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     if request.param == "replay by Python":
-        monkeypatch.setattr(launch.native, "load", lambda: None)
+        monkeypatch.setattr(replay.native, "load", lambda: None)
     elif shutil.which((os.environ.get("CXX") or "c++").split()[0]) is None:
         pytest.skip("needs a C++ compiler")
     else:
-        launch.native.build()
-        assert launch.native.load() is not None
+        replay.native.build()
+        assert replay.native.load() is not None
     operator, runs = api.operator_of(backend), []
     for name in ("_forward", "_backward"):
         run = getattr(operator, name)
@@ -162,15 +161,15 @@ def test_streams_threads_and_graphs(backend, by_python, runs):
 
 def test_a_tensor_given_twice_is_bound_where_the_facts_say_so(monkeypatch):
     """Boundaries of documents that queries and keys share; two tensors in one place could be two in the next call."""
-    monkeypatch.setattr(launch, "parameters_of", lambda launched: [("pointer", x) for x in launched.arguments])
-    monkeypatch.setattr(launch, "_BoundKernel", lambda launched, memory, places, maps: places)
+    monkeypatch.setattr(replay, "parameters_of", lambda launched: [("pointer", x) for x in launched.arguments])
+    monkeypatch.setattr(replay, "_BoundKernel", lambda launched, memory, places, maps: places)
     compiled = SimpleNamespace(src=SimpleNamespace(signature=dict.fromkeys("abc", "*i32")), metadata=SimpleNamespace())
     q, boundaries = torch.zeros(8), torch.zeros(8, dtype=torch.int32)
     words = (ctypes.c_uint64 * 3)()
 
     def bind(*tensors: Tensor) -> list[int] | None:
         launched: Any = SimpleNamespace(compiled=compiled, arguments=list(tensors))
-        places: Any = launch.bind(launched, tensors, words)
+        places: Any = replay.bind(launched, tensors, words)
         return places and [(place - ctypes.addressof(words)) // 8 for place in places]
 
     assert bind(q, boundaries, boundaries) == [0, 1, 1]
@@ -180,12 +179,12 @@ def test_a_tensor_given_twice_is_bound_where_the_facts_say_so(monkeypatch):
 
 
 def test_calls_that_share_boundaries_have_their_own_replay(monkeypatch):
-    known = []
-    monkeypatch.setattr(operator, "_passes_of", lambda attend, device, facts: known.append(facts) or attend)
+    used = []
+    monkeypatch.setattr(replay.Replay, "__call__", lambda self, tensors, run: used.append(self) or run())
     q, cu_seqlens = torch.randn(8, 1, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
     for boundaries_k in (cu_seqlens, cu_seqlens.clone(), cu_seqlens.clone(), cu_seqlens):
         flash_attention_varlen(q, q, q, cu_seqlens, boundaries_k, 5, 5, backend="triton")
-    assert known[0] == known[3] != known[1] == known[2]
+    assert used[0] is used[3] is not used[1] and used[1] is used[2]
 
 
 def test_saved_tensors_go_through_hooks(device):
@@ -259,9 +258,10 @@ def test_it_compiles(folder):
 def test_a_call_that_cannot_be_bound_is_not_recorded_for_ever(monkeypatch):
     """It was recorded anew each time, which takes longer than the call's own launches."""
     recordings = []
-    recorded = launch._recorded
-    monkeypatch.setattr(launch, "_recorded", lambda: recordings.append(1) or recorded())
-    replay = launch.Replay(lambda first: (torch.empty(1),))  # a result that no launch's recording knows
-    for _ in range(4 * launch.MOST_RECORDINGS):
-        replay(SimpleNamespace(is_cuda=True))
-    assert len(recordings) == launch.MOST_RECORDINGS
+    recorded = replay.recorded
+    monkeypatch.setattr(replay, "recorded", lambda: recordings.append(1) or recorded())
+    one = replay.Replay()
+    for _ in range(4 * replay.MOST_RECORDINGS):
+        x = SimpleNamespace(is_cuda=True, data_ptr=lambda: 0)
+        one((x,), lambda: (torch.empty(1),))  # a result that no launch's recording knows
+    assert len(recordings) == replay.MOST_RECORDINGS

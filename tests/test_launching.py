@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from cs336_systems.attention import BlockMask, flash_attention
-from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
+from cs336_systems.attention.checks import to_autocast_dtype
+from cs336_systems.attention.tiles.choice import SHARED_MEMORY_LIMIT_BYTES
 from cs336_systems.attention.triton import launch
-from cs336_systems.attention.validation import to_autocast_dtype
 from cs336_systems.compiler.offline import triton_version
 from cs336_systems.measure.stages import STAGES, TOTAL, time_stages
 from tests.covered import HOPPER, REPLAY, TRITON

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cs336_systems.attention import attention_reference
-from cs336_systems.attention.backends import BACKENDS
+from cs336_systems.attention.choose import BACKENDS
 from cs336_systems.config import AttentionShape
 from cs336_systems.device import get_device_info
 from cs336_systems.measure.reach import copy_rate, matmul_rate

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.attention import BlockMask, api, attention_reference, flash_attention
-from cs336_systems.attention.backends import available_backends
+from cs336_systems.attention.choose import available_backends
 from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import choose_keys, shared_keys_attention

@@ -20,8 +20,8 @@ from cs336_systems.attention.contract import Oracle, compute_oracle, contract_er
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiles import KernelConfig, head_tile, target_of
-from cs336_systems.attention.tiles.config import KERNELS
-from cs336_systems.attention.tiles.tables import TABLES
+from cs336_systems.attention.tiles.choice import TABLES
+from cs336_systems.attention.tiles.kernel_config import KERNELS
 from cs336_systems.device import has_cxx_compiler
 from tests import adapters
 from tests.covered import ATTENTION
@@ -536,7 +536,7 @@ def test_functions_check_before_they_launch(implementation):
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
 def test_tiles_that_triton_miscompiles_are_refused(kernel):
     """On sm_90 triton 3.6 corrupts results of 16-bit dots of 16 and 32 rows, without a word."""
-    from cs336_systems.attention.triton.function import kernel_config
+    from cs336_systems.attention.triton.passes import kernel_config
 
     q, name = torch.ones(1, 1, 8, 64, dtype=torch.bfloat16), f"portable_{kernel}_64x32_w4_s1"
     with pytest.raises(ValueError, match=r"tiles of at least 64 rows for torch\.bfloat16 on sm90, .*got portable_"):

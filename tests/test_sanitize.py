@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES, UNPAIRED
-from cs336_systems.attention.tiles.tables import TABLES
+from cs336_systems.attention.tiles.choice import TABLES
 from cs336_systems.compiler.offline import compile_all, compiled_launches
 from tests.every_config import DTYPES, FAMILIES, cases
 from tests.ptx_order import disorder

@@ -12,10 +12,11 @@ from torch import Tensor
 from cs336_systems.attention import AttentionConfig, KernelConfig, flash_attention
 from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.attention.tiles import part_size, select_config
-from cs336_systems.attention.tiles.parts import MIN_KEY_TILES
-from cs336_systems.attention.triton import function, split
-from cs336_systems.attention.triton.function import forward_name, kernel_config
-from cs336_systems.attention.triton.operands import rows_of_groups
+from cs336_systems.attention.tiles.choice import MIN_KEY_TILES
+from cs336_systems.attention.triton import passes as function
+from cs336_systems.attention.triton import split
+from cs336_systems.attention.triton.launch import rows_of_groups
+from cs336_systems.attention.triton.passes import forward_name, kernel_config
 from cs336_systems.attention.triton.split import launch_split_forward
 from tests.covered import TRITON
 from tests.test_attention_paths import LAYOUTS

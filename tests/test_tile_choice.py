@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cs336_systems.attention.tiles import KernelConfig
-from cs336_systems.attention.tiles.config import KERNELS
+from cs336_systems.attention.tiles.kernel_config import KERNELS
 from cs336_systems.bench.spec import Cell, Unsupported, load
 from cs336_systems.compiler.offline import compile_all
 from cs336_systems.config import AttentionShape, RunConfig

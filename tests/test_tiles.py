@@ -17,15 +17,15 @@ from cs336_systems.attention.tiles import (
     target_of,
     tuning_grid,
 )
-from cs336_systems.attention.tiles.config import KERNELS
-from cs336_systems.attention.tiles.grid import smallest_tile
-from cs336_systems.attention.tiles.tables import (
+from cs336_systems.attention.tiles.choice import (
     SHARED_MEMORY_LIMIT_BYTES,
     TABLES,
     TARGET_OF_CAPABILITY,
     Only,
     make_table,
 )
+from cs336_systems.attention.tiles.kernel_config import KERNELS
+from cs336_systems.attention.tiles.search import smallest_tile
 from cs336_systems.config import BYTES_PER_ELEMENT
 from tests.test_s4_attention import assert_refused
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from cs336_systems.attention import BlockMask
 from cs336_systems.attention.contract import compute_oracle
-from cs336_systems.attention.tiles.config import L2_SHARE_BYTES
+from cs336_systems.attention.tiles.kernel_config import L2_SHARE_BYTES
 from cs336_systems.attention.triton import backward, forward
 from cs336_systems.attention.triton.backward import launch_preprocess
-from cs336_systems.attention.triton.function import kernel_config
-from cs336_systems.attention.triton.operands import describable
+from cs336_systems.attention.triton.launch import describable
+from cs336_systems.attention.triton.passes import kernel_config
 from cs336_systems.attention.triton.steps import ROW_PADDING, heads_together, tile_of_program
 from tests.covered import TRITON
 from tests.test_attention_paths import laid_out

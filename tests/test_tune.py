@@ -13,8 +13,8 @@ import torch
 from cs336_systems.attention import flash_attention
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.tiles import AttentionConfig, KernelConfig, select_config
-from cs336_systems.attention.tiles.config import KERNELS
-from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES, TABLES, TARGET_OF_CAPABILITY
+from cs336_systems.attention.tiles.choice import SHARED_MEMORY_LIMIT_BYTES, TABLES, TARGET_OF_CAPABILITY
+from cs336_systems.attention.tiles.kernel_config import KERNELS
 from cs336_systems.attention.triton import launch
 from cs336_systems.bench.harness import Provenance, Sweep
 from cs336_systems.bench.records import Record, case_to_dict, read_records
@@ -237,7 +237,7 @@ def test_flash_attention_goes_to_the_next_smaller(monkeypatch):
     """The whole way through the operator, forward and backward, with a GPU that has room for one-stage pipelines."""
     from triton.runtime.errors import OutOfResources
 
-    from cs336_systems.attention.triton import function
+    from cs336_systems.attention.triton import passes as function
 
     def refusing(launch):
         def refuse(*arguments, **options):

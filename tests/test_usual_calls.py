@@ -8,9 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from cs336_systems.attention import BlockMask, api, attention_reference, flash_attention, flash_attention_varlen
-from cs336_systems.attention.backends import available_backends
-from cs336_systems.attention.masks.tiles import TileLists
+from cs336_systems.attention import BlockMask, attention_reference, flash_attention, flash_attention_varlen, replay
+from cs336_systems.attention.choose import available_backends
 from tests.covered import ATTENTION, HOPPER, REPLAY
 from tests.test_s4_attention import draw, inputs
 
@@ -29,7 +28,6 @@ def test_masks_of_equal_shapes_keep_their_own_tiles(backend, device):
     q, k, v, grad_output = inputs(1, 2, 2, 256, 256, 64, dtype, device)
     first = torch.rand(256, 256, generator=torch.Generator().manual_seed(0)) < 0.5
     masks = [BlockMask.from_dense(tokens.to(device), 128) for tokens in (first, ~first)]
-    assert masks[0].facts == masks[1].facts
     for _ in range(ROUNDS):
         for mask in masks:
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -40,22 +38,7 @@ def test_masks_of_equal_shapes_keep_their_own_tiles(backend, device):
             wanted = torch.autograd.grad(expected, exact, grad_output.double())
             for ours, theirs in zip((output, *grads), (expected, *wanted)):
                 torch.testing.assert_close(ours.double(), theirs, rtol=0.02, atol=0.02)
-    assert len(api.usual_calls) == 1
-
-
-def test_a_mask_that_its_facts_do_not_tell_has_none():
-    """A recorded launch finds lists by their addresses: two lists in one place would stay in one place."""
-    mask = BlockMask.from_blocks(torch.eye(3, dtype=torch.bool), 64)
-    assert mask.facts is not None
-    lists = mask.lists
-    shared = TileLists(*lists[:5], *lists[:5], lists.token_bits)  # of a symmetric mask
-    assert BlockMask(lists=shared, block_size=(64, 64), seq_lengths=(192, 192)).facts is None
-
-    class Own(torch.Tensor):
-        pass
-
-    own = TileLists(*(x.as_subclass(Own) for x in lists))
-    assert BlockMask(lists=own, block_size=(64, 64), seq_lengths=(192, 192)).facts is None
+    assert len(replay._remembered) == 1
 
 
 def test_a_remembered_mask_may_move_and_change():
@@ -98,7 +81,7 @@ def test_boundaries_of_equal_shapes_are_read_anew(is_causal, backend, device):
                 own = (x[start:end].transpose(0, 1).double() for x in (q, k, v))
                 expected[start:end] = attention_reference(*own, is_causal=is_causal).transpose(0, 1)
             torch.testing.assert_close(ours.double(), expected, rtol=0.02, atol=0.02)
-    assert len(api.usual_calls) == 1
+    assert len(replay._remembered) == 1
 
 
 @pytest.mark.gpu

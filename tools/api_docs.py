@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from cs336_systems.attention.backends import (
+from cs336_systems.attention.choose import (
     BACKENDS,
     HOPPER_CAPABILITY,
     MIN_COMPILE_CAPABILITY,

@@ -28,11 +28,11 @@ COMPILED = ("jit", "constexpr_function", "builtin")  # decorators: Triton passes
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 
 ALLOWED = {
-    "tokens a line": 8.81,
-    "percent of lines over 100 characters": 12.0,
-    "functions with *args": 71,
-    "functions with more than 8 positional parameters": 20,
-    "modules that share a name": 7,
+    "tokens a line": 8.77,
+    "percent of lines over 100 characters": 11.8,
+    "functions with *args": 54,
+    "functions with more than 8 positional parameters": 17,
+    "modules that share a name": 0,
     "modules in circles of imports": 0,
 }
 GOALS = {

@@ -24,7 +24,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     # Loads Triton, so only on demand: `from cs336_systems.attention import FlashAttentionTriton`.
     if name == "FlashAttentionTriton":
-        from cs336_systems.attention.triton.function import FlashAttentionTriton
+        from cs336_systems.attention.triton.passes import FlashAttentionTriton
 
         return FlashAttentionTriton
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

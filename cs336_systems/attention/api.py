@@ -10,48 +10,27 @@ one is used or refused with the reason; `auto` chooses, and `explain_backend` sa
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, NamedTuple, Never
+from typing import Never
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from cs336_systems.attention.backends import AttentionLayout, available_here, select_backend
-from cs336_systems.attention.compiled import compiled_reference
-from cs336_systems.attention.masks.block_mask import BlockMask, check_block_mask, from_attn_mask
-from cs336_systems.attention.operator import AttentionOperator
-from cs336_systems.attention.reference import attention_reference
-from cs336_systems.attention.tiled import tiled_attention
-from cs336_systems.attention.tiles import AttentionConfig
-from cs336_systems.attention.validation import (
-    are_plain,
-    autocast_casts,
+from cs336_systems.attention.call import Call, Saved
+from cs336_systems.attention.checks import (
     check_attention_inputs,
     check_flags,
-    has_hooks,
-    refuse_forward_mode,
     refuse_keywords,
     resolve_scale,
-    to_autocast_dtype,
+    to_autocast_dtypes,
 )
-from cs336_systems.device import interpreter_is_on
-
-
-class UsualCall(NamedTuple):
-    """How a call of the Triton or the Hopper kernels runs: `run(q, k, v, *lists or nothing, *arguments)`."""
-
-    run: Callable[..., tuple[Tensor, Tensor]]
-    arguments: tuple[Any, ...]
-    is_listed: bool = False  # along the lists of a block mask
-
-
-# By all that decides it: short sequences wait for the host.
-usual_calls: dict[Any, UsualCall] = {}
-MOST_USUAL_CALLS = 4096
+from cs336_systems.attention.choose import AttentionLayout, explain_backend, is_deterministic
+from cs336_systems.attention.compiled import compiled_reference
+from cs336_systems.attention.masks.block_mask import BlockMask, check_block_mask, from_attn_mask
+from cs336_systems.attention.reference import attention_reference
+from cs336_systems.attention.rule import AttentionOperator
+from cs336_systems.attention.tiled import tiled_attention
+from cs336_systems.attention.tiles import AttentionConfig
 
 
 def flash_attention(
@@ -127,26 +106,11 @@ def flash_attention(
     """
     if unknown:
         refuse_keywords("flash_attention", unknown)
-    facts = None
-    is_known_kind = block_mask is None or type(block_mask) is BlockMask
-    if attn_mask is None and config is None and is_known_kind and is_usual(4, q, k, v):
-        of_mask: tuple[Any, ...] | None = ()
-        if block_mask is not None:
-            of_mask = (block_mask.dense_facts if backend == "auto" else None) or block_mask.facts
-        if of_mask is not None:
-            facts = (
-                *facts_of(q), *facts_of(k), *facts_of(v), of_mask,
-                *facts_of_options(is_causal, scale, enable_gqa, return_lse, deterministic, backend),
-            )  # fmt: skip
-            if (known := recall(facts)) is not None:
-                lists = block_mask.lists if known.is_listed and block_mask is not None else ()
-                output, lse = known.run(q, k, v, *lists, *known.arguments)
-                return (output, lse) if return_lse else output
     check_flags(
         is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse,
         deterministic=deterministic is None or deterministic,
     )  # fmt: skip
-    q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)
+    q, k, v = to_autocast_dtypes(q, k, v)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
     scale = resolve_scale(scale, q.shape[-1])
     if attn_mask is not None:
@@ -159,99 +123,57 @@ def flash_attention(
             is_causal, block_mask = block_mask.dense_form == "causal", None
     layout: AttentionLayout = "dense" if block_mask is None else "block_mask"
     size = None if block_mask is None else block_mask.block_size
+    deterministic = is_deterministic(deterministic)
     backend, _ = explain_backend(
         q, k, backend=backend, is_causal=is_causal, layout=layout, block_size=size, deterministic=deterministic,
         config=config,
     )  # fmt: skip
 
-    leading, dense_mask = q.shape[:-3], None
-    if backend not in ("triton", "hopper"):  # which take grouped heads, and lists of tiles
+    mask = lists = None
+    leading = q.shape[:-3]
+    if backend in ("triton", "hopper"):
+        lists = None if block_mask is None else block_mask.lists
+    else:  # takes neither grouped heads nor lists of tiles
         if q.shape[-3] != k.shape[-3]:
             k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3) for x in (k, v))
-        dense_mask = None if block_mask is None else block_mask.to_dense()
+        mask = None if block_mask is None else block_mask.to_dense()
     if backend in ("reference", "compiled"):
-        if dense_mask is not None:
-            sizes = [1] * len(leading) if len(dense_mask) == 1 else leading
-            dense_mask = dense_mask.reshape(*sizes, *dense_mask.shape[1:])
+        if mask is not None:
+            sizes = [1] * len(leading) if len(mask) == 1 else leading
+            mask = mask.reshape(*sizes, *mask.shape[1:])
         attend = attention_reference if backend == "reference" else compiled_reference()
-        return attend(q, k, v, is_causal=is_causal, mask=dense_mask, scale=scale, return_lse=return_lse)
+        return attend(q, k, v, is_causal=is_causal, mask=mask, scale=scale, return_lse=return_lse)
 
-    refuse_forward_mode(q, k, v)
     if len(leading) != 1:
         q, k, v = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) for x in (q, k, v))
-    extras: tuple[Any, ...] = {"tiled": (dense_mask,), "hopper": (is_deterministic(deterministic),)}.get(backend, ())
-    lists = block_mask.lists if block_mask is not None and backend in ("triton", "hopper") else ()
-    operator = operator_of(backend, layout)
-    arguments: tuple[Any, ...] = (*extras, is_causal, scale, config.names if config else "")
-    if facts is None or backend not in ("triton", "hopper"):
-        output, lse = operator(q, k, v, *lists, *arguments)
-    else:
-        known = remember(facts, operator, arguments, bool(lists))
-        output, lse = known.run(q, k, v, *lists, *known.arguments)
+    names = "" if config is None else config.names
+    call = Call(is_causal, scale, deterministic, names, mask, lists)
+    output, lse = operator_of(backend, layout)(q, k, v, call)
     if len(leading) != 1:
         output, lse = output.reshape(*leading, *output.shape[1:]), lse.reshape(*leading, *lse.shape[1:])
     return (output, lse) if return_lse else output
 
 
-def is_usual(dimensions: int, *tensors: Tensor) -> bool:
-    """Whether shapes, dtypes, devices and options say all of a call, and nothing has to be cast or reshaped."""
-    if not are_plain(*tensors) or forward_ad._current_level >= 0:
-        return False
-    for x in tensors:
-        if not isinstance(x, Tensor) or x.ndim != dimensions or x.layout is not torch.strided or x.is_nested:
-            return False
-    if torch._C._is_any_autocast_enabled() and any(map(autocast_casts, tensors)):
-        return False
-    return not has_hooks()
-
-
-def facts_of(x: Tensor) -> tuple[Any, ...]:
-    """Of a tensor that `is_usual`: all but address and values."""
-    return x.shape, x.stride(), x.dtype, x.device
-
-
-def facts_of_options(*options: Any) -> tuple[Any, ...]:
-    """They, with their types, since 1 == True, which the checks refuse, and what the process has been told."""
-    return *options, *map(type, options), torch.are_deterministic_algorithms_enabled(), interpreter_is_on()
-
-
-def recall(facts: tuple[Any, ...]) -> UsualCall | None:
-    """The usual call of these facts; None also where one cannot be hashed."""
-    try:
-        return usual_calls.get(facts)
-    except TypeError:
-        return None
-
-
-def remember(
-    facts: tuple[Any, ...], operator: AttentionOperator, arguments: tuple[Any, ...], is_listed: bool = False
-) -> UsualCall:
-    """From now on calls of these facts run so."""
-    if len(usual_calls) >= MOST_USUAL_CALLS:
-        usual_calls.clear()
-    known = UsualCall(operator.apply, (*arguments, operator.passes()), is_listed)
-    with suppress(TypeError):  # of a scale that is a number of its own class, say, which cannot be hashed
-        usual_calls[facts] = known
-    return known
+_operators: dict[tuple[str, AttentionLayout], AttentionOperator] = {}
 
 
 def operator_of(backend: str, layout: AttentionLayout = "dense") -> AttentionOperator:
-    """That of a back end whose backward is ours; kernels, which load Triton, are imported where they are used first."""
+    """The operator of a back end whose backward is ours; kernels, which load Triton, are imported when first used."""
     if backend == "tiled":
         return tiled_attention
+    known = _operators.get((backend, layout))
+    if known is not None:
+        return known
     if backend == "triton_first":
         from cs336_systems.attention.triton.first import triton_first_attention
 
-        return triton_first_attention
-    if backend == "hopper":
-        from cs336_systems.attention.hopper import function as hopper
-
-        dense, listed, packed = hopper.hopper_attention, hopper.hopper_listed_attention, hopper.hopper_packed_attention
+        operators = {"dense": triton_first_attention}
+    elif backend == "hopper":
+        from cs336_systems.attention.hopper.entry import OPERATORS as operators
     else:
-        from cs336_systems.attention.triton import function as triton
-
-        dense, listed, packed = triton.triton_attention, triton.block_sparse_attention, triton.varlen_attention
-    return {"dense": dense, "block_mask": listed, "packed": packed}[layout]
+        from cs336_systems.attention.triton.passes import OPERATORS as operators
+    _operators[backend, layout] = operators[layout]
+    return operators[layout]
 
 
 @torch.no_grad()
@@ -270,58 +192,14 @@ def attention_backward(
     no part's output is needed. `reference` and `compiled`, which save no L, take the backward of `tiled`.
     """
     backend, _ = explain_backend(q, k, backend=backend, is_causal=is_causal)
-    keys: tuple[Tensor, ...] = (k, v)
+    call = Call(is_causal, resolve_scale(scale, q.shape[-1]), is_deterministic(None))
+    saved = Saved(q, k, v, output, lse, grad_output)
     if backend not in ("triton", "hopper"):  # which take grouped heads
         backend = "tiled" if backend in ("reference", "compiled") else backend
-        keys = tuple(x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in keys)
-    extras: tuple[Any, ...] = {"tiled": (None,), "hopper": (is_deterministic(None),)}.get(backend, ())
-    arguments = (*extras, is_causal, resolve_scale(scale, q.shape[-1]), "")
+        repeated_k, repeated_v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        saved = saved._replace(k=repeated_k, v=repeated_v)
     operator = operator_of(backend)
-    operator.check_backward((q, *keys), output, lse, grad_output, None)
-    grad_q, *grads = operator.gradients((q, *keys, output, lse), grad_output, None, *arguments)
+    operator.check_backward(saved)
+    grad_q, *grads = operator.gradients(saved, call)
     grad_k, grad_v = (grad if grad.shape == k.shape else grad.unflatten(1, (k.shape[1], -1)).sum(2) for grad in grads)
     return grad_q, grad_k, grad_v
-
-
-def is_deterministic(asked: bool | None) -> bool:
-    """Whether gradients must be bit-reproducible: as asked, or as PyTorch has been told."""
-    return torch.are_deterministic_algorithms_enabled() if asked is None else asked
-
-
-def explain_backend(
-    q: Tensor, k: Tensor, *, backend: str = "auto", is_causal: bool = False, layout: AttentionLayout = "dense",
-    block_size: tuple[int, int] | None = None, longest: tuple[int, int] | None = None,
-    deterministic: bool | None = None, config: AttentionConfig | None = None,
-) -> tuple[str, str]:  # fmt: skip
-    """(name, reason) of the back end that `flash_attention` uses for these inputs; ValueError if it refuses.
-
-    `layout` is `block_mask` for a call with one, of this `block_size`, and `packed` for `flash_attention_varlen`, whose
-    longest document has `longest` queries and keys. A `config` is for `triton` alone, which `auto` then takes.
-    `deterministic` is as in `flash_attention`: `auto` then takes `hopper` for more queries only.
-    """
-    for name, x in (("q", q), ("k", k)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if config is not None:
-        if not isinstance(config, AttentionConfig):
-            raise TypeError(f"config must be an AttentionConfig or None, got {type(config).__name__}")
-        if backend not in ("auto", "triton"):
-            raise ValueError(f"config chooses the tiles of backend 'triton', got backend {backend!r}")
-        backend = "triton"
-    if q.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"q must be on a cpu or cuda device, got {q.device}")
-    return select_backend(
-        device_kind=q.device.type,
-        dtype=str(q.dtype).removeprefix("torch."),
-        head_dim=q.shape[-1],
-        batch_heads=math.prod(q.shape[:-2]),  # `numel()` would fix a batch that torch.export leaves open
-        seqlen_q=q.shape[-2],
-        seqlen_k=k.shape[-2],
-        requested=backend,
-        layout=layout,
-        is_causal=is_causal,
-        block_size=block_size,
-        longest=longest,
-        deterministic=is_deterministic(deterministic),
-        available=available_here(q.device),
-    )

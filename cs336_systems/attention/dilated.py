@@ -28,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.api import flash_attention
-from cs336_systems.attention.validation import check_attention_inputs, check_count, check_flags, refuse_keywords
+from cs336_systems.attention.checks import check_attention_inputs, check_count, check_flags, refuse_keywords
 
 Phases = Literal["all", "by_head"]
 

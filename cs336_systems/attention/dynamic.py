@@ -19,10 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cs336_systems.attention.api import flash_attention
-from cs336_systems.attention.backends import available_here
-from cs336_systems.attention.masks import BlockMask
-from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK
-from cs336_systems.attention.validation import (
+from cs336_systems.attention.checks import (
     check_attention_inputs,
     check_count,
     check_flags,
@@ -30,6 +27,9 @@ from cs336_systems.attention.validation import (
     has_values,
     refuse_keywords,
 )
+from cs336_systems.attention.choose import available_here
+from cs336_systems.attention.masks import BlockMask
+from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK
 
 Positions = Int[Tensor, "batch heads chosen"]  # of keys
 Chosen = Bool[Tensor, "batch heads chosen"]

@@ -15,22 +15,21 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, causal_area
+from cs336_systems.attention.call import Call
 from cs336_systems.attention.masks.block_mask import BlockMask
-from cs336_systems.attention.masks.tiles import TileLists
-
-WORD_BITS = 32
 
 
-def count_flops(name: str, extras: tuple[str, ...], packed: bool) -> None:
-    """Register the formulas of the operators `cs336_systems::<name>` and `<name>_backward` with these extras."""
-    names = [extra.split()[1] for extra in extras]
-    for operator, mode, first_extra in ((name, "forward", 3), (f"{name}_backward", "backward", 7)):
+def count_flops(name: str, call_of: Callable[[tuple[Any, ...]], Call]) -> None:
+    """Register the formulas of the operators `cs336_systems::<name>` and `<name>_backward`.
+
+    `call_of` makes a Call of what they take behind their tensors of q, k, v and, in the backward, their gradients.
+    """
+    for operator, mode, num_tensors in ((name, "forward", 3), (f"{name}_backward", "backward", 7)):
 
         def formula(
-            q: Tensor, k: Tensor, *arguments: Any, mode: str = mode, first: int = first_extra - 2, out_val: Any = None
+            q: Tensor, k: Tensor, *others: Any, mode: str = mode, first: int = num_tensors - 2, out_val: Any = None
         ) -> int:
-            given = dict(zip(names, arguments[first:]))
-            pairs = _attended_pairs(q, k, given, is_causal=arguments[first + len(names)], packed=packed)
+            pairs = _attended_pairs(q, k, call_of(others[first:]))
             return ATTENTION_FLOPS_PER_PAIR[mode] * pairs * q.shape[-1]
 
         overload_packet: Callable[..., Any] = getattr(torch.ops.cs336_systems, operator)
@@ -42,21 +41,19 @@ def count_flops(name: str, extras: tuple[str, ...], packed: bool) -> None:
                 counter.flop_registry[overload_packet] = flop_registry[overload_packet]
 
 
-def _attended_pairs(q: Tensor, k: Tensor, extras: dict[str, Any], *, is_causal: bool, packed: bool) -> int:
+def _attended_pairs(q: Tensor, k: Tensor, call: Call) -> int:
     """(query, key) pairs that are attended, over all heads."""
-    if packed:
-        documents = zip(*(extras[f"cu_seqlens_{side}"].diff().tolist() for side in "qk"))
-        return q.shape[1] * sum(_area(queries, keys, is_causal) for queries, keys in documents)
+    if call.documents is not None:
+        lengths_q, lengths_k = (ends.diff().tolist() for ends in call.documents[:2])
+        return q.shape[1] * sum(_area(*lengths, call.is_causal) for lengths in zip(lengths_q, lengths_k))
     batch_heads = q.shape[0] * q.shape[1]
     lengths = q.shape[2], k.shape[2]
-    if "kv_num_blocks" in extras:
-        lists = TileLists(*(extras[name] for name in TileLists._fields))
-        block_size = lists.token_bits.shape[1], lists.token_bits.shape[2] * WORD_BITS
-        mask = BlockMask(lists=lists, block_size=block_size, seq_lengths=lengths)
+    if call.lists is not None:
+        mask = BlockMask(lists=call.lists, block_size=call.lists.block_size, seq_lengths=lengths)
         return mask.num_attended * batch_heads // (mask.shape[0] * mask.shape[1])
-    if (dense := extras.get("mask")) is not None:
-        return int(dense.sum()) * batch_heads // (dense.shape[0] * dense.shape[1])
-    return batch_heads * _area(*lengths, is_causal)
+    if call.mask is not None:
+        return int(call.mask.sum()) * batch_heads // (call.mask.shape[0] * call.mask.shape[1])
+    return batch_heads * _area(*lengths, call.is_causal)
 
 
 def _area(queries: int, keys: int, is_causal: bool) -> int:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from cs336_systems.attention.validation import without_autocast
+from cs336_systems.attention.checks import without_autocast
 
 
 def causal_mask(num_queries: int, num_keys: int, device: torch.device | str) -> Bool[Tensor, "queries keys"]:

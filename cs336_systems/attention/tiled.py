@@ -25,13 +25,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from cs336_systems.attention.operator import AttentionOperator
-from cs336_systems.attention.validation import (
+from cs336_systems.attention.call import Call, Saved
+from cs336_systems.attention.checks import (
     check_attention_inputs,
     check_flags,
     resolve_scale,
     without_autocast,
 )
+from cs336_systems.attention.rule import AttentionOperator
 
 # Shapes; values have that of keys.
 Queries = Float[Tensor, "... queries head_dim"]
@@ -194,33 +195,27 @@ class FlashAttentionPyTorch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        arguments = (None, ctx.is_causal, ctx.scale, COMPILED if ctx.compiled else "")
         q, k, v, output, lse = ctx.saved_tensors
-        matrices = [q, k, v, output, grad_output]
+        shapes = q.shape, k.shape, v.shape
         if q.ndim != 4:  # the operator's shape: batch and one head
-            matrices = [x.reshape(-1, 1, *x.shape[-2:]) for x in matrices]
+            q, k, v, output, grad_output = (x.reshape(-1, 1, *x.shape[-2:]) for x in (q, k, v, output, grad_output))
             lse = lse.reshape(-1, 1, lse.shape[-1])
-        grads = tiled_attention.gradients((*matrices[:4], lse), matrices[4], None, *arguments)
-        return *(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v))), None, None, None
+        call = Call(ctx.is_causal, ctx.scale, config=COMPILED if ctx.compiled else "")
+        grads = tiled_attention.gradients(Saved(q, k, v, output, lse, grad_output), call)
+        return *(grad.reshape(shape) for grad, shape in zip(grads, shapes)), None, None, None
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, config: str
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     with without_autocast(q):
-        return tiled_forward(q, k, v, is_causal, scale, mask=mask)
+        return tiled_forward(q, k, v, call.is_causal, call.scale, mask=call.mask)
 
 
-def tiled_attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
-    *arguments: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def tiled_attention_backward(saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """An operator's backward, also of a forward without a mask."""
-    *masks, is_causal, scale, config = arguments
-    compiled = config == COMPILED
-    with torch.no_grad(), without_autocast(q):
-        return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale, compiled, *masks)
+    compiled = call.config == COMPILED
+    with torch.no_grad(), without_autocast(saved.q):
+        return tiled_backward(*saved, call.is_causal, call.scale, compiled, call.mask)
 
 
 # What `flash_attention(backend="tiled")` calls.
-tiled_attention = AttentionOperator("tiled_attention", _forward, tiled_attention_backward, extras=("Tensor? mask",))
+tiled_attention = AttentionOperator("tiled_attention", _forward, tiled_attention_backward, takes="mask")

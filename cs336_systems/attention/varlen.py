@@ -10,34 +10,24 @@ No padding is computed, and no token sees another document. Below some thousand 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Never
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cs336_systems.attention.api import (
-    explain_backend,
-    facts_of,
-    facts_of_options,
-    flash_attention,
-    is_deterministic,
-    is_usual,
-    operator_of,
-    recall,
-    remember,
-)
-from cs336_systems.attention.tiles import AttentionConfig
-from cs336_systems.attention.validation import (
+from cs336_systems.attention.api import flash_attention, operator_of
+from cs336_systems.attention.call import Call, Documents
+from cs336_systems.attention.checks import (
     check_attention_inputs,
     check_documents,
     check_flags,
-    refuse_forward_mode,
     refuse_keywords,
     resolve_scale,
-    to_autocast_dtype,
+    to_autocast_dtypes,
 )
+from cs336_systems.attention.choose import explain_backend, is_deterministic
+from cs336_systems.attention.tiles import AttentionConfig
 
 
 def flash_attention_varlen(
@@ -82,38 +72,24 @@ def flash_attention_varlen(
     """
     if unknown:
         refuse_keywords("flash_attention_varlen", unknown)
-    facts = None
-    if config is None and is_usual(3, q, k, v) and is_usual(1, cu_seqlens_q, cu_seqlens_k) and cu_seqlens_k.is_cuda:
-        facts = (  # of boundaries on a GPU, whose values nobody looks at
-            *facts_of(q), *facts_of(k), *facts_of(v), *facts_of(cu_seqlens_q), *facts_of(cu_seqlens_k),
-            cu_seqlens_q is cu_seqlens_k,
-            *facts_of_options(
-                max_seqlen_q, max_seqlen_k, is_causal, scale, enable_gqa, return_lse, deterministic, backend
-            ),
-        )  # fmt: skip
-        if (known := recall(facts)) is not None:
-            output, lse = known.run(q, k, v, cu_seqlens_q, cu_seqlens_k, *known.arguments)
-            return (output, lse) if return_lse else output
     check_flags(
         is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse,
         deterministic=deterministic is None or deterministic,
     )  # fmt: skip
-    q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)
+    q, k, v = to_autocast_dtypes(q, k, v)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa, packed=True)
     check_documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale = resolve_scale(scale, q.shape[2])
+    longest = (max_seqlen_q, max_seqlen_k)
     backend, _ = explain_backend(
-        q.transpose(0, 1), k.transpose(0, 1), backend=backend, is_causal=is_causal, layout="packed",
-        longest=(max_seqlen_q, max_seqlen_k), config=config,
+        q.transpose(0, 1), k.transpose(0, 1), backend=backend, is_causal=is_causal, layout="packed", longest=longest,
+        config=config,
     )  # fmt: skip
     if backend in ("triton", "hopper"):
-        refuse_forward_mode(q, k, v)
-        operator, own = operator_of(backend, "packed"), (is_deterministic(deterministic),) * (backend == "hopper")
-        arguments = (max_seqlen_q, max_seqlen_k, *own, is_causal, scale, config.names if config else "")
-        run: Callable[..., tuple[Tensor, Tensor]] = operator
-        if facts is not None:
-            run, arguments, _ = remember(facts, operator, arguments)
-        output, lse = run(q, k, v, cu_seqlens_q, cu_seqlens_k, *arguments)
+        documents = Documents(cu_seqlens_q, cu_seqlens_k, *longest)
+        names = "" if config is None else config.names
+        call = Call(is_causal, scale, is_deterministic(deterministic), names, documents=documents)
+        output, lse = operator_of(backend, "packed")(q, k, v, call)
     else:
         output, lse = _each_document(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, backend)
     return (output, lse) if return_lse else output

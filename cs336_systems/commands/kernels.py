@@ -48,7 +48,7 @@ def machine_arch(command: str) -> str:
 def shipped_requests(arch: str) -> list[CompileRequest]:
     """Every configuration of the table of `arch`, causal and not, a forward also with split keys; the 16-bit dtypes
     compile alike, so bfloat16 stands for both. ValueError for an unknown architecture."""
-    from cs336_systems.attention.tiles.tables import TABLES
+    from cs336_systems.attention.tiles.choice import TABLES
     from cs336_systems.compiler.offline import CompileRequest, check_arch
 
     check_arch(arch)
@@ -83,7 +83,7 @@ def compile_with_progress(requests: Sequence[CompileRequest]) -> list[CompileRep
 
 def print_reports(reports: Sequence[CompileReport], max_spill_bytes: int = 0) -> None:
     """A line a compilation: registers and spilled bytes of a thread, shared memory of a program, and what is wrong."""
-    from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
+    from cs336_systems.attention.tiles.choice import SHARED_MEMORY_LIMIT_BYTES
     from cs336_systems.compiler.offline import triton_version
 
     numbers = ("registers", "spilled bytes", "shared KiB", "waits")

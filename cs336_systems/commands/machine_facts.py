@@ -18,7 +18,7 @@ SHAPES = {
 
 def describe_machine(device: str, measure: bool) -> dict[str, Any]:
     """Everything that `doctor` prints, as JSON values; ValueError for a device that is not here."""
-    from cs336_systems.attention.backends import available_backends
+    from cs336_systems.attention.choose import available_backends
     from cs336_systems.bench.harness import software_versions
     from cs336_systems.device import device_peak, get_device_info, recommended_dtype
 

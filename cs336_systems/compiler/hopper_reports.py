@@ -28,7 +28,7 @@ import torch
 
 from cs336_systems.attention.hopper.schedule import LATE_FROM, ORDERS, SCHEDULES
 from cs336_systems.attention.masks import BlockMask
-from cs336_systems.attention.tiles.config import head_tile
+from cs336_systems.attention.tiles.kernel_config import head_tile
 from cs336_systems.compiler.offline import (
     CRASH,
     SERIALIZED,

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 
 from cs336_systems.attention.tiles import KernelConfig
-from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
+from cs336_systems.attention.tiles.choice import SHARED_MEMORY_LIMIT_BYTES
 from cs336_systems.config import DTypeName
 
 ARCHITECTURES = {"sm80": 80, "sm86": 86, "sm89": 89, "sm90": 90, "sm100": 100}  # the number in Triton's target

@@ -14,19 +14,19 @@ from cs336_systems.distributed.collectives import (
     rank_in,
     reduce_scatter_mean_flat,
 )
-from cs336_systems.distributed.context_parallel import (
-    merge_attention,
-    ring_attention,
-    split_context,
-    zigzag_join,
-    zigzag_split,
-)
 from cs336_systems.distributed.ddp_bucketed import BucketedDDP
 from cs336_systems.distributed.ddp_flat import FlatDDP
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.fsdp import FSDP, gather_full_params, load_full_params, wrap_blocks
 from cs336_systems.distributed.loss_scale import LossScaler
+from cs336_systems.distributed.ring_attention import (
+    merge_attention,
+    ring_attention,
+    split_context,
+    zigzag_join,
+    zigzag_split,
+)
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.spawn import RankError, is_torchrun, launch, run_ranks
 from cs336_systems.distributed.zero1 import Zero1Optimizer

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from cs336_systems import accounting
 from cs336_systems.analysis import HARDWARE, RankBytes
-from cs336_systems.attention.backends import available_backends
+from cs336_systems.attention.choose import available_backends
 from cs336_systems.book.frames import digits
 from cs336_systems.book.tables import Pick, Wide
 from cs336_systems.config import BYTES_PER_ELEMENT, MODEL_SIZES, ModelConfig, Precision, RunConfig

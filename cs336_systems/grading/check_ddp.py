@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from cs336_systems.grading.checks import Adapters, NotImplementedYet, check
 from cs336_systems.grading.counting import AWAITED, SENT
 from cs336_systems.grading.reference_training import (
     STEPS,
@@ -24,6 +23,7 @@ from cs336_systems.grading.reference_training import (
     seeded,
     squared_error,
 )
+from cs336_systems.grading.registry import Adapters, NotImplementedYet, check
 
 OVERLAP, BUCKETED = "ddp_overlap_individual_parameters", "ddp_overlap_bucketed"
 BOUND = 1e-6  # of a parameter after training, in float32

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.grading.checks import Adapters, check
 from cs336_systems.grading.counting import AWAITED, REDUCED, SENT, LiveBytes, Message, storages_of
 from cs336_systems.grading.reference_training import (
     OBSERVERS,
@@ -31,6 +30,7 @@ from cs336_systems.grading.reference_training import (
     sharded_weights,
     token_batch,
 )
+from cs336_systems.grading.registry import Adapters, check
 
 PROBLEM = "fsdp"
 SHARDED = "shards_the_weights"  # without it there is nothing to grade

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cs336_systems.grading.checks import Adapters, check
 from cs336_systems.grading.counting import recording, state_elements
 from cs336_systems.grading.reference_training import (
     STEPS,
@@ -22,6 +21,7 @@ from cs336_systems.grading.reference_training import (
     seeded,
     squared_error,
 )
+from cs336_systems.grading.registry import Adapters, check
 
 PROBLEM = "optimizer_state_sharding"
 SHARDED = "shards_the_state"  # without it there is nothing to grade

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from cs336_systems.grading.checks import Check, NotImplementedYet, Skipped
 from cs336_systems.grading.project import (
     COURSE_PACKAGES,
     OWN_PACKAGE,
     project_root,
     wanted_packages,
 )
+from cs336_systems.grading.registry import Check, NotImplementedYet, Skipped
 
 MAX_DETAIL = 20_000  # characters of a traceback
 NEEDS_A_GPU = "needs a GPU"

@@ -23,7 +23,7 @@ from cs336_systems.grading import (  # noqa: F401 - they register their checks
     check_fsdp,
     check_optimizer,
 )
-from cs336_systems.grading.checks import CHECKS, HUNG, TIME_LIMIT_S, Check
+from cs336_systems.grading.registry import CHECKS, HUNG, TIME_LIMIT_S, Check
 from cs336_systems.handout import HANDOUT, HandoutProblem, problems_of
 
 AFTER_A_HANG_S = 30.0

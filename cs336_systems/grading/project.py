@@ -19,7 +19,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.grading.checks import Adapters
+from cs336_systems.grading.registry import Adapters
 
 OWN_PACKAGE = Path(__file__).resolve().parent.parent
 STUDENT_PACKAGES = ("cs336_systems", "cs336_basics", "tests")

@@ -33,10 +33,10 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import _prctl_pr_set_pdeathsig
 
 from cs336_systems.device import interpret_kernels
-from cs336_systems.grading.checks import CHECKS, HUNG, Check
 from cs336_systems.grading.counting import count_messages
 from cs336_systems.grading.outcomes import is_under_test, outcome_of_death, outcome_of_error
 from cs336_systems.grading.project import load_adapters
+from cs336_systems.grading.registry import CHECKS, HUNG, Check
 
 FORK = multiprocessing.get_context("fork")
 GRACE_S = 1.0  # for the other ranks to say what happened to them, behind a first failure

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cs336_systems.attention import BlockMask, flash_attention
-from cs336_systems.attention.backends import BACKENDS
+from cs336_systems.attention.choose import BACKENDS
 from cs336_systems.integrations.eager_mask import CausalMask, PairsMask, causal_mask, pairs_mask
 
 DEFAULT_NAME = "cs336"

@@ -13,7 +13,7 @@ from statistics import median
 
 from cs336_systems.attention import flash_attention
 from cs336_systems.attention.api import explain_backend
-from cs336_systems.attention.backends import BACKENDS
+from cs336_systems.attention.choose import BACKENDS
 from cs336_systems.bench.spec import Sample, Unsupported, turns_cell
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.device import interpreter_is_on

@@ -22,7 +22,7 @@ from cs336_systems.attention import BlockMask, FlashAttentionPyTorch, attention_
 from cs336_systems.attention.api import explain_backend
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.attention.tiles import KernelConfig, select_config
-from cs336_systems.attention.tiles.config import tma_reads_rows
+from cs336_systems.attention.tiles.kernel_config import tma_reads_rows
 from cs336_systems.bench.spec import Unsupported
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape
 from cs336_systems.device import has_cxx_compiler
@@ -172,13 +172,13 @@ def taken_by(backend: str, shape: AttentionShape, device: str, **options: Any) -
 def _kernels(backend: str, q: Tensor, k: Tensor, shape: AttentionShape) -> str:
     """The kernels that run with the tiles chosen, and whether it is the interpreter that runs them."""
     if backend == "hopper":
-        from cs336_systems.attention.hopper.function import kernel_names
+        from cs336_systems.attention.hopper.entry import kernel_names
 
         return kernel_names(q, k, is_causal=shape.is_causal)
     if backend == "triton_first":
         return ran("flash_fwd_kernel tiled_backward", q.device.type)
-    from cs336_systems.attention.triton.function import forward_name, kernel_config
-    from cs336_systems.attention.triton.operands import rows_of_groups
+    from cs336_systems.attention.triton.launch import rows_of_groups
+    from cs336_systems.attention.triton.passes import forward_name, kernel_config
 
     rows = rows_of_groups(q, k, shape.is_causal)
     forward = forward_name(kernel_config("forward", rows, k, is_causal=shape.is_causal), rows, k, shape.is_causal)
@@ -189,8 +189,8 @@ def _kernels(backend: str, q: Tensor, k: Tensor, shape: AttentionShape) -> str:
 def whole_keys(shape: AttentionShape) -> AttentionFunction:
     """The Triton forward, whose keys are not split among programs however few the queries are."""
     from cs336_systems.attention.triton.forward import launch_forward
-    from cs336_systems.attention.triton.function import kernel_config
-    from cs336_systems.attention.triton.operands import rows_of_groups
+    from cs336_systems.attention.triton.launch import rows_of_groups
+    from cs336_systems.attention.triton.passes import kernel_config
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         config = kernel_config("forward", rows_of_groups(q, k, shape.is_causal), k, is_causal=shape.is_causal)

@@ -4,7 +4,7 @@ The problem `tile_choice` and the command `cs336-systems tune flash` measure the
 with the oracle on the same inputs. A kernel of the backward runs beside the table's others, and its time is that of its
 own stage, so that a good kernel cannot hide a bad one.
 
-Nothing here writes a table: a person reads the proposals and edits `attention/tiles/tables.py`.
+Nothing here writes a table: a person reads the proposals and edits `attention/tiles/choice.py`.
 """
 
 import math
@@ -18,7 +18,7 @@ import pandas as pd
 from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile, tuning_grid
-from cs336_systems.attention.tiles.tables import TABLES
+from cs336_systems.attention.tiles.choice import TABLES
 from cs336_systems.bench.records import Record, case_key, case_to_dict
 from cs336_systems.bench.spec import Cell, Row, Sample, Unsupported
 from cs336_systems.compiler.offline import compile_all, compiled_launches, compiler_errors, first_line
@@ -74,7 +74,7 @@ def launches_of(
     """
     from cs336_systems.attention.triton.backward import launch_backward
     from cs336_systems.attention.triton.forward import launch_forward
-    from cs336_systems.attention.triton.function import kernel_config
+    from cs336_systems.attention.triton.passes import kernel_config
 
     q, k, v, grad_output = inputs
     scale = 1 / math.sqrt(q.shape[-1])

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.distributed.context_parallel import split_context, zigzag_split
 from cs336_systems.distributed.ddp_bucketed import BucketedDDP
 from cs336_systems.distributed.ddp_flat import FlatDDP
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.loss_scale import LossScaler
+from cs336_systems.distributed.ring_attention import split_context, zigzag_split
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.model import AdamW, build_model, clip_gradients, cross_entropy

@@ -140,9 +140,16 @@ from cs336_systems.attention.hopper.walk import Documents, key_place, query_plac
 from cs336_systems.attention.hopper.wide_backward import gradients_of_keys, hopper_wide_backward
 from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import head_tile
-from cs336_systems.attention.tiles.config import HALF_L2_SHARE_BYTES, L2_SHARE_BYTES
-from cs336_systems.attention.triton.launch import empty, empty_like, launch, log_launch, overlap_options
-from cs336_systems.attention.triton.operands import num_multiprocessors, num_tiles
+from cs336_systems.attention.tiles.kernel_config import HALF_L2_SHARE_BYTES, L2_SHARE_BYTES
+from cs336_systems.attention.triton.launch import (
+    empty,
+    empty_like,
+    launch,
+    log_launch,
+    num_multiprocessors,
+    num_tiles,
+    overlap_options,
+)
 from cs336_systems.attention.triton.steps import LOG2_E
 from cs336_systems.measure.stages import stage
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES, head_tile
-from cs336_systems.attention.triton.operands import describable, described_strides, rows_are_aligned
+from cs336_systems.attention.tiles.kernel_config import TMA_ALIGNMENT_BYTES, head_tile
+from cs336_systems.attention.triton.launch import describable, described_strides, rows_are_aligned
 
 ROWS_OF_DOCUMENTS = 2**30
 ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}

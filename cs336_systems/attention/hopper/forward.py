@@ -113,8 +113,14 @@ from cs336_systems.attention.hopper.walk import (
 )
 from cs336_systems.attention.masks.tiles import BITS, TileLists
 from cs336_systems.attention.tiles import seen_keys
-from cs336_systems.attention.triton.launch import empty, empty_like, launch, log_launch
-from cs336_systems.attention.triton.operands import empty_results, num_multiprocessors
+from cs336_systems.attention.triton.launch import (
+    empty,
+    empty_like,
+    empty_results,
+    launch,
+    log_launch,
+    num_multiprocessors,
+)
 from cs336_systems.attention.triton.split import merge
 from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST
 from cs336_systems.measure.stages import stage

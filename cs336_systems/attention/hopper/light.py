@@ -18,9 +18,9 @@ from cs336_systems.attention.hopper.backward_walk import QUERY_PADDING
 from cs336_systems.attention.hopper.division import Division
 from cs336_systems.attention.masks.tiles import BITS
 from cs336_systems.attention.tiles import head_tile
+from cs336_systems.attention.triton.documents import rows_of_document, tile_of_slot
 from cs336_systems.attention.triton.launch import empty, launch, overlap_options
 from cs336_systems.attention.triton.steps import LOG2_E, await_previous, start_next
-from cs336_systems.attention.triton.varlen import rows_of_document, tile_of_slot
 
 LIGHT_ROWS = 64  # of a program: those of a block of dQ's accumulator
 CHUNK = tl.constexpr(8)  # elements in 16 bytes, of which TMA wants strides to be multiples

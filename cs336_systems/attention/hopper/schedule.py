@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cs336_systems.attention.hopper.division import MAX_ROUNDS, MULTIPROCESSORS
-from cs336_systems.attention.tiles.config import HALF_L2_SHARE_BYTES, L2_SHARE_BYTES, head_tile
+from cs336_systems.attention.tiles.kernel_config import HALF_L2_SHARE_BYTES, L2_SHARE_BYTES, head_tile
 
 CONSUMER_ROWS = 64  # rows of queries of a warp group
 CONSUMER_WARPS = 4  # a warp group's; kernels are launched with the first consumer's and specialise the others

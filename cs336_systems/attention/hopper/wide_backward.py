@@ -71,9 +71,8 @@ from cs336_systems.attention.hopper.walk import (
     work_of_call,
 )
 from cs336_systems.attention.tiles import head_tile
-from cs336_systems.attention.tiles.config import L2_SHARE_BYTES
-from cs336_systems.attention.triton.launch import empty, empty_like, launch, log_launch
-from cs336_systems.attention.triton.operands import num_multiprocessors, num_tiles
+from cs336_systems.attention.tiles.kernel_config import L2_SHARE_BYTES
+from cs336_systems.attention.triton.launch import empty, empty_like, launch, log_launch, num_multiprocessors, num_tiles
 from cs336_systems.attention.triton.steps import LOG2_E
 from cs336_systems.measure.stages import stage
 

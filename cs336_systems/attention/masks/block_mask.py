@@ -33,6 +33,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from cs336_systems.attention.checks import (
+    FLOATING_DTYPES,
+    check_count,
+    check_flag,
+    check_tensor,
+    has_values,
+    kind_of,
+)
 from cs336_systems.attention.masks import patterns
 from cs336_systems.attention.masks.tiles import (
     DEAD,
@@ -47,15 +55,6 @@ from cs336_systems.attention.masks.tiles import (
     num_blocks,
     unpack_tokens,
     words_per_row,
-)
-from cs336_systems.attention.validation import (
-    FLOATING_DTYPES,
-    are_plain,
-    check_count,
-    check_flag,
-    check_tensor,
-    has_values,
-    kind_of,
 )
 from cs336_systems.measure.stages import stage
 
@@ -482,22 +481,6 @@ class BlockMask:
         return "causal" if count_attended(common, self.block_size) == attended else None
 
     # What a mask is
-
-    @property
-    def facts(self) -> tuple[Any, ...] | None:
-        """What a call along the lists depends on beside their values, by which it is known again.
-
-        None where that does not tell: of lists that are one tensor, or of another kind than torch's own.
-        """
-        if not are_plain(*self.lists) or len(set(map(id, self.lists))) < len(self.lists):
-            return None
-        return (*[x.shape for x in self.lists], self.device, self.block_size, self.seq_lengths)
-
-    @property
-    def dense_facts(self) -> tuple[Any, ...] | None:
-        """What a call of the dense kernels in the mask's place depends on, which reads no list; None without a form."""
-        form = self.dense_form
-        return None if form is None else (form, self.shape, self.device)
 
     @property
     def device(self) -> torch.device:

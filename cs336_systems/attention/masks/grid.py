@@ -12,9 +12,9 @@ from typing import Literal, get_args
 
 import torch
 
+from cs336_systems.attention.checks import check_count
 from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK, BlockMask, Device
 from cs336_systems.attention.masks.tiles import BlockSize, Plane, check_block_size
-from cs336_systems.attention.validation import check_count
 from cs336_systems.grids import hilbert_order, row_major_order
 
 GridOrder = Literal["rows", "hilbert"]

@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from cs336_systems.attention.checks import check_count
 from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK, BlockMask, Device
 from cs336_systems.attention.masks.grid import neighbourhood_mask
 from cs336_systems.attention.masks.tiles import BlockSize, check_block_size, num_blocks
-from cs336_systems.attention.validation import check_count
 
 PATTERNS = (
     "full, causal, window:W, document:L,L,..., dilated:SEGMENT/RATE, grid:RADIUS, hilbert:RADIUS, "

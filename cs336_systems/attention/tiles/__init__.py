@@ -1,15 +1,14 @@
 """Which tiles each kernel uses on which GPU, and when a forward splits the keys: pure, and testable without one."""
 
-from cs336_systems.attention.tiles.config import (
+from cs336_systems.attention.tiles.choice import part_size, seen_keys, select_config, target_of
+from cs336_systems.attention.tiles.kernel_config import (
     MAX_HEAD_DIM,
     AttentionConfig,
     KernelConfig,
     head_tile,
     parse_configs,
 )
-from cs336_systems.attention.tiles.grid import smaller_config, smallest_tile, tuning_grid
-from cs336_systems.attention.tiles.parts import part_size, seen_keys
-from cs336_systems.attention.tiles.tables import select_config, target_of
+from cs336_systems.attention.tiles.search import smaller_config, smallest_tile, tuning_grid
 
 __all__ = [
     "MAX_HEAD_DIM",

@@ -28,10 +28,21 @@ import triton.language as tl
 
 from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import KernelConfig, head_tile
-from cs336_systems.attention.tiles.config import HALF_L2_SHARE_BYTES
-from cs336_systems.attention.triton.launch import empty, empty_like, launch, overlap_options
-from cs336_systems.attention.triton.lists import hide_keys, hide_queries, row_of_step, share_of, walked, walks_of
-from cs336_systems.attention.triton.operands import Keys, Queries, Rows, described, grid_of, num_tiles, tile_options
+from cs336_systems.attention.tiles.kernel_config import HALF_L2_SHARE_BYTES
+from cs336_systems.attention.triton.launch import (
+    Keys,
+    Queries,
+    Rows,
+    described,
+    empty,
+    empty_like,
+    grid_of,
+    launch,
+    num_tiles,
+    overlap_options,
+    tile_options,
+)
+from cs336_systems.attention.triton.lists import hide_keys, hide_queries, row_of_step, walked, walks_of
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     ROW_PADDING,
@@ -369,21 +380,21 @@ def launch_backward(
     rows = launch_preprocess(output, lse, grad_output, grad_lse)
     strides = (q.stride(), k.stride(), v.stride(), grad_output.stride())
     sizes_and_scales = (num_queries, num_keys, scale, scale * LOG2_E.value, 0.0)
-    group, share = heads // kv_heads, share_of(lists, HALF_L2_SHARE_BYTES if is_causal else 0)
+    group, share = heads // kv_heads, HALF_L2_SHARE_BYTES if is_causal or lists is not None else 0
+    by_keys, by_queries = (None, None) if lists is None else (walked(lists, "q"), walked(lists, "kv"))
     common = {"GROUP": group, "IS_CAUSAL": is_causal, **overlap_options(q.device, follows=True)}
     with stage("dkv"):
         launch(
             flash_backward_dkdv_kernel, grid_of(dkdv_config, q, k),
             (*described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v),
-            (*strides, kv_heads, heads_together(batch * kv_heads, q, group, share), *sizes_and_scales,
-             walked(lists, "q")),
+            (*strides, kv_heads, heads_together(batch * kv_heads, q, group, share), *sizes_and_scales, by_keys),
             common | tile_options(dkdv_config, head_dim, lists),
         )  # fmt: skip
     with stage("dq"):
         launch(
             flash_backward_dq_kernel, grid_of(dq_config, q, k),
             (*described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q),
-            (*strides, heads, heads_together(batch * heads, k, share=share), *sizes_and_scales, walked(lists, "kv")),
+            (*strides, heads, heads_together(batch * heads, k, share=share), *sizes_and_scales, by_queries),
             common | tile_options(dq_config, head_dim, lists),
         )  # fmt: skip
     return grad_q, grad_k, grad_v

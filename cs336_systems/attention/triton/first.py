@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.attention.operator import AttentionOperator
+from cs336_systems.attention.call import Call
+from cs336_systems.attention.rule import AttentionOperator
 from cs336_systems.attention.tiled import tiled_attention_backward
 
 TILE = 64  # rows of a tile of queries and of one of keys: lengths are whole tiles
@@ -85,9 +86,7 @@ def check_first(q: Tensor, k: Tensor) -> None:
         )
 
 
-def flash_forward_first(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str = ""
-) -> tuple[Tensor, Tensor]:
+def flash_forward_first(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Output in q's dtype and log-sum-exp (..., queries) in float32 of q, k, v (..., seq, head_dim), any strides."""
     check_first(q, k)
     output, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
@@ -104,4 +103,8 @@ def flash_forward_first(
     return output, lse
 
 
-triton_first_attention = AttentionOperator("triton_first_attention", flash_forward_first, tiled_attention_backward)
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    return flash_forward_first(q, k, v, call.is_causal, call.scale)
+
+
+triton_first_attention = AttentionOperator("triton_first_attention", _forward, tiled_attention_backward)

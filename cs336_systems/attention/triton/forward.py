@@ -17,18 +17,19 @@ import triton.language as tl
 
 from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import KernelConfig
-from cs336_systems.attention.triton.launch import launch
-from cs336_systems.attention.triton.lists import hide_keys, row_of_step, share_of, walked, walks_of
-from cs336_systems.attention.triton.operands import (
+from cs336_systems.attention.tiles.kernel_config import HALF_L2_SHARE_BYTES, L2_SHARE_BYTES
+from cs336_systems.attention.triton.launch import (
     Keys,
     Queries,
     Rows,
     described,
     empty_results,
     grid_of,
+    launch,
     rows_of_groups,
     tile_options,
 )
+from cs336_systems.attention.triton.lists import hide_keys, row_of_step, walked, walks_of
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     LOWEST,
@@ -151,13 +152,14 @@ def launch_forward(
     batch, heads, num_queries, head_dim = rows.shape
     together = 1
     if is_causal or lists is not None:
-        together = heads_together(batch * heads, k, share=share_of(lists))
+        share = L2_SHARE_BYTES if lists is None else HALF_L2_SHARE_BYTES
+        together = heads_together(batch * heads, k, share=share)
     with stage("forward"):
         launch(
             flash_forward_kernel, grid_of(config, rows, k),
             (*described(config, q=rows, k=k, v=v), output, lse),
             (rows.stride(), k.stride(), v.stride(), heads, together, num_queries, k.shape[2], scale * LOG2_E.value, 0.0,
-             walked(lists, "kv")),
+             None if lists is None else walked(lists, "kv")),
             {"GROUP": heads // k.shape[1], **tile_options(config, head_dim, lists), "IS_CAUSAL": is_causal},
         )  # fmt: skip
     return output, lse

@@ -1,92 +1,192 @@
-"""Launching kernels, Triton's and Gluon's: through Triton the first times, by the CUDA driver alone from then on.
+"""How a kernel is launched: what it is given, and every launch and allocation, so that a call can be replayed.
 
-    def forward(q, k, v, is_causal, scale):         # plain Python: choose tiles, allocate, launch
-        output = empty_like(q)                      # memory that a replay allocates again
-        launch(kernel, grid, (q, k, v, output), numbers, options)
-        return (output,)
+    output, lse = empty_results(q)              # memory that a replay allocates again
+    launch(kernel, grid_of(config, q, k), (*described(config, q=q, k=k, v=v), output, lse), numbers, options)
 
-    replay = Replay(forward)                        # for calls that differ in nothing but addresses
-    (output,) = replay(q, k, v, True, 0.125)
+With a descriptor Hopper's copy engine (TMA) reads a tile in one instruction: a thread computes no addresses and holds
+none in registers, and rows or columns past the end arrive as zeros. The engine wants rows that are contiguous and start
+at multiples of 16 bytes; other inputs take the pointer kernels.
 
-Short attention calls wait for the host: Triton's own launch looks at every argument in Python and encodes each TMA
-descriptor anew, 12 to 29 µs a kernel on an H200's host, where the driver needs 5.
-  1. run      The first two calls run the function.
-  2. record   During the second, `empty` and `launch` note what was allocated and launched.
-  3. bind     Each kernel's parameters are laid out in a block of memory, as its PTX declares them: for a descriptor 128
-              bytes of tensor map, the shape in 32 bits and the strides in 64; an address; a number.
-  4. replay   Every later call allocates, writes the new addresses into the blocks and calls `cuLaunchKernelEx`; in C++
-              where `attention/native` has been built.
-A call is replayed only if it is nothing but launches: every tensor that a kernel touches is an argument of the function
-or came from `empty`, and so did every result. A function that copies an input or fills a result always runs itself, and
-so does every call while a profiler has hooks on Triton's launches or the stages of calls are timed.
-
-Sources: CUDA Driver API, cuLaunchKernelEx, cuTensorMapReplaceAddress; triton/backends/nvidia/driver.py.
+Packed documents, (rows, heads, head_dim), are described as if a sequence began at each row: batch element r is the
+tensor from row r on. So a kernel reads a document as it reads any sequence, with its first row for the batch element.
+The engine knows the ends of neither the document nor, but for r = 0, the tensor: it may be asked for whole tiles of a
+document alone, and those that its end cuts are read by pointers.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
-from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cs336_systems.attention import native
-from cs336_systems.attention.backends import INTERPRETER_BFLOAT16, INTERPRETER_HINT
-from cs336_systems.attention.tiles import KernelConfig, smaller_config
+from cs336_systems.attention.choose import INTERPRETER_BFLOAT16, INTERPRETER_HINT
+from cs336_systems.attention.masks.tiles import TileLists
+from cs336_systems.attention.replay import Launched, have_context, thread
+from cs336_systems.attention.tiles import KernelConfig, head_tile, smaller_config
+from cs336_systems.attention.tiles.kernel_config import TMA_ALIGNMENT_BYTES, tma_reads_rows
+from cs336_systems.attention.triton.steps import Tiles
 from cs336_systems.device import interpreter_is_on
 from cs336_systems.measure.stages import stages_are_timed
 
+# Shapes of what launchers take and return; values have the shape of keys.
+Queries = Float[Tensor, "batch heads queries head_dim"]
+Keys = Float[Tensor, "batch kv_heads keys head_dim"]
+Rows = Float[Tensor, "batch heads queries"]  # a number for each query: L, delta
+PackedQueries = Float[Tensor, "total_queries heads head_dim"]
+PackedKeys = Float[Tensor, "total_keys kv_heads head_dim"]
+PackedRows = Float[Tensor, "heads total_queries"]
+Boundaries = Int[Tensor, " documents_plus_1"]
+
+QUERY_OPERANDS = ("q", "grad_output")
+MAX_GROUPED_ROWS = 64  # of a tile of 16-bit elements on sm_90; smaller ones take two or four
+MAX_COLUMN_OFFSET = 2**31
+
+
 LOG_SWITCH = "CS336_ATTN_LOG"
 OVERLAPS_FROM = 90  # the first architecture, sm_90, on which a kernel may start while the one before it ends
-POINTER_ALIGNMENT_BYTES = 16  # Triton compiles other code for pointers that this does not divide
-
-# Of calls that cannot be bound. Most never can; some only where two arguments lie in one place, which may change.
-MOST_RECORDINGS = 3
-PARAMETER_BYTES = 128  # that each parameter of a block gets: a tensor map takes them, at a multiple of 64
-NUMBERS = {"i32": "u32", "i64": "u64", "fp32": "f32"}  # Triton's kinds and PTX's
-STORED: dict[str, Any] = {"u32": ctypes.c_int32, "u64": ctypes.c_int64, "f32": ctypes.c_float}
-# Triton's numbers of element types are the driver's (cuda.h, CUtensorMapDataType) but for float64, float32, bfloat16.
-DRIVER_ELEMENT_TYPES = {8: 10, 9: 8, 10: 9}
-# cuda.h: CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapFloatOOBfill as Triton encodes its descriptors.
-NO_INTERLEAVE, PROMOTE_TO_128_BYTES, FILL_WITH_ZEROS = 0, 2, 0
-
 Results = TypeVar("Results")
-_runtime = knobs.runtime
-
-
-# Launching through Triton
-
-
-class Launched(NamedTuple):
-    """A launch that Triton has made: `compiled[grid](*arguments, ...)`, up to the last run-time argument."""
-
-    compiled: Any
-    grid: tuple[int, int, int]
-    arguments: tuple[Any, ...]
-
-
-class _Recording(NamedTuple):
-    """What one call allocates by `empty` and launches."""
-
-    buffers: list[Tensor]
-    launches: list[Launched | None]
-
-
-_thread = threading.local()  # recording: of this thread's call; has_context: whether it is known to have one
 _interpreting = threading.RLock()  # Triton's interpreter keeps the program that it is at in globals
+
+
+# Descriptors
+
+
+def describable(*tensors: Tensor) -> bool:
+    """Whether TMA can read all of these (batch, heads, rows, head_dim) or packed tensors as they are."""
+    for x in tensors:
+        if x.data_ptr() % TMA_ALIGNMENT_BYTES:
+            return False
+        width = x.element_size()
+        if x.is_contiguous():
+            if x.shape[-1] * width % TMA_ALIGNMENT_BYTES:
+                return False
+            continue
+        if x.stride(-1) != 1:
+            return False
+        for size, stride in zip(x.shape[:-1], x.stride()):
+            if size != 1 and (stride <= 0 or stride * width % TMA_ALIGNMENT_BYTES):
+                return False
+    return True
+
+
+def rows_are_aligned(x: Tensor) -> bool:
+    """Whether TMA can read a contiguous copy of x."""
+    return tma_reads_rows(x.shape[-1], x.element_size())
+
+
+def described(config: KernelConfig, *, packed: bool = False, **operands: Tensor) -> list[Tensor | TensorDescriptor]:
+    """`operands` as a kernel under `config` takes them: themselves, or descriptors of tiles where the config says TMA.
+
+    `packed`: of (rows, heads, head_dim) tensors batch element r begins at row r. ValueError naming the operand that TMA
+    cannot read.
+    """
+    if not config.tma:
+        return list(operands.values())
+    found: list[Tensor | TensorDescriptor] = []
+    for name, x in operands.items():
+        if not describable(x):
+            raise ValueError(
+                f"{config.name} reads tiles by TMA, which needs {name} with contiguous rows at multiples of "
+                f"{TMA_ALIGNMENT_BYTES} bytes, got strides {tuple(x.stride())} of {x.element_size()} bytes"
+            )
+        shape, strides = tuple(x.shape), x.stride()
+        if packed:
+            shape, strides = (shape[0], shape[1], shape[0], shape[2]), (strides[0], strides[1], strides[0], strides[2])
+        rows = config.query_tile if name in QUERY_OPERANDS else config.key_tile
+        block = [1, 1, rows, head_tile(shape[-1])]
+        found.append(TensorDescriptor(x, list(shape), described_strides(shape, strides, x.element_size()), block))
+    return found
+
+
+def described_strides(shape: tuple[int, ...], strides: tuple[int, ...], bytes_per_element: int) -> list[int]:
+    """A tensor's strides; that of a dimension of one element is any number, and descriptors want an aligned one."""
+    aligned = TMA_ALIGNMENT_BYTES // bytes_per_element
+    return [stride if size > 1 else aligned for stride, size in zip(strides[:-1], shape)] + [1]
+
+
+# Grids and compile-time options
+
+
+def num_tiles(rows: int, tile: int) -> int:
+    """`rows` over `tile`, rounded up."""
+    return -(-rows // tile)
+
+
+def grid_of(config: KernelConfig, q: Tensor, k: Tensor) -> tuple[int]:
+    """A program for each tile of each head: of queries, or under a dkdv configuration of keys and their heads."""
+    x, tile = (k, config.key_tile) if config.kernel == "dkdv" else (q, config.query_tile)
+    batch, heads, rows, _ = x.shape
+    return (num_tiles(rows, tile) * batch * heads,)
+
+
+def tile_options(config: KernelConfig, head_dim: int, lists: TileLists | None = None) -> dict[str, Any]:
+    """What a kernel is told of its configuration, and of the tiles of a block mask."""
+    block_size, stages = (0, 0), config.num_stages
+    if lists is not None:
+        # A tile's address hangs on a load of its index, and Triton spreads the two loads over its stages: it takes
+        # these many for as many tiles in flight as the dense kernels have with config.num_stages.
+        block_size, stages = lists.block_size, 2 * stages - 1
+    tiles = Tiles(
+        D=head_dim, D_TILE=head_tile(head_dim), Q_TILE_SIZE=config.query_tile, K_TILE_SIZE=config.key_tile,
+        PRECISION=config.precision, Q_BLOCK=block_size[0], K_BLOCK=block_size[1],
+    )  # fmt: skip
+    return {"TILES": tiles, "num_warps": config.num_warps, "num_stages": stages}
+
+
+# Memory
+
+
+def empty_results(q: Queries) -> tuple[Queries, Rows]:
+    """Where a forward of q writes: contiguous O in q's dtype, and L in float32."""
+    return empty_like(q), empty(q.shape[:3], torch.float32, q.device)
+
+
+def within_reach(x: Any) -> Any:
+    """`x`, or a contiguous copy of a tensor whose columns are too far apart: kernels count those in 32 bits."""
+    if isinstance(x, Tensor) and x.ndim and (x.shape[-1] - 1) * x.stride(-1) >= MAX_COLUMN_OFFSET:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def rows_of_groups(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
+    """q (batch, heads, queries, head_dim) as a forward without a mask reads it: few queries together in tiles.
+
+    Query heads that share a key head are then rows of one, (batch, kv_heads, group * queries, head_dim), a view: their
+    programs would read the same keys each and leave the rest of their tile empty, as where one token is generated. Else
+    q itself. O and L are contiguous, so their memory is the same either way.
+    """
+    batch, heads, queries, head_dim = q.shape
+    kv_heads = k.shape[1]
+    if heads == kv_heads or is_causal or heads // kv_heads * queries > MAX_GROUPED_ROWS:
+        return q
+    stride_b, stride_h, stride_s, stride_d = q.stride()
+    if queries > 1 and stride_h != queries * stride_s:
+        return q
+    group = heads // kv_heads
+    row_stride = stride_h if queries == 1 else stride_s
+    size = (batch, kv_heads, group * queries, head_dim)
+    return q.as_strided(size, (stride_b, stride_h * group, row_stride, stride_d))
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 0 of what is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
+# Launching
 
 
 def launch(
@@ -95,18 +195,16 @@ def launch(
     """`kernel[grid](*tensors, *numbers, **options)`; tensors may be descriptors, Triton's or Gluon's, and one of
     numbers a tuple of them."""
     compiled = kernel[grid](*tensors, *numbers, **options)
-    recording = getattr(_thread, "recording", None)
-    if recording is not None:  # nothing is compiled in the interpreter
+    if (record := thread.recording) is not None:  # nothing is compiled in the interpreter
         launched = None if compiled is None else Launched(compiled, (*grid, 1, 1), (*tensors, *numbers))
-        recording.launches.append(launched)
+        record.launches.append(launched)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Contiguous uninitialised memory that a replay allocates again. What is filled by torch must come from torch."""
     buffer = torch.empty(shape, dtype=dtype, device=device)
-    recording = getattr(_thread, "recording", None)
-    if recording is not None:
-        recording.buffers.append(buffer)
+    if (record := thread.recording) is not None:
+        record.buffers.append(buffer)
     return buffer
 
 
@@ -138,9 +236,9 @@ def launch_fitting(
                 return run(**configs)
             except OutOfResources as error:
                 configs = _shrink_largest(configs, q, error)
-                if (recording := getattr(_thread, "recording", None)) is not None:
-                    recording.launches.clear()
-                    recording.buffers.clear()
+                if (record := thread.recording) is not None:
+                    record.launches.clear()
+                    record.buffers.clear()
 
 
 def _shrink_largest(
@@ -179,7 +277,7 @@ def on_device_of(x: Tensor) -> Iterator[None]:
     """Makes x's device the current CUDA device, on which Triton launches, in a context that this thread has."""
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         if x.is_cuda:
-            _have_context(x.device.index)
+            have_context(x.device.index)
         yield
 
 
@@ -205,292 +303,3 @@ def _log_is_on() -> bool:
 @cache
 def _print_once(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-# Replaying
-
-
-class Replay:
-    """`run` on plain tensors, replayed from the third call on; the module says how.
-
-    `run(*arguments)` takes a tensor, then tensors and others, and returns a tuple of tensors.
-    All calls have the same shapes, strides, dtypes, device and other arguments.
-    """
-
-    def __init__(self, run: Callable[..., tuple[Tensor, ...]]) -> None:
-        self._run = run
-        self._recordings_left = MOST_RECORDINGS
-        self._runs = 0  # a shape that comes once, as each step of generation has, is not laid out
-        self._tensors_of: Callable[[tuple[Any, ...]], tuple[Tensor, ...]]  # of the arguments
-        self._buffers: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # arguments of `new_empty_strided`
-        self._num_results = 0
-        self._kernels: list[_BoundKernel] = []
-        self._launches: list[Callable[[], int]] = []
-        self._plug_in: Callable[[tuple[Any, ...]], tuple[Tensor, ...] | None] | None = None  # the rest, in C++
-        self._addresses: list[int] = []  # that the launches are for
-        self._words: Any = None  # the addresses where kernels find them
-        self._stream = 0
-        self._lock = threading.Lock()  # the blocks serve one call at a time
-
-    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
-        if not self._launches:
-            return self._run_and_record(arguments)
-        first = arguments[0]
-        device = first.get_device()
-        if torch._C._cuda_getDevice() != device or _somebody_watches():
-            return self._run(*arguments)
-        _have_context(device)
-        if self._plug_in is not None:
-            results = self._plug_in(arguments)
-            return self._run(*arguments) if results is None else results
-        buffers = [first.new_empty_strided(*shape, **dtype) for shape, dtype in self._buffers]
-        addresses = [x.data_ptr() for x in (*self._tensors_of(arguments), *buffers)]
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        with self._lock:
-            if addresses != self._addresses or stream != self._stream:
-                for address in addresses:
-                    if address % POINTER_ALIGNMENT_BYTES:
-                        return self._run(*arguments)
-                self._words[:] = self._addresses = addresses
-                self._stream = stream
-                for kernel in self._kernels:
-                    kernel.follow(addresses, stream)
-            for launch_again in self._launches:
-                if launch_again():  # the driver refuses: Triton's own launch says why
-                    return self._run(*arguments)
-        return tuple(buffers[: self._num_results])
-
-    def _run_and_record(self, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        tensors = [x for x in arguments if isinstance(x, Tensor)]
-        aligned = all(x.data_ptr() % POINTER_ALIGNMENT_BYTES == 0 for x in tensors)
-        if not self._recordings_left or not arguments[0].is_cuda or not aligned or _somebody_watches():
-            return self._run(*arguments)
-        self._runs += 1
-        if self._runs == 1:
-            return self._run(*arguments)
-        self._recordings_left -= 1
-        with _recorded() as recording:
-            results = self._run(*arguments)
-        # The results come first among the buffers, in their order; the others are scratch memory.
-        made = {id(x) for x in recording.buffers}
-        if all(id(x) in made for x in results):
-            buffers = [*results, *(x for x in recording.buffers if all(x is not result for result in results))]
-            words = (ctypes.c_uint64 * (len(tensors) + len(buffers)))()
-            kernels = [bind(launched, [*tensors, *buffers], words) for launched in recording.launches]
-            with self._lock:
-                if not self._launches and all(kernels):
-                    places = [place for place, x in enumerate(arguments) if isinstance(x, Tensor)]
-                    self._tensors_of = itemgetter(*places)
-                    self._num_results = len(results)
-                    dtypes = [{} if x.dtype == arguments[0].dtype else {"dtype": x.dtype} for x in buffers]
-                    self._buffers = [((tuple(x.shape), x.stride()), dtype) for x, dtype in zip(buffers, dtypes)]
-                    self._kernels = [kernel for kernel in kernels if kernel is not None]
-                    self._words = words
-                    if (library := native.load()) is not None:
-                        self._plug_in = library.Replay(
-                            arguments[0].get_device(), places, [(list(x.shape), x.stride(), x.dtype) for x in buffers],
-                            len(results), ctypes.addressof(words), [kernel.places for kernel in self._kernels],
-                            _address_of(cuda_driver().cuTensorMapReplaceAddress),
-                            _address_of(cuda_driver().cuLaunchKernelEx),
-                        )  # fmt: skip
-                    self._launches = [kernel.launch for kernel in self._kernels]
-        return results
-
-
-class Replays:
-    """Both passes of an attention operator's calls with the same facts: `forward` and `backward` as it has them."""
-
-    def __init__(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-        self.forward = Replay(forward)
-        self._backward = backward
-        self._backwards: dict[Any, Replay] = {}  # by the strides of the upstream gradients
-
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
-        grad_lse: Tensor | None, *arguments: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        key = grad_output.stride() if grad_lse is None else (grad_output.stride(), grad_lse.stride())
-        replay = self._backwards.get(key)
-        if replay is None:
-            replay = self._backwards[key] = Replay(self._backward)
-        return replay(q, k, v, output, lse, grad_output, grad_lse, *arguments)
-
-
-@contextmanager
-def _recorded() -> Iterator[_Recording]:
-    outer, _thread.recording = getattr(_thread, "recording", None), _Recording([], [])
-    try:
-        yield _thread.recording
-    finally:
-        _thread.recording = outer
-
-
-def _somebody_watches() -> bool:
-    """Whether a profiler of Triton's wants to hear of launches, or the stages of calls are being timed."""
-    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
-    return stages_are_timed() or bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-class _LaunchConfig(ctypes.Structure):
-    """cuda.h's CUlaunchConfig."""
-
-    _fields_ = [
-        ("grid_x", ctypes.c_uint), ("grid_y", ctypes.c_uint), ("grid_z", ctypes.c_uint),
-        ("block_x", ctypes.c_uint), ("block_y", ctypes.c_uint), ("block_z", ctypes.c_uint),
-        ("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p), ("num_attributes", ctypes.c_uint),
-    ]  # fmt: skip
-
-
-class _LaunchAttribute(ctypes.Structure):
-    """cuda.h's CUlaunchAttribute: its value, here one integer, is a union of 64 bytes."""
-
-    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
-
-
-# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: may start before the kernel ahead in the stream has ended.
-_OVERLAPS = _LaunchAttribute(id=6, value=1)
-
-
-class _BoundKernel:
-    """A compiled kernel and its block of parameters, for tensors at addresses that change."""
-
-    def __init__(self, launched: Launched, memory: Any, places: list[int], maps: list[tuple[int, int]]) -> None:
-        compiled, metadata = launched.compiled, launched.compiled.metadata
-        compiled._init_handles()
-        self._kept = compiled, memory  # alive as long as the launch
-        self._maps = maps  # places of tensor maps, and the numbers of their tensors
-        attributes = (ctypes.addressof(_OVERLAPS), 1) if metadata.launch_pdl else (None, 0)
-        self._config = _LaunchConfig(*launched.grid, 32 * metadata.num_warps, 1, 1, metadata.shared, None, *attributes)
-        self._replace_address = cuda_driver().cuTensorMapReplaceAddress
-        parameters = (ctypes.c_void_p * len(places))(*places)
-        stream = ctypes.addressof(self._config) + _LaunchConfig.stream.offset
-        # For the plug-in: configuration, stream in it, function, parameters, tensor maps.
-        self.places = ctypes.addressof(self._config), stream, compiled.function, ctypes.addressof(parameters), maps
-        # Returns the driver's status: 0 where the kernel has been launched.
-        self.launch: Callable[[], int] = partial(
-            cuda_driver().cuLaunchKernelEx,
-            ctypes.byref(self._config), ctypes.c_void_p(compiled.function), ctypes.byref(parameters), None,
-        )  # fmt: skip
-
-    def follow(self, addresses: list[int], stream: int) -> None:
-        """Launches are for tensors at these addresses and for this stream from now on."""
-        for place, number in self._maps:
-            self._replace_address(place, addresses[number])
-        self._config.stream = stream
-
-
-def bind(launched: Launched | None, tensors: Sequence[Tensor], words: Any) -> _BoundKernel | None:
-    """`launched`, for tensors whose addresses stand in `words`; None where only Triton's own launch will do."""
-    if launched is None or (parameters := parameters_of(launched)) is None:
-        return None
-    numbers: dict[int, int] = {}  # address -> number of its tensor
-    for number, x in enumerate(tensors):
-        first = numbers.setdefault(x.data_ptr(), number)
-        # Two arguments in one place: an address does not say which. Unless they are one tensor in every such call, as
-        # boundaries of documents may be, which the facts of a call say.
-        if first != number and (x is not tensors[first] or x.is_floating_point()):
-            return None
-    memory = (ctypes.c_byte * (PARAMETER_BYTES * (len(parameters) + 1)))()
-    start = -(-ctypes.addressof(memory) // PARAMETER_BYTES) * PARAMETER_BYTES
-    places = [start + PARAMETER_BYTES * index for index in range(len(parameters))]
-    maps: list[tuple[int, int]] = []
-    for index, (kind, value) in enumerate(parameters):
-        if kind in STORED:
-            STORED[kind].from_address(places[index]).value = value
-            continue
-        address = (value[0].base if kind == "map" else value).data_ptr()
-        if address not in numbers or (kind == "map" and not _encode(places[index], *value)):
-            return None
-        if kind == "map":
-            maps.append((places[index], numbers[address]))
-        else:  # one word serves all kernels of the call
-            places[index] = ctypes.addressof(words) + numbers[address] * ctypes.sizeof(ctypes.c_uint64)
-    return _BoundKernel(launched, memory, places, maps)
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    """`values`, and those of tuples among them, in the order in which a kernel takes them."""
-    for value in values:
-        yield from _flat(value) if isinstance(value, tuple) else (value,)
-
-
-def parameters_of(launched: Launched) -> list[tuple[str, Any]] | None:
-    """(kind, value) of each parameter that a kernel was given: numbers by their kinds in PTX, `pointer` for a tensor,
-    `map` for a descriptor. None if the kernel wants what a bound launch does not give.
-
-    They follow from Triton's signature, and are compared with what the PTX declares.
-    """
-    compiled, metadata = launched.compiled, launched.compiled.metadata
-    plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid
-    if not plain or metadata.global_scratch_size or metadata.profile_scratch_size:
-        return None
-    metas = iter(getattr(metadata, "tensordesc_meta", None) or ())
-    parameters: list[tuple[str, Any]] = []
-    for value, kind in zip(_flat(launched.arguments), _flat(compiled.src.signature.values())):
-        if kind == "constexpr":
-            continue
-        if kind.startswith("*"):
-            parameters.append(("pointer", value))
-        elif kind in NUMBERS:
-            parameters.append((NUMBERS[kind], value))
-        elif kind.startswith("tensordesc") and (meta := next(metas, None)) is not None:
-            parameters.append(("map", (value, meta)))
-            parameters += [*(("u32", size) for size in value.shape), *(("u64", stride) for stride in value.strides)]
-        else:
-            return None
-    parameters += [("u64", 0)] * 2  # addresses of scratch memory
-    kinds = ["u64" if kind == "pointer" else kind for kind, _ in parameters]
-    return parameters if kinds == [*_declared_by(compiled.asm["ptx"])] else None
-
-
-def _declared_by(ptx: str) -> Iterator[str]:
-    """The kinds of parameters that a kernel's PTX declares, a tensor map as `map`."""
-    entry = re.search(r"\.entry\s+\w+\s*\(([^)]*)\)", ptx)
-    declaration = r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)[^,\[]*(?:\[(\d+)\])?"
-    for kind, size in re.findall(declaration, entry[1] if entry else ""):
-        yield "map" if (kind, size) == ("b8", str(PARAMETER_BYTES)) else kind + size
-
-
-def _encode(place: int, descriptor: Any, meta: Any) -> bool:
-    """Write the tensor map of `descriptor` to the address `place`; whether the driver could."""
-    if meta["fp4_padded"] or descriptor.padding != "zero" or getattr(descriptor, "round_f32_to_tf32", False):
-        return False
-    rank, width = len(meta["block_size"]), meta["elem_size"]
-    sizes, lengths = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank  # innermost first, as all that the driver takes
-    strides = sizes(*(stride * width for stride in reversed(descriptor.strides[:-1])), 0)
-    status = cuda_driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(place), DRIVER_ELEMENT_TYPES.get(meta["elem_type"], meta["elem_type"]), rank,
-        ctypes.c_void_p(descriptor.base.data_ptr()), sizes(*reversed(descriptor.shape)), strides,
-        lengths(*reversed(meta["block_size"])), lengths(*(1,) * rank), NO_INTERLEAVE, meta["swizzle"],
-        PROMOTE_TO_128_BYTES, FILL_WITH_ZEROS,
-    )  # fmt: skip
-    return status == 0
-
-
-def _address_of(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
-@cache
-def cuda_driver() -> Any:
-    """The driver's library; its functions return a CUresult."""
-    library = ctypes.CDLL("libcuda.so.1")
-    library.cuTensorMapReplaceAddress.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    return library
-
-
-def _have_context(device: int) -> None:
-    """Make the CUDA context of `device` current where this thread has none: its first kernel of PyTorch's would.
-
-    A thread that has only allocated has none, and without one the driver does not launch.
-    """
-    if getattr(_thread, "has_context", False):
-        return
-    library, context, number = cuda_driver(), ctypes.c_void_p(), ctypes.c_int()
-    library.cuCtxGetCurrent(ctypes.byref(context))
-    if not context:
-        library.cuDeviceGet(ctypes.byref(number), device)
-        library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
-        library.cuCtxSetCurrent(context)
-    _thread.has_context = True

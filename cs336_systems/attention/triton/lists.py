@@ -10,7 +10,6 @@ import triton.language as tl
 
 from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import KernelConfig
-from cs336_systems.attention.tiles.config import HALF_L2_SHARE_BYTES, L2_SHARE_BYTES
 from cs336_systems.attention.triton.steps import visible_pairs
 from cs336_systems.device import interpreter_is_on
 
@@ -171,15 +170,8 @@ def fit_to_blocks(config: KernelConfig, block_size: tuple[int, int]) -> KernelCo
     return replace(config, query_tile=query_tile, key_tile=key_tile, num_warps=num_warps)
 
 
-def walked(lists: TileLists | None, side: str) -> Lists | None:
+def walked(lists: TileLists, side: str) -> Lists:
     """What programs walk: `kv` in the forward and dQ, `q` in dK and dV."""
-    if lists is None:
-        return None
     partial_counts, partial, patterns, full_counts, full = lists[:5] if side == "kv" else lists[5:10]
     sizes = (*partial_counts.shape[:2], partial.shape[3], full.shape[3])
     return Lists(partial_counts, partial, patterns, full_counts, full, lists.token_bits, *sizes)
-
-
-def share_of(lists: TileLists | None, otherwise: int = L2_SHARE_BYTES) -> int:
-    """Bytes of the L2 cache that heads taken together may have: of lists half, which read no neighbours' rows."""
-    return otherwise if lists is None else HALF_L2_SHARE_BYTES

@@ -9,7 +9,7 @@ output O, the maximum m (base 2) and the sum l, and a second kernel ends what th
 
 That is what the plain forward does from one key tile to the next, in float32 as there; but a part knows no maximum but
 its own, so values within its number of keys of float32's end may overflow where the whole would hide them. How many
-parts there are depends on shapes alone (`tiles/parts.py`), so results repeat bit for bit. Source: Flash-Decoding (Dao,
+parts there are depends on shapes alone (`tiles/choice.py`), so results repeat bit for bit. Source: Flash-Decoding (Dao,
 Haziza, Massa, Sizov 2023), whose parts are normalised: log-sum-exps of scores in the thousands then round by more than
 the output may.
 
@@ -26,15 +26,17 @@ from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile, seen_keys
 from cs336_systems.attention.triton.forward import visit_keys
-from cs336_systems.attention.triton.launch import empty, launch, overlap_options
-from cs336_systems.attention.triton.operands import (
+from cs336_systems.attention.triton.launch import (
     Keys,
     Queries,
     Rows,
     described,
+    empty,
     empty_results,
     grid_of,
+    launch,
     num_tiles,
+    overlap_options,
     rows_of_groups,
     tile_options,
 )

@@ -14,7 +14,7 @@
   start_next, await_previous          kernels of one call that overlap
 
 Kernels differ only in which tiles they visit: a range (`forward`, `backward`), the lists of a block mask
-(`lists`), a document's range (`varlen`). Exponentials are base 2 with scale · log₂e folded into one
+(`lists`), a document's range (`documents`). Exponentials are base 2 with scale · log₂e folded into one
 multiply-add; L is stored in natural log. In the backward a kernel multiplies dO Vᵀ before it exponentiates: the tensor
 cores then work while the exponentials run.
 
@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cs336_systems.attention.tiles.config import L2_SHARE_BYTES
+from cs336_systems.attention.tiles.kernel_config import L2_SHARE_BYTES
 
 
 class Tiles(NamedTuple):

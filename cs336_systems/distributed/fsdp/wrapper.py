@@ -49,7 +49,6 @@ from cs336_systems.distributed.ddp import (
     watch_steps,
 )
 from cs336_systems.distributed.fsdp import engine
-from cs336_systems.distributed.fsdp.call import Call, explain, explain_dtypes, version
 from cs336_systems.distributed.fsdp.plan import (
     Granularity,
     ShardedWeight,
@@ -60,6 +59,7 @@ from cs336_systems.distributed.fsdp.plan import (
 )
 from cs336_systems.distributed.fsdp.reduce import average_replicated
 from cs336_systems.distributed.fsdp.unit import ExecutionOrder, State, Unit, Window, gather_copy
+from cs336_systems.distributed.fsdp.unit_call import Call, explain, explain_dtypes, version
 
 
 class FSDP(nn.Module, Accumulating):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.attention.backends import BACKENDS, AttentionLayout, select_backend
+from cs336_systems.attention.choose import BACKENDS, AttentionLayout, select_backend
 from cs336_systems.bench.turns import Turn, graph_turn
 from cs336_systems.book.frames import digits
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig

@@ -20,7 +20,7 @@ from cs336_systems.book.figures import Lines
 from cs336_systems.book.frames import span, with_speeds
 from cs336_systems.book.tables import Pick, Ratio, Wide
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
-from cs336_systems.distributed.context_parallel import ring_attention, zigzag_split
+from cs336_systems.distributed.ring_attention import ring_attention, zigzag_split
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.measure.allocations import release
 from cs336_systems.subjects import ranks

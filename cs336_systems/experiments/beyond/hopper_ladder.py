@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from cs336_systems.attention import AttentionConfig, flash_attention
-from cs336_systems.attention.backends import HOPPER_CAPABILITY
-from cs336_systems.attention.tiles.config import KERNELS
+from cs336_systems.attention.choose import HOPPER_CAPABILITY
+from cs336_systems.attention.tiles.kernel_config import KERNELS
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments import Unsupported, problem
 from cs336_systems.subjects.attention_by_turns import AttentionByTurns

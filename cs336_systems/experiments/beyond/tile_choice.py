@@ -15,9 +15,9 @@ from typing import Any
 import pandas as pd
 import torch
 
-from cs336_systems.attention.backends import HOPPER_CAPABILITY
+from cs336_systems.attention.choose import HOPPER_CAPABILITY
 from cs336_systems.attention.tiles import KernelConfig, target_of, tuning_grid
-from cs336_systems.attention.tiles.grid import TMA_TARGETS
+from cs336_systems.attention.tiles.search import TMA_TARGETS
 from cs336_systems.book.frames import dicts, digits, pick
 from cs336_systems.compiler.offline import arch_of_capability
 from cs336_systems.config import AttentionShape, RunConfig

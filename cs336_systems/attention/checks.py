@@ -112,7 +112,8 @@ def refuse_keywords(function: str, unknown: Mapping[str, object]) -> NoReturn:
 def check_flags(**flags: bool) -> None:
     """Raise TypeError unless each is a bool: "no" and None would quietly count as True and False."""
     for name, value in flags.items():
-        check_flag(name, value)
+        if value is not True and value is not False:
+            check_flag(name, value)
 
 
 def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool = False, packed: bool = False) -> None:
@@ -122,28 +123,33 @@ def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool 
     device, equal leading dimensions; kv_heads equals heads, or divides it under `enable_gqa`. `packed`: q
     (total_queries, heads, head_dim), k and v (total_keys, kv_heads, head_dim).
     """
-    layout = "(total, heads, head_dim)" if packed else "(..., heads, seq, head_dim)"
     heads_at, rows_at = (-2, -3) if packed else (-3, -2)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, tensor)
-        if tensor.ndim < 3 or (packed and tensor.ndim > 3) or tensor.shape[-1] == 0:
-            raise ValueError(f"{name} must have shape {layout}, head_dim at least 1, got {tuple(tensor.shape)}")
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
-    heads, kv_heads = q.shape[heads_at], k.shape[heads_at]
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if type(x) is not Tensor or x.dtype not in FLOATING_DTYPES or x.layout is not torch.strided or x.is_nested:
+            check_tensor(name, x)
+        shape = x.shape
+        if len(shape) < 3 or (packed and len(shape) > 3) or shape[-1] == 0:
+            layout = "(total, heads, head_dim)" if packed else "(..., heads, seq, head_dim)"
+            raise ValueError(f"{name} must have shape {layout}, head_dim at least 1, got {tuple(x.shape)}")
+    dtype, device, shape_q, shape_k = q.dtype, q.device, q.shape, k.shape
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype is not dtype:
+            raise TypeError(f"{name} must have q's dtype {dtype}, got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
+    heads, kv_heads = shape_q[heads_at], shape_k[heads_at]
+    if shape_q == shape_k == v.shape:
+        return
     if heads != kv_heads:
         if not enable_gqa:
             raise ValueError(f"k must have q's {heads} heads (or pass enable_gqa=True), got {kv_heads}")
         if kv_heads == 0 or heads % kv_heads:
             raise ValueError(f"k must have a number of heads that divides q's {heads}, got {kv_heads}")
-    expected_k = [*q.shape]
-    expected_k[heads_at], expected_k[rows_at] = kv_heads, k.shape[rows_at]
-    if tuple(k.shape) != tuple(expected_k):
+    expected_k = [*shape_q]
+    expected_k[heads_at], expected_k[rows_at] = kv_heads, shape_k[rows_at]
+    if [*shape_k] != expected_k:
         raise ValueError(f"k must have shape {tuple(expected_k)} to go with q {tuple(q.shape)}, got {tuple(k.shape)}")
-    if v.shape != k.shape:
+    if v.shape != shape_k:
         hint = "; a value head dim other than the key's is not supported" if v.shape[:-1] == k.shape[:-1] else ""
         raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}{hint}")
 
@@ -283,6 +289,13 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast off on x's device: what accumulates in float32 must not be cast back to 16 bits."""
     kind = autocast_kind(x)
     return nullcontext() if kind is None else torch.autocast(kind, enabled=False)
+
+
+def to_autocast_dtypes(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """`to_autocast_dtype` of each; where autocast is on nowhere, these as they are."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return tensors
+    return tuple(to_autocast_dtype(x) for x in tensors)
 
 
 def to_autocast_dtype(x: Tensor) -> Tensor:

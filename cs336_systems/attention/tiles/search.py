@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from cs336_systems.attention.tiles.config import KernelConfig, head_tile, tma_reads_rows
-from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES, TABLES
+from cs336_systems.attention.tiles.choice import SHARED_MEMORY_LIMIT_BYTES, TABLES
+from cs336_systems.attention.tiles.kernel_config import KernelConfig, head_tile, tma_reads_rows
 from cs336_systems.config import BYTES_PER_ELEMENT
 
 WARPS = (4, 8)

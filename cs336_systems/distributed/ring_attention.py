@@ -30,7 +30,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from cs336_systems.attention.api import attention_backward, flash_attention
-from cs336_systems.attention.validation import DOUBLE_BACKWARD, to_autocast_dtype
+from cs336_systems.attention.checks import DOUBLE_BACKWARD, to_autocast_dtype
 from cs336_systems.distributed.collectives import Group, as_group, check_same_shapes
 from cs336_systems.model import CausalMultiHeadSelfAttention, RotaryEmbedding
 

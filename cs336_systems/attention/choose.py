@@ -1,24 +1,27 @@
 """Attention's back ends: which run on this machine, and which one `auto` takes.
 
-available_backends()                    # {"triton": "ok", "compiled": "no C++ compiler", ...}
-refuse_hopper(q)                        # ValueError with the reason where the Hopper kernels cannot attend q
+    available_backends()                # {"triton": "ok", "compiled": "no C++ compiler", ...}
+    explain_backend(q, k)               # ("hopper", "hopper is the fastest of ours at head_dim 64 from ...")
+    refuse_hopper(q)                    # ValueError with the reason where the Hopper kernels cannot attend q
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import re
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Literal
+from functools import cache, lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cs336_systems.attention.hopper_table import HOPPER_FROM
+from cs336_systems.attention.tiles.kernel_config import AttentionConfig
 from cs336_systems.config import BYTES_PER_ELEMENT, DTYPES
 from cs336_systems.device import (
     DeviceInfo,
@@ -37,7 +40,7 @@ INTERPRETER_BFLOAT16 = "Triton's CPU interpreter computes wrong bfloat16 product
 MIN_TRITON_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies, which the kernels are written for
 HOPPER_CAPABILITY = (9, 0)  # sm_90a has instructions (wgmma, setmaxnreg) that neither older nor newer GPUs run
 HOPPER_TRITON = ((3, 6), (3, 8))  # older Gluons launch partitions in another way; 3.8 has renamed copies by TMA
-HOPPER_KERNELS = "cs336_systems.attention.hopper.function"
+HOPPER_KERNELS = "cs336_systems.attention.hopper.entry"
 MIN_COMPILE_CAPABILITY = (7, 0)  # torch.compile's own bound on CUDA
 
 
@@ -295,3 +298,84 @@ available_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _asked_once(device: torch.device, interpreter: bool) -> dict[str, str]:
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         return available_backends(get_device_info(device.type))
+
+
+# Of a call
+
+
+def explain_backend(
+    q: Tensor, k: Tensor, *, backend: str = "auto", is_causal: bool = False, layout: AttentionLayout = "dense",
+    block_size: tuple[int, int] | None = None, longest: tuple[int, int] | None = None,
+    deterministic: bool | None = None, config: AttentionConfig | None = None,
+) -> tuple[str, str]:  # fmt: skip
+    """(name, reason) of the back end that `flash_attention` uses for these inputs; ValueError if it refuses.
+
+    `layout` is `block_mask` for a call with one, of this `block_size`, and `packed` for `flash_attention_varlen`, whose
+    longest document has `longest` queries and keys. A `config` is for `triton` alone, which `auto` then takes.
+    `deterministic` is as in `flash_attention`: `auto` then takes `hopper` for more queries only.
+    """
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if config is not None:
+        if not isinstance(config, AttentionConfig):
+            raise TypeError(f"config must be an AttentionConfig or None, got {type(config).__name__}")
+        if backend not in ("auto", "triton"):
+            raise ValueError(f"config chooses the tiles of backend 'triton', got backend {backend!r}")
+        backend = "triton"
+    asked = Asked(
+        q.device, q.dtype, q.shape, k.shape, backend, layout, is_causal, block_size, longest,
+        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return _answer(asked)
+    try:
+        return _answer_once(asked)
+    except TypeError:  # what cannot be hashed: sizes that are symbols, a backend that is no name
+        return _answer(asked)
+
+
+class Asked(NamedTuple):
+    """All that the choice of a back end depends on, beside what runs on the device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape_q: torch.Size
+    shape_k: torch.Size
+    backend: str
+    layout: AttentionLayout
+    is_causal: bool
+    block_size: tuple[int, int] | None
+    longest: tuple[int, int] | None
+    deterministic: bool
+
+
+@lru_cache(maxsize=4096)
+def _answer_once(asked: Asked) -> tuple[str, str]:
+    """`_answer`, found once for equal calls: short ones wait for the host."""
+    return _answer(asked)
+
+
+def _answer(asked: Asked) -> tuple[str, str]:
+    if asked.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"q must be on a cpu or cuda device, got {asked.device}")
+    return select_backend(
+        device_kind=asked.device.type,
+        dtype=str(asked.dtype).removeprefix("torch."),
+        head_dim=asked.shape_q[-1],
+        batch_heads=math.prod(asked.shape_q[:-2]),  # `numel()` would fix a batch that torch.export leaves open
+        seqlen_q=asked.shape_q[-2],
+        seqlen_k=asked.shape_k[-2],
+        requested=asked.backend,
+        layout=asked.layout,
+        is_causal=asked.is_causal,
+        block_size=asked.block_size,
+        longest=asked.longest,
+        deterministic=asked.deterministic,
+        available=available_here(asked.device),
+    )
+
+
+def is_deterministic(asked: bool | None) -> bool:
+    """Whether gradients must be bit-reproducible: as asked, or as PyTorch has been told."""
+    return torch.are_deterministic_algorithms_enabled() if asked is None else asked

@@ -48,7 +48,7 @@ class KernelConfig:
     key_tile: int  # rows of a key tile
     num_warps: int
     num_stages: int  # depth of the software pipeline over the inner loop's tiles
-    tma: bool = False  # tiles are read by Hopper's copy engine; which inputs it can read: `triton/operands.py`
+    tma: bool = False  # tiles are read by Hopper's copy engine; which inputs it can read: `triton/launch.py`
     precision: str = "ieee"  # of float32 dots: ieee on the FMA units, tf32x3 as three products on the tensor cores
 
     def __post_init__(self) -> None:

@@ -29,13 +29,16 @@ from torch import Tensor
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.backward import differentiate_keys, differentiate_queries, launch_preprocess
 from cs336_systems.attention.triton.forward import attend_queries
-from cs336_systems.attention.triton.launch import empty, empty_like, launch, overlap_options
-from cs336_systems.attention.triton.operands import (
+from cs336_systems.attention.triton.launch import (
     Boundaries,
     PackedKeys,
     PackedQueries,
     PackedRows,
     described,
+    empty,
+    empty_like,
+    launch,
+    overlap_options,
     tile_options,
 )
 from cs336_systems.attention.triton.steps import (

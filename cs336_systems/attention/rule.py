@@ -1,0 +1,246 @@
+"""FlashAttention's autograd rule, written once for every back end that recomputes its probabilities.
+
+    attend = AttentionOperator("triton_attention", forward, backward)
+    output, lse = attend(q, k, v, Call(is_causal=True, scale=0.125))
+
+Forward: save q, k, v, O and L. Backward: recompute P = exp(S - L) and from it the gradients of q, k and v; see
+`tiled.py` for the formulas. Two ways lead to the launches:
+  plain       an autograd.Function around them, which costs the host least, with replays
+  watched     two registered operators, for torch.compile, which leaves them whole, and for vmap, dispatch modes, fake
+              tensors and subclasses, which want to see one operation
+A registered operator takes tensors and numbers alone: here, and nowhere else, a `Call` is laid out as such.
+There is no double backward: under `create_graph` the backward leaves a node that raises when it is differentiated.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from cs336_systems.attention.call import Call, Documents, Passes, Saved
+from cs336_systems.attention.checks import (
+    DOUBLE_BACKWARD,
+    are_plain,
+    check_attention_inputs,
+    has_hooks,
+    refuse_differentiating_transforms,
+    refuse_forward_mode,
+)
+from cs336_systems.attention.masks.tiles import TileLists
+
+# What stands between v and the options in an operator's schema, by the field of `Call` that it takes.
+LISTS = ", ".join(f"Tensor {name}" for name in TileLists._fields)
+SCHEMAS = {
+    "": "",
+    "mask": "Tensor? mask, ",
+    "lists": f"{LISTS}, ",
+    "documents": "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, ",
+}
+OPTIONS = "bool is_causal, float scale, bool deterministic, str config"
+
+
+class AttentionOperator:
+    """A forward and a backward as one operation: (q, k, v, call) -> (output, lse).
+
+    q (batch, heads, queries, head_dim), k and v (batch, kv_heads, keys, head_dim), any strides. `output` is contiguous
+    in q's dtype; `lse` (batch, heads, queries) is float32, or float64 for float64 inputs, and differentiable.
+    Of `documents`: q (total_queries, heads, head_dim), k and v (total_keys, kv_heads, head_dim), lse (heads, total).
+    `run_forward` and `run_backward` see non-empty inputs only. `takes` is the field of `Call` that the operator is for;
+    `replayed(operator, q, k, v, call)` are its passes where launches are remembered (`replay`).
+    Registered as `cs336_systems::<name>` and `cs336_systems::<name>_backward`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run_forward: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]],
+        run_backward: Callable[[Saved, Call], tuple[Tensor, Tensor, Tensor]],
+        *,
+        takes: str = "",
+        replayed: Callable[[Passes, Tensor, Tensor, Tensor, Call], Passes] | None = None,
+    ) -> None:
+        self._forward, self._backward = run_forward, run_backward
+        self._takes, self._packed, self._replayed = takes, takes == "documents", replayed
+        self._name, self._is_counted = name, False
+        inputs, rest = "Tensor q, Tensor k, Tensor v", SCHEMAS[takes] + OPTIONS
+        saved = "Tensor output, Tensor lse, Tensor grad_output, Tensor? grad_lse"
+        self._registered: Any = torch.library.custom_op(
+            f"cs336_systems::{name}",
+            self._checked_forward,
+            mutates_args=(),
+            schema=f"({inputs}, {rest}) -> (Tensor, Tensor)",
+        )
+        self._registered.register_fake(self._fake_forward)
+        self._registered.register_autograd(self._differentiate, setup_context=self._save_watched)
+        self._registered_backward: Any = torch.library.custom_op(
+            f"cs336_systems::{name}_backward",
+            self._checked_backward,
+            mutates_args=(),
+            schema=f"({inputs}, {saved}, {rest}) -> (Tensor, Tensor, Tensor)",
+        )
+        self._registered_backward.register_fake(lambda q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)))
+        self._registered_backward.register_autograd(_refuse_double_backward)
+
+        halves = {"forward": staticmethod(self._run_plain), "backward": staticmethod(self._differentiate)}
+        function: Any = type(name, (torch.autograd.Function,), halves)  # profilers show the name
+        # That of Function's base: its own adds what torch.func needs, which is not active where this is called.
+        above: Any = super(torch.autograd.Function, function)
+        self.apply: Callable[..., tuple[Tensor, Tensor]] = above.apply  # (q, k, v, call, passes), which `are_plain`
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """(output, lse), differentiable; the inputs fit together."""
+        refuse_forward_mode(q, k, v)
+        if not are_plain(q, k, v, *(self._tensors_of(call) if self._takes else ())):
+            refuse_differentiating_transforms(q, k, v)
+            if not torch.compiler.is_compiling():
+                self._tell_counters()
+            return self._registered(q, k, v, *self._flat(call))
+        passes: Passes = self
+        if self._replayed is not None and not has_hooks():  # hooks on saved tensors may return others
+            passes = self._replayed(self, q, k, v, call)
+        if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+            return passes.forward(q, k, v, call)
+        return self.apply(q, k, v, call, passes)
+
+    # Passes
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        if q.numel() == 0 or k.numel() == 0:
+            output, lse = _empty_results(q, self._packed)
+            return output.zero_(), lse.fill_(-torch.inf)
+        return self._forward(q, k, v, call)
+
+    def backward(self, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        if saved.q.numel() == 0 or saved.k.numel() == 0:
+            grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in saved[:3])
+            return grad_q, grad_k, grad_v
+        return self._backward(saved, call)
+
+    def gradients(self, saved: Saved, call: Call, passes: Passes | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Of q, k and v. With `create_graph` the registered operator leaves a node that refuses a second derivative."""
+        grad_output, grad_lse = saved.grad_output, saved.grad_lse
+        if forward_ad._current_level >= 0:  # tangents live within a level
+            refuse_forward_mode(grad_output, *(() if grad_lse is None else (grad_lse,)))
+        if torch.is_grad_enabled() or not are_plain(grad_output, grad_lse):
+            return self._registered_backward(*saved, *self._flat(call))
+        return (passes or self).backward(saved, call)
+
+    # The plain way
+
+    def _run_plain(
+        self, ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, passes: Passes
+    ) -> tuple[Tensor, Tensor]:
+        results = passes.forward(q, k, v, call)
+        self._save(ctx, q, k, v, call, results)
+        ctx.passes = passes
+        return results
+
+    def _save(self, ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, results: tuple[Tensor, Tensor]) -> None:
+        tensors: tuple[Tensor, ...] = ()
+        if self._takes:  # those of inference mode cannot be saved
+            tensors = tuple(x.clone() if x.is_inference() else x for x in self._tensors_of(call))
+        ctx.save_for_backward(q, k, v, *results, *tensors)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+
+    def _differentiate(self, ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, output, lse, *tensors = ctx.saved_tensors
+        call = ctx.call
+        if tensors:
+            call = self._call_of((*tensors, *self._flat(call)[len(tensors) :]))
+        if grad_output is None:
+            grad_output = torch.zeros_like(output)
+        grads = self.gradients(Saved(q, k, v, output, lse, grad_output, grad_lse), call, getattr(ctx, "passes", None))
+        return *grads, *(None,) * (len(ctx.needs_input_grad) - 3)
+
+    def _tensors_of(self, call: Call) -> tuple[Tensor, ...]:
+        """Those of the field that it takes."""
+        if call.lists is not None:
+            return call.lists
+        if call.documents is not None:
+            return call.documents[:2]
+        return () if call.mask is None else (call.mask,)
+
+    # The watched way: a `Call` as a registered operator takes it
+
+    def _flat(self, call: Call) -> tuple[Any, ...]:
+        taken: Any = getattr(call, self._takes) if self._takes else ()
+        return *((taken,) if self._takes == "mask" else taken), *call[:4]
+
+    def _call_of(self, flat: tuple[Any, ...]) -> Call:
+        *taken, is_causal, scale, deterministic, config = flat
+        options = (is_causal, scale, deterministic, config)
+        if self._takes == "mask":
+            return Call(*options, mask=taken[0])
+        if self._takes == "lists":
+            return Call(*options, lists=TileLists(*taken))
+        return Call(*options, documents=Documents(*taken) if self._packed else None)
+
+    def _save_watched(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # their names
+        q, k, v, *flat = inputs
+        self._save(ctx, q, k, v, self._call_of(tuple(flat)), output)
+
+    def _checked_forward(self, q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, Tensor]:
+        """Of inputs that nobody has checked, kernels would read past the end."""
+        check_attention_inputs(q, k, v, enable_gqa=True, packed=self._packed)
+        if not self._packed and q.ndim != 4:
+            raise ValueError(f"q must have shape (batch, heads, queries, head_dim), got {tuple(q.shape)}")
+        return self.forward(q, k, v, self._call_of(flat))
+
+    def _checked_backward(self, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
+        saved = Saved(*flat[:7])
+        self.check_backward(saved)
+        saved = saved._replace(output=saved.output.contiguous(), lse=saved.lse.contiguous())
+        return self.backward(saved, self._call_of(flat[7:]))
+
+    def check_backward(self, saved: Saved) -> None:
+        """Raise ValueError unless what a backward is given is of the forward's shapes: kernels read it."""
+        q = saved.q
+        check_attention_inputs(*saved[:3], enable_gqa=True, packed=self._packed)
+        if not self._packed and q.ndim != 4:
+            raise ValueError(f"q must have shape (batch, heads, queries, head_dim), got {tuple(q.shape)}")
+        lse_shape = (q.shape[1], q.shape[0]) if self._packed else tuple(q.shape[:-1])
+        lse_dtype = torch.promote_types(q.dtype, torch.float32)
+        for name, x, shape, dtype in (
+            ("output", saved.output, tuple(q.shape), q.dtype),
+            ("lse", saved.lse, lse_shape, lse_dtype),
+            ("grad_output", saved.grad_output, tuple(q.shape), q.dtype),
+            ("grad_lse", saved.grad_lse, lse_shape, lse_dtype),
+        ):
+            if x is None:
+                continue
+            if tuple(x.shape) != shape or x.dtype != dtype or x.device != q.device:
+                raise ValueError(
+                    f"{name} must be {dtype} of shape {shape} on {q.device}, "
+                    f"got {x.dtype} of shape {tuple(x.shape)} on {x.device}"
+                )
+
+    def _fake_forward(self, q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        self._tell_counters()
+        return _empty_results(q, self._packed)
+
+    def _tell_counters(self) -> None:
+        """Have torch's FlopCounterMode know this operator, once its module, which takes a second, is imported.
+
+        Whoever counts has imported it, and is seen here: a counter is a mode, and tracing for the compiler runs fakes.
+        """
+        if not self._is_counted and "torch.utils.flop_counter" in sys.modules:
+            from cs336_systems.attention.flops import count_flops
+
+            count_flops(self._name, self._call_of)
+            self._is_counted = True
+
+
+def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> None:
+    raise NotImplementedError(DOUBLE_BACKWARD)
+
+
+def _empty_results(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    lse_shape = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
+    return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=lse_dtype)
