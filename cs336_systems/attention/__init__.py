@@ -1,6 +1,7 @@
 """Attention, stage by stage: reference, compiled, tiled, triton, hopper. `flash_attention` is the public entry."""
 
-from cs336_systems.attention.api import explain_backend, flash_attention
+from cs336_systems.attention.api import flash_attention
+from cs336_systems.attention.choose import explain_backend
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiled import FlashAttentionPyTorch

@@ -1,4 +1,7 @@
-"""Stage 2: the reference under torch.compile, which fuses scale, mask and softmax but still stores the score matrix."""
+"""Stage 2: the reference under torch.compile, which fuses scale, mask and softmax but still stores the score matrix.
+
+What happens where a caller compiles a call of `flash_attention` is in `rule.py`, the watched way.
+"""
 
 from __future__ import annotations
 

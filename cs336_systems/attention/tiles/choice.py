@@ -89,7 +89,7 @@ def make_table(target: str, rows: dict[Key, Spelled]) -> dict[Key, Row]:
     return table
 
 
-# sm_90, measured on an NVIDIA H200, triton 3.6.0, 2026-11-22.
+# sm_90 (H100, H200), measured on an NVIDIA H200, triton 3.6.0, 2026-11-22.
 # In 16 bit programs of one warp group, 4 warps, win everywhere but in dq: several of them share a streaming
 # multiprocessor, and one's softmax overlaps another's matmuls. Inputs that TMA cannot read take the best rows without
 # it. At head dim 128 a grid that leaves multiprocessors idle takes smaller tiles, of which there are twice as many, and

@@ -5,8 +5,9 @@
      ▲                  │  │    backward
      └────── free ──────┘  └───────────▶ BACKWARD ── free ──▶ REST
 
-Only what is GATHERED, ahead of its use or after it, may be freed to make room. In FORWARD and BACKWARD the unit's
-modules see the whole weights; else they see the shards, which the optimizer works on.
+When a unit is gathered and freed, `wrapper.py` decides. Only what is GATHERED, ahead of its use or after it, may be
+freed to make room. In FORWARD and BACKWARD the unit's modules see the whole weights; else they see the shards, which
+the optimizer works on.
 
 The wholes of a unit lie in one piece of memory, allocated for a gather and given back after use. The tensors stay the
 same objects throughout, so what autograd saved in the forward finds its values again in the backward.

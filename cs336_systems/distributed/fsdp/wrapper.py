@@ -11,8 +11,8 @@ The life of a weight, whose words the code repeats; `plan.py` says which weights
 - rest (`plan.py`): this rank holds its rows, in float32, the master weights;
 - gather (`unit.py`): all ranks send their rows, in the compute dtype, into the whole weight. It starts when the unit
   two before has completed, so that it runs beside the unit in between;
-- use (here, `call.py`): the module sees the whole weight in its forward, and once more in its backward, which begins
-  where autograd asks for what the forward has saved;
+- use (here, `unit_call.py`): the module sees the whole weight in its forward, and once more in its backward, which
+  begins where autograd asks for what the forward has saved;
 - free (`unit.py`): the whole gives its memory back after each use, and all do when a forward begins, since the
   optimizer may have changed the rows, and when a backward ends. A unit's wholes and the next one's are all there is;
 - reduce (`reduce.py`): the gradient of the whole is averaged over ranks; each keeps the part of its rows, in float32.
