@@ -437,3 +437,15 @@ def test_the_choice_can_be_traced_with_lengths_and_head_dims_that_vary(layout: s
     compiled = torch.compile(scaled, fullgraph=True, backend="eager", dynamic=True)
     for shape in ((4096, 96), (8192, 128), (100, 128), (8192, 64)):
         torch.testing.assert_close(compiled(torch.ones(shape)), scaled(torch.ones(shape)))
+
+
+def test_a_choice_is_made_again_when_the_interpreter_is_switched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs here depends on it, and a remembered choice said otherwise."""
+    q = torch.zeros(1, 2, 64, 16)
+    monkeypatch.setattr(backends, "available_here", lambda _: dict.fromkeys(backends.BACKENDS, "ok"))
+    monkeypatch.setattr(backends, "interpreter_is_on", lambda: False)
+    assert backends.explain_backend(q, q, backend="triton")[0] == "triton"
+    monkeypatch.setattr(backends, "available_here", lambda _: dict.fromkeys(backends.BACKENDS, "not here"))
+    monkeypatch.setattr(backends, "interpreter_is_on", lambda: True)
+    with pytest.raises(ValueError, match="not here"):
+        backends.explain_backend(q, q, backend="triton")

@@ -325,12 +325,12 @@ def explain_backend(
         backend = "triton"
     asked = Asked(
         q.device, q.dtype, q.shape, k.shape, backend, layout, is_causal, block_size, longest,
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        is_deterministic(deterministic),
     )  # fmt: skip
     if torch.compiler.is_compiling():
         return _answer(asked)
     try:
-        return _answer_once(asked)
+        return _answer_once(asked, interpreter_is_on())
     except TypeError:  # what cannot be hashed: sizes that are symbols, a backend that is no name
         return _answer(asked)
 
@@ -351,8 +351,8 @@ class Asked(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _answer_once(asked: Asked) -> tuple[str, str]:
-    """`_answer`, found once for equal calls: short ones wait for the host."""
+def _answer_once(asked: Asked, interpreter: bool) -> tuple[str, str]:
+    """`_answer`, found once for equal calls and each state of Triton's interpreter: short calls wait for the host."""
     return _answer(asked)
 
 
