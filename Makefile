@@ -114,6 +114,7 @@ report: $(STAMP) ## measure every problem on this machine, then write its tables
 
 lint: $(STAMP) ## ruff, mypy, and how easy the package is to read
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check cs336_systems tests tools
 	$(RUN) tools/house.py
 	$(RUN) -m mypy
 

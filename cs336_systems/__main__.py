@@ -4,7 +4,9 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; exit code 2 and one line where the packages of the extra `lab` are not installed."""
+    """Run the command line; exit code 2 and one line where the packages of the extra `lab` are not
+    installed.
+    """
     try:
         from cs336_systems.cli import main as run
     except ModuleNotFoundError as error:

@@ -1,7 +1,8 @@
 """FLOPs and bytes in closed form: attention from its exact mask area, models from their shapes.
 
-Pure functions of the dataclasses in `config.py`; nothing is measured here. A matmul of (m, k) by (k, n) is 2·m·k·n
-FLOPs, and FLOPs of softmax, norms and other pointwise work are not counted. Usage:
+Pure functions of the dataclasses in `config.py`; nothing is measured here. A matmul of (m, k) by
+(k, n) is 2·m·k·n FLOPs, and FLOPs of softmax, norms and other pointwise work are not counted.
+Usage:
 
     tflops_per_s(attention_flops(shape, "backward"), ms=1.25)
     model_peak_bytes(case, "train_step") / 2**30                  # GiB that a training step is expected to need
@@ -25,12 +26,15 @@ from cs336_systems.config import (
     Precision,
 )
 
-# FLOPs per attended pair and head dimension. Forward: QKᵀ and PV, 2 each. Backward: dV, dP, dQ, dK and the recomputed
-# QKᵀ, 2.5 times that, whatever a kernel executes (the convention of FlashAttention-2, section 4.1).
+# FLOPs per attended pair and head dimension. Forward: QKᵀ and PV, 2 each. Backward: dV, dP, dQ, dK
+# and the recomputed QKᵀ, 2.5 times that, whatever a kernel executes (the convention of
+# FlashAttention-2, section 4.1).
 ATTENTION_FLOPS_PER_PAIR = {"forward": 4, "backward": 10, "forward_backward": 14}
-# Operations of a softmax on one score, exp counted as one: maximum, subtract it, exp, add up, divide by the sum.
+# Operations of a softmax on one score, exp counted as one: maximum, subtract it, exp, add up,
+# divide by the sum.
 SOFTMAX_FLOPS_PER_SCORE = 5
-# Temporaries of the logits' size at the peak of the cross-entropy's backward; see `model_peak_bytes`.
+# Temporaries of the logits' size at the peak of the cross-entropy's backward; see
+# `model_peak_bytes`.
 LOSS_BACKWARD_COPIES = 3
 # The largest temporary of an AdamW step (model/optimizer.py), unless one parameter alone is larger.
 OPTIMIZER_TEMPORARY_BYTES = 256 * 2**20
@@ -45,14 +49,22 @@ QUADRATIC = {AttentionShape: ("eager", "compiled"), MaskCase: ("eager", "tiled",
 
 
 def causal_area(seqlen_q: int, seqlen_k: int) -> int:
-    """Attended (query, key) pairs under the top-left causal mask: a triangle, and all keys for each query below it."""
+    """Attended (query, key) pairs under the top-left causal mask: a triangle, and all keys for each
+    query below it.
+    """
     triangle = min(seqlen_q, seqlen_k)
     return triangle * (triangle + 1) // 2 + (seqlen_q - triangle) * seqlen_k
 
 
 def attention_flops(shape: AttentionShape, mode: str) -> int:
-    """Useful FLOPs over all heads: 4·area·head_dim forward, 2.5 times that backward, 3.5 times both."""
-    pairs = causal_area(shape.seqlen_q, shape.seqlen_k) if shape.is_causal else shape.seqlen_q * shape.seqlen_k
+    """Useful FLOPs over all heads: 4·area·head_dim forward, 2.5 times that backward, 3.5 times
+    both.
+    """
+    pairs = (
+        causal_area(shape.seqlen_q, shape.seqlen_k)
+        if shape.is_causal
+        else shape.seqlen_q * shape.seqlen_k
+    )
     return ATTENTION_FLOPS_PER_PAIR[mode] * pairs * shape.head_dim * shape.heads * shape.batch
 
 
@@ -69,44 +81,65 @@ def attention_input_bytes(shape: AttentionShape) -> int:
 
 
 def eager_attention_bytes(shape: AttentionShape, mode: str, *, device_kind: str = "cpu") -> int:
-    """Predicted peak bytes of plain PyTorch attention (matmul, scale, mask, softmax, matmul), inputs included.
+    """Predicted peak bytes of plain PyTorch attention (matmul, scale, mask, softmax, matmul),
+    inputs included.
 
-    Tensors of (batch, heads, seqlen_q, seqlen_k) elements in the inputs' dtype that live together at the peak:
-    - forward, 2: the scores before and after scaling, or masking, or the softmax. Keeping the graph adds none: of the
-      forward only the probabilities stay for backward (see `eager_graph_bytes`).
-    - backward, 3: the saved probabilities, their gradient dP, and the softmax's result dS; on CUDA a fourth, since the
-      softmax's backward there first writes P ∘ dP.
-    A causal mask adds two (seqlen_q, seqlen_k) bool tensors, the mask and its complement, shared by all heads; where
-    the backward's four copies are the peak, only the complement is left. The rest is linear in the sequence and counted
-    whole, an upper bound: q, k, v, O, in backward dO, dQ, dK, dV, and under grouped-query attention K and V (and their
-    gradients) repeated for every query head.
+    Tensors of (batch, heads, seqlen_q, seqlen_k) elements in the inputs' dtype that live together
+    at the peak:
+    - forward, 2: the scores before and after scaling, or masking, or the softmax. Keeping the graph
+      adds none: of the forward only the probabilities stay for backward (see `eager_graph_bytes`).
+    - backward, 3: the saved probabilities, their gradient dP, and the softmax's result dS; on CUDA
+      a fourth, since the softmax's backward there first writes P ∘ dP.
+    A causal mask adds two (seqlen_q, seqlen_k) bool tensors, the mask and its complement, shared by
+    all heads; where the backward's four copies are the peak, only the complement is left. The rest
+    is linear in the sequence and counted whole, an upper bound: q, k, v, O, in backward dO, dQ, dK,
+    dV, and under grouped-query attention K and V (and their gradients) repeated for every query
+    head.
     """
     copies = 2 if mode == "forward" else 4 if device_kind == "cuda" else 3
     scores = copies * _score_elements(shape) * BYTES_PER_ELEMENT[shape.dtype]
-    masks = (1 if copies == 4 else 2) * shape.seqlen_q * shape.seqlen_k * BOOL_BYTES if shape.is_causal else 0
+    masks = (
+        (1 if copies == 4 else 2) * shape.seqlen_q * shape.seqlen_k * BOOL_BYTES
+        if shape.is_causal
+        else 0
+    )
     linear = attention_input_bytes(shape) + _query_bytes(shape) + _repeated_key_value_bytes(shape)
     return scores + masks + (linear if mode == "forward" else 2 * linear)
 
 
 def eager_graph_bytes(shape: AttentionShape) -> int:
-    """Bytes that plain attention's forward leaves for backward beyond q, k, v and O: probabilities and causal mask."""
+    """Bytes that plain attention's forward leaves for backward beyond q, k, v and O: probabilities
+    and causal mask.
+    """
     mask = shape.seqlen_q * shape.seqlen_k * BOOL_BYTES if shape.is_causal else 0
-    return _score_elements(shape) * BYTES_PER_ELEMENT[shape.dtype] + mask + _repeated_key_value_bytes(shape)
+    return (
+        _score_elements(shape) * BYTES_PER_ELEMENT[shape.dtype]
+        + mask
+        + _repeated_key_value_bytes(shape)
+    )
 
 
 def flash_attention_bytes(shape: AttentionShape, mode: str) -> int:
     """Peak bytes of FlashAttention, inputs included: linear in the sequence lengths.
 
-    Forward: q, k, v, O and the log-sum-exp of each query. Backward adds dO, dQ, dK, dV and D = rowsum(dO ∘ O).
+    Forward: q, k, v, O and the log-sum-exp of each query. Backward adds dO, dQ, dK, dV and D =
+    rowsum(dO ∘ O).
     The two statistics are float32 (float64 for float64 inputs); tiles are counted as free.
     """
     tensors = attention_input_bytes(shape) + _query_bytes(shape)
-    statistic = shape.batch * shape.heads * shape.seqlen_q * max(FLOAT32_BYTES, BYTES_PER_ELEMENT[shape.dtype])
+    statistic = (
+        shape.batch
+        * shape.heads
+        * shape.seqlen_q
+        * max(FLOAT32_BYTES, BYTES_PER_ELEMENT[shape.dtype])
+    )
     return tensors + statistic if mode == "forward" else 2 * (tensors + statistic)
 
 
 def _query_bytes(shape: AttentionShape) -> int:
-    return shape.batch * shape.heads * shape.seqlen_q * shape.head_dim * BYTES_PER_ELEMENT[shape.dtype]
+    return (
+        shape.batch * shape.heads * shape.seqlen_q * shape.head_dim * BYTES_PER_ELEMENT[shape.dtype]
+    )
 
 
 def _key_bytes(shape: AttentionShape) -> int:
@@ -115,7 +148,9 @@ def _key_bytes(shape: AttentionShape) -> int:
 
 
 def _repeated_key_value_bytes(shape: AttentionShape) -> int:
-    """K and V repeated for every query head, as plain attention needs them; 0 where there is nothing to repeat."""
+    """K and V repeated for every query head, as plain attention needs them; 0 where there is
+    nothing to repeat.
+    """
     if shape.kv_heads is None or shape.kv_heads == shape.heads:
         return 0
     return 2 * _key_bytes(shape) * shape.heads // shape.kv_heads
@@ -131,8 +166,9 @@ def _score_elements(shape: AttentionShape) -> int:
 def num_parameters(model: ModelConfig) -> int:
     """Exact count: 2·V·d + L·(4d² + 3·d·d_ff + 2d) + d.
 
-    Embedding and untied head (V·d each); a block's four attention projections (d² each), three SwiGLU matrices
-    (d·d_ff each) and two RMSNorm gains (d each); the final norm's gain (d). No biases.
+    Embedding and untied head (V·d each); a block's four attention projections (d² each), three
+    SwiGLU matrices (d·d_ff each) and two RMSNorm gains (d each); the final norm's gain (d). No
+    biases.
     """
     block = block_matrix_elements(model) + 2 * model.d_model
     return 2 * model.vocab_size * model.d_model + model.num_layers * block + model.d_model
@@ -141,11 +177,12 @@ def num_parameters(model: ModelConfig) -> int:
 def model_flops(model: ModelConfig, batch: int, mode: str) -> int:
     """Useful matmul FLOPs of one pass over `batch` sequences of `context_length` tokens.
 
-    Forward: 2 for each token and each element of the block matrices and the head, plus 4·causal area·d_model for each
-    layer and sequence. Attention counts the pairs of the causal mask, not the full square that plain attention
-    executes, so that all implementations are held to the same work. The embedding is a look-up: no FLOPs.
-    Backward: twice the forward (gradients of both operands of each matmul); what is computed again is not credited.
-    train_step equals forward_backward: an optimizer has no matmuls.
+    Forward: 2 for each token and each element of the block matrices and the head, plus 4·causal
+    area·d_model for each layer and sequence. Attention counts the pairs of the causal mask, not the
+    full square that plain attention executes, so that all implementations are held to the same
+    work. The embedding is a look-up: no FLOPs.
+    Backward: twice the forward (gradients of both operands of each matmul); what is computed again
+    is not credited. train_step equals forward_backward: an optimizer has no matmuls.
     """
     tokens = batch * model.context_length
     matrices = model.num_layers * block_matrix_elements(model) + model.vocab_size * model.d_model
@@ -155,9 +192,11 @@ def model_flops(model: ModelConfig, batch: int, mode: str) -> int:
 
 
 def eager_attention_part_flops(model: ModelConfig, batch: int) -> dict[str, int]:
-    """FLOPs that plain attention executes in one forward of all layers, by part: scores, softmax, values.
+    """FLOPs that plain attention executes in one forward of all layers, by part: scores, softmax,
+    values.
 
-    The whole square of scores, since a mask saves plain attention nothing. Scaling and masking are left out.
+    The whole square of scores, since a mask saves plain attention nothing. Scaling and masking are
+    left out.
     """
     scores = batch * model.num_layers * model.num_heads * model.context_length**2
     matmul = 2 * scores * model.head_dim
@@ -182,9 +221,11 @@ class RankBytes:
     activations: int  # saved for backward when it starts, or recomputed
     loss: int  # temporaries when backward starts, most of the logits' size
     gathered: int = 0  # FSDP: whole weights of the blocks in use and on their way
-    buffers: int = 0  # copies made only to communicate, FSDP's whole gradients on their way to a reduction
+    # copies made only to communicate, FSDP's whole gradients on their way to a reduction
+    buffers: int = 0
     block: int = 0  # what one block saved: all that is left of the activations when backward ends
-    gradients_stay: bool = False  # buckets: gradients and buffers have their memory before backward starts, too
+    # buckets: gradients and buffers have their memory before backward starts, too
+    gradients_stay: bool = False
 
     @property
     def persistent(self) -> int:
@@ -209,17 +250,21 @@ class RankBytes:
 def block_saved_bytes(
     model: ModelConfig, batch: int, *, attention: str, precision: Precision | None = None
 ) -> dict[str, int]:
-    """What one Transformer block saves for backward, by tensor: an estimate for a plainly written eager block.
+    """What one Transformer block saves for backward, by tensor: an estimate for a plainly written
+    eager block.
 
-    The norms work in float32 or wider; everything else is in autocast's dtype, or the parameters' without autocast.
-    Autocast casts the input of each linear layer anew, so that the q, k and v projections, and w1 and w3, keep a copy
-    each where one is shared without it. On CUDA its softmax answers in float32 and is cast again for the product with
-    V: two copies, both counted (on a CPU it answers in low precision). SwiGLU is w2(silu(w1 x) · w3 x).
+    The norms work in float32 or wider; everything else is in autocast's dtype, or the parameters'
+    without autocast. Autocast casts the input of each linear layer anew, so that the q, k and v
+    projections, and w1 and w3, keep a copy each where one is shared without it. On CUDA its softmax
+    answers in float32 and is cast again for the product with V: two copies, both counted (on a CPU
+    it answers in low precision). SwiGLU is w2(silu(w1 x) · w3 x).
     Raises ValueError for an attention whose memory is not known.
     """
     precision = Precision() if precision is None else precision
     if attention not in ATTENTION_NAMES:
-        raise ValueError(f"attention must be one of {', '.join(ATTENTION_NAMES)}, got {attention!r}")
+        raise ValueError(
+            f"attention must be one of {', '.join(ATTENTION_NAMES)}, got {attention!r}"
+        )
     tokens = batch * model.context_length
     width, compute = tokens * model.d_model, _compute_bytes(precision)
     casts = precision.autocast is not None
@@ -239,52 +284,80 @@ def block_saved_bytes(
         saved["attention probabilities"] = heads * model.context_length * copies
         saved["causal mask"] = model.context_length**2 * BOOL_BYTES
     else:
-        saved["attention output by head"] = width * compute  # its transpose is the input of the output projection
+        # its transpose is the input of the output projection
+        saved["attention output by head"] = width * compute
         saved["log-sum-exp"] = heads * max(FLOAT32_BYTES, compute)
     return saved
 
 
-def activation_bytes(model: ModelConfig, batch: int, *, attention: str, precision: Precision) -> int:
-    """Estimate of all bytes saved between forward and backward: num_layers blocks, the head, and autocast's weights.
+def activation_bytes(
+    model: ModelConfig, batch: int, *, attention: str, precision: Precision
+) -> int:
+    """Estimate of all bytes saved between forward and backward: num_layers blocks, the head, and
+    autocast's weights.
 
-    The head saves the final norm's input, normalized input and reciprocal roots, the input of the output layer, and
-    the (tokens, vocab_size) logits for the cross-entropy in float32 or wider. Autocast keeps a low-precision copy of
-    every matrix but the embedding until backward is done.
+    The head saves the final norm's input, normalized input and reciprocal roots, the input of the
+    output layer, and the (tokens, vocab_size) logits for the cross-entropy in float32 or wider.
+    Autocast keeps a low-precision copy of every matrix but the embedding until backward is done.
     """
-    blocks = model.num_layers * sum(block_saved_bytes(model, batch, attention=attention, precision=precision).values())
+    blocks = model.num_layers * sum(
+        block_saved_bytes(model, batch, attention=attention, precision=precision).values()
+    )
     tokens = batch * model.context_length
     norm = (2 * model.d_model + 1) * tokens * _norm_bytes(precision)
-    head = norm + tokens * model.d_model * _compute_bytes(precision) + loss_logit_bytes(model, batch, precision)
+    head = (
+        norm
+        + tokens * model.d_model * _compute_bytes(precision)
+        + loss_logit_bytes(model, batch, precision)
+    )
     return blocks + head + _weight_copy_bytes(model, precision)
 
 
 def model_peak_bytes(case: ModelCase, mode: str) -> int:
-    """Estimate of the peak bytes of one pass: parameters (and AdamW's state in train_step) plus the larger phase.
+    """Estimate of the peak bytes of one pass: parameters (and AdamW's state in train_step) plus the
+    larger phase.
 
-    - forward, without a graph: the residual stream plus the largest of attention (its inputs, and two copies of the
-      scores where it stores them), feed-forward (three hidden tensors) and the logits. Autocast on CUDA holds, besides
-      the scores, softmax's input and output in float32, and its copies of the weights during the whole pass.
-    - start of backward: all activations plus either three temporaries of the logits' size (logits minus log-sum-exp,
-      its exponential, the gradient) or, in the last block, two gradients of the scores.
-    - end of backward and optimizer step: all gradients plus one block's activations, or the optimizer's
-      temporary, the size of a batch of parameters. Between these ends memory moves linearly: each block frees its
-      activations and makes its gradients. Gradients are taken as None when backward starts.
+    - forward, without a graph: the residual stream plus the largest of attention (its inputs, and
+      two copies of the scores where it stores them), feed-forward (three hidden tensors) and the
+      logits. Autocast on CUDA holds, besides the scores, softmax's input and output in float32, and
+      its copies of the weights during the whole pass.
+    - start of backward: all activations plus either three temporaries of the logits' size (logits
+      minus log-sum-exp, its exponential, the gradient) or, in the last block, two gradients of the
+      scores.
+    - end of backward and optimizer step: all gradients plus one block's activations, or the
+      optimizer's
+      temporary, the size of a batch of parameters. Between these ends memory moves linearly: each
+      block frees its activations and makes its gradients. Gradients are taken as None when backward
+      starts.
     """
     model, batch, precision = case.model, case.batch, case.precision
-    parameters = num_parameters(model) * BYTES_PER_ELEMENT[precision.parameters]  # autocast changes none of them
+    # autocast changes none of them
+    parameters = num_parameters(model) * BYTES_PER_ELEMENT[precision.parameters]
     saved = block_saved_bytes(model, batch, attention=case.attention, precision=precision)
     compute, stores_scores = _compute_bytes(precision), case.attention in SCORE_STORING_ATTENTION
     width = batch * model.context_length * model.d_model
-    two_scores = 2 * batch * model.num_heads * model.context_length**2 * compute if stores_scores else 0
+    two_scores = (
+        2 * batch * model.num_heads * model.context_length**2 * compute if stores_scores else 0
+    )
     if mode == "forward":
-        if stores_scores and precision.autocast is not None:  # on CUDA its softmax has a float32 copy of its input
-            two_scores = batch * model.num_heads * model.context_length**2 * (compute + 2 * FLOAT32_BYTES)
+        # on CUDA its softmax has a float32 copy of its input
+        if stores_scores and precision.autocast is not None:
+            two_scores = (
+                batch * model.num_heads * model.context_length**2 * (compute + 2 * FLOAT32_BYTES)
+            )
         attention = 5 * width * compute + two_scores
         feed_forward = (width + 3 * batch * model.context_length * model.d_ff) * compute
         logits = batch * model.context_length * (model.d_model + model.vocab_size) * compute
         stream = width * _norm_bytes(precision)
-        return parameters + _weight_copy_bytes(model, precision) + stream + max(attention, feed_forward, logits)
-    largest_parameter = model.d_model * max(model.vocab_size, model.d_ff) * BYTES_PER_ELEMENT[precision.parameters]
+        return (
+            parameters
+            + _weight_copy_bytes(model, precision)
+            + stream
+            + max(attention, feed_forward, logits)
+        )
+    largest_parameter = (
+        model.d_model * max(model.vocab_size, model.d_ff) * BYTES_PER_ELEMENT[precision.parameters]
+    )
     batch_of_parameters = min(parameters, max(OPTIMIZER_TEMPORARY_BYTES, largest_parameter))
     trains = mode == "train_step"
     return RankBytes(
@@ -313,19 +386,31 @@ def _norm_bytes(precision: Precision) -> int:
 
 def loss_logit_bytes(model: ModelConfig, batch: int, precision: Precision) -> int:
     """The logits as the cross-entropy takes them, in float32 or wider."""
-    return batch * model.context_length * model.vocab_size * max(FLOAT32_BYTES, _compute_bytes(precision))
+    return (
+        batch
+        * model.context_length
+        * model.vocab_size
+        * max(FLOAT32_BYTES, _compute_bytes(precision))
+    )
 
 
 # Cases of any kind
 
 
 def predicted_peak_bytes(case: Any, implementation: str, modes: Iterable[str]) -> int:
-    """Closed form of what `implementation` needs on `case` in the largest of `modes`; 0 where there is none."""
+    """Closed form of what `implementation` needs on `case` in the largest of `modes`; 0 where there
+    is none.
+    """
     if isinstance(case, ModelCase):
-        return 0 if implementation == "simulated" else model_peak_bytes(case, max(modes, key=MODES.index))
+        return (
+            0
+            if implementation == "simulated"
+            else model_peak_bytes(case, max(modes, key=MODES.index))
+        )
     if implementation in QUADRATIC.get(type(case), ()):
         shape = case.shape if isinstance(case, MaskCase) else case
         return eager_attention_bytes(shape, max(modes, key=MODES.index))
-    if isinstance(case, AttentionShape) and ":" not in implementation:  # of a reader's own nothing is known
+    # of a reader's own nothing is known
+    if isinstance(case, AttentionShape) and ":" not in implementation:
         return flash_attention_bytes(case, max(modes, key=MODES.index))
     return int(getattr(case, "predicted_bytes", 0))

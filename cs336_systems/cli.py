@@ -1,7 +1,9 @@
-"""The command line: `cs336-systems` list, run, report, profile, memory, train, generate, grade, doctor, tune, compare.
+"""The command line: `cs336-systems` list, run, report, profile, memory, train, generate, grade,
+doctor, tune, compare.
 
-A wrong argument is one line on stderr and exit code 2; a run in which nothing could be measured exits 1; Ctrl-C exits
-130 and loses only the cell it interrupted, and so does a termination or a hang-up (143, 129).
+A wrong argument is one line on stderr and exit code 2; a run in which nothing could be measured
+exits 1; Ctrl-C exits 130 and loses only the cell it interrupted, and so does a termination or a
+hang-up (143, 129).
 """
 
 import warnings
@@ -36,13 +38,16 @@ app = typer.Typer(
 
 
 @app.callback()
-def options(version: Annotated[bool, typer.Option("--version", help="Say which version this is.")] = False) -> None:
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Say which version this is.")] = False,
+) -> None:
     if version:
         typer.echo(f"cs336-systems {__version__}")
         raise typer.Exit
 
 
-PANELS: dict[str, dict[str, Callable[..., None]]] = {  # of the help, in the order in which one needs them
+# of the help, in the order in which one needs them
+PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Begin": {"list": list_problems, "doctor": doctor},
     "Train": {"train": train, "generate": generate},
     "Measure": {"run": run, "report": report, "profile": profile, "memory": memory},
@@ -59,7 +64,9 @@ def main(run_app: Callable[[], None] = app) -> None:
     """Entry point of the console script."""
     format_warning = warnings.formatwarning
 
-    def briefly(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> str:
+    def briefly(
+        message: Warning | str, category: type[Warning], *place: Any, **options: Any
+    ) -> str:
         if not issubclass(category, UserWarning):
             return format_warning(message, category, *place, **options)
         return f"warning: {in_one_line(message)}\n"
@@ -70,5 +77,8 @@ def main(run_app: Callable[[], None] = app) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == __package__:
             raise  # our own mistake
-        typer.echo(f"error: {error.name} is not installed: pip install {error.name.partition('.')[0]}", err=True)
+        typer.echo(
+            f"error: {error.name} is not installed: pip install {error.name.partition('.')[0]}",
+            err=True,
+        )
         raise SystemExit(EXIT_WRONG_ARGUMENT) from None

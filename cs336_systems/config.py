@@ -1,7 +1,7 @@
 """What is run: model sizes, attention shapes, precisions and run options, as frozen dataclasses.
 
-Standard library only, so that every other module may import it. Model sizes exist here and nowhere else:
-`MODEL_SIZES["xl"].d_ff == 10240`. A bad value raises ValueError with the field's name.
+Standard library only, so that every other module may import it. Model sizes exist here and nowhere
+else: `MODEL_SIZES["xl"].d_ff == 10240`. A bad value raises ValueError with the field's name.
 """
 
 from dataclasses import dataclass, replace
@@ -11,8 +11,9 @@ DTypeName = Literal["float64", "float32", "float16", "bfloat16"]
 Scale = Literal["tiny", "smoke", "handout"]
 Mode = Literal["forward", "backward", "forward_backward", "train_step"]
 
-# What a model may attend with: attentions that store the probabilities for backward, and those that are one operator
-# and store the log-sum-exp. sdpa is PyTorch's scaled_dot_product_attention, the others are this package's back ends.
+# What a model may attend with: attentions that store the probabilities for backward, and those that
+# are one operator and store the log-sum-exp. sdpa is PyTorch's scaled_dot_product_attention, the
+# others are this package's back ends.
 SCORE_STORING_ATTENTION = ("reference", "compiled")
 FUSED_ATTENTION = ("tiled", "triton", "hopper", "sdpa")
 ATTENTION_NAMES = (*SCORE_STORING_ATTENTION, *FUSED_ATTENTION)
@@ -29,14 +30,18 @@ def require_positive(config: Any, *fields: str) -> None:
     for field in fields:
         value = getattr(config, field)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{type(config).__name__}.{field} must be a positive int, got {value!r}")
+            raise ValueError(
+                f"{type(config).__name__}.{field} must be a positive int, got {value!r}"
+            )
 
 
 def require_choice(config: Any, field: str, choices: tuple[str, ...]) -> None:
     """ValueError if `field` is none of `choices`."""
     value = getattr(config, field)
     if value not in choices:
-        raise ValueError(f"{type(config).__name__}.{field} must be one of {', '.join(choices)}, got {value!r}")
+        raise ValueError(
+            f"{type(config).__name__}.{field} must be one of {', '.join(choices)}, got {value!r}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +58,9 @@ class ModelConfig:
     rope_theta: float = 10_000.0  # base of the rotary frequencies
 
     def __post_init__(self) -> None:
-        require_positive(self, "d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length")
+        require_positive(
+            self, "d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length"
+        )
         if self.d_model % self.num_heads or self.head_dim % 2:
             raise ValueError(
                 f"ModelConfig.num_heads must divide d_model into even head dims, "
@@ -81,21 +88,28 @@ MODEL_SIZES: dict[str, ModelConfig] = {
         ModelConfig(name="2.7b-2025", d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
         # The 2026 leaderboard's full training step.
         ModelConfig(
-            name="8b", d_model=4096, d_ff=11008, num_layers=34, num_heads=32, vocab_size=151_936, context_length=32_768
+            name="8b",
+            d_model=4096,
+            d_ff=11008,
+            num_layers=34,
+            num_heads=32,
+            vocab_size=151_936,
+            context_length=32_768,
         ),
     )
 }
 HANDOUT_SIZES = ("small", "medium", "large", "xl", "10b")  # of the 2026 edition
 # The 2025 edition's, whose 2.7b is called xl here: they have one shape.
 SIZES_2025 = ("small", "medium", "large", "xl-2025", "xl")
-SIZES_OF_BOTH = ("small", "medium", "large", "xl-2025", "xl", "10b")  # each shape once, by the number of parameters
+# each shape once, by the number of parameters
+SIZES_OF_BOTH = ("small", "medium", "large", "xl-2025", "xl", "10b")
 
 
 def proxy_model(size: str, d_model: int = 256) -> ModelConfig:
     """A model of `size`'s proportions, scaled down to width `d_model`, named `<size>-proxy`.
 
-    Depth and feed-forward width shrink by the same factor as the width (at least two layers), so that the share of
-    attention, feed-forward and head stays recognisable; heads have 64 dimensions.
+    Depth and feed-forward width shrink by the same factor as the width (at least two layers), so
+    that the share of attention, feed-forward and head stays recognisable; heads have 64 dimensions.
     """
     full = MODEL_SIZES[size]
     factor = d_model / full.d_model
@@ -120,7 +134,8 @@ class AttentionShape:
     head_dim: int
     is_causal: bool  # top-left aligned, as in SDPA and the handout
     dtype: DTypeName
-    kv_heads: int | None = None  # key and value heads under grouped-query attention; None: as many as query heads
+    # key and value heads under grouped-query attention; None: as many as query heads
+    kv_heads: int | None = None
 
     def __post_init__(self) -> None:
         require_positive(self, "batch", "heads", "seqlen_q", "seqlen_k", "head_dim")
@@ -128,7 +143,9 @@ class AttentionShape:
         if self.kv_heads is not None:
             require_positive(self, "kv_heads")
             if self.heads % self.kv_heads:
-                raise ValueError(f"AttentionShape.kv_heads must divide heads={self.heads}, got {self.kv_heads}")
+                raise ValueError(
+                    f"AttentionShape.kv_heads must divide heads={self.heads}, got {self.kv_heads}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +169,14 @@ class MaskCase:
     def shape(self) -> AttentionShape:
         """The same under the dense kernels' own masks."""
         return AttentionShape(
-            batch=self.batch, heads=self.heads, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_q, head_dim=self.head_dim,
-            is_causal=self.mask == "causal", dtype=self.dtype,
-        )  # fmt: skip
+            batch=self.batch,
+            heads=self.heads,
+            seqlen_q=self.seqlen_q,
+            seqlen_k=self.seqlen_q,
+            head_dim=self.head_dim,
+            is_causal=self.mask == "causal",
+            dtype=self.dtype,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +200,8 @@ class ModelCase:
     batch: int
     attention: str  # inside the model, one of ATTENTION_NAMES
     precision: Precision = Precision()
-    warmup: int = 5  # steps run before the first timed one, in a fresh process where the problem is about warm-up
+    # steps run before the first timed one, in a fresh process where the problem is about warm-up
+    warmup: int = 5
 
     def __post_init__(self) -> None:
         require_positive(self, "batch")
@@ -195,7 +218,8 @@ class CollectiveCase:
     """One collective of float32 on the ranks of one host."""
 
     operation: str  # one of COLLECTIVES
-    num_bytes: int  # of the whole tensor: what all-gather gives each rank, what reduce-scatter takes from each
+    # of the whole tensor: what all-gather gives each rank, what reduce-scatter takes from each
+    num_bytes: int
     num_ranks: int
     backend: str  # gloo moves host memory, nccl GPU memory
 
@@ -207,7 +231,9 @@ class CollectiveCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """What a run sets of the attention that it measures; an empty axis is left as each problem has it."""
+    """What a run sets of the attention that it measures; an empty axis is left as each problem has
+    it.
+    """
 
     modes: tuple[str, ...] = ()  # forward, backward, forward_backward: rows of others are left out
     heads: tuple[int, ...] = ()
@@ -222,7 +248,12 @@ class Axes:
     @property
     def options(self) -> str:
         """The options that are set, as they are typed."""
-        names = {"--mode": self.modes, "--heads": self.heads, "--seqlen": self.seqlens, "--head-dim": self.head_dims}
+        names = {
+            "--mode": self.modes,
+            "--heads": self.heads,
+            "--seqlen": self.seqlens,
+            "--head-dim": self.head_dims,
+        }
         return ", ".join(name for name, values in names.items() if values)
 
 

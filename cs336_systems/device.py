@@ -38,7 +38,9 @@ def dotted(compute_capability: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
-    """What the driver or the operating system says of one device; None where it says nothing. No host names."""
+    """What the driver or the operating system says of one device; None where it says nothing. No
+    host names.
+    """
 
     name: str  # e.g. "NVIDIA H200", "AMD EPYC"
     kind: Literal["cpu", "cuda"]
@@ -67,12 +69,15 @@ class DeviceInfo:
 
 
 def slugify(name: str) -> str:
-    """`NVIDIA H200` -> `nvidia-h200`: a folder name of lower-case letters, digits and single hyphens."""
+    """`NVIDIA H200` -> `nvidia-h200`: a folder name of lower-case letters, digits and single
+    hyphens.
+    """
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def resolve_device(requested: str) -> Literal["cpu", "cuda"]:
-    """The device kind that `requested` (auto, cpu or cuda) means here; auto is cuda where there is a CUDA device.
+    """The device kind that `requested` (auto, cpu or cuda) means here; auto is cuda where there is
+    a CUDA device.
 
     Raises ValueError for another name, and for cuda where there is none.
     """
@@ -84,22 +89,35 @@ def resolve_device(requested: str) -> Literal["cpu", "cuda"]:
         return "cuda"
     if requested == "auto":
         return "cpu"
-    why = "built for CPU" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}, no driver or device"
-    raise ValueError(f"--device cuda: no CUDA device is available (torch {torch.__version__}, {why})")
+    why = (
+        "built for CPU"
+        if torch.version.cuda is None
+        else f"built for CUDA {torch.version.cuda}, no driver or device"
+    )
+    raise ValueError(
+        f"--device cuda: no CUDA device is available (torch {torch.__version__}, {why})"
+    )
 
 
 def get_device_info(device: str = "auto") -> DeviceInfo:
-    """Facts of the current CUDA device or of the CPU; `device` as in `resolve_device`, which may raise ValueError."""
+    """Facts of the current CUDA device or of the CPU; `device` as in `resolve_device`, which may
+    raise ValueError.
+    """
     if resolve_device(device) == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return DeviceInfo(name=_cpu_name(), kind="cpu", memory_bytes=memory, num_cores=_usable_cores())
+        return DeviceInfo(
+            name=_cpu_name(), kind="cpu", memory_bytes=memory, num_cores=_usable_cores()
+        )
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     driver, max_sm_clock_mhz = _query_nvidia_smi(getattr(properties, "uuid", None))
     return DeviceInfo(
         name=properties.name,
         kind="cuda",
-        # AMD GPUs come under the same torch.cuda; their "capability" numbers another line of devices.
-        compute_capability=None if torch.version.hip is not None else (properties.major, properties.minor),
+        # AMD GPUs come under the same torch.cuda; their "capability" numbers another line of
+        # devices.
+        compute_capability=None
+        if torch.version.hip is not None
+        else (properties.major, properties.minor),
         memory_bytes=properties.total_memory,
         num_multiprocessors=properties.multi_processor_count,
         driver=driver,
@@ -108,19 +126,30 @@ def get_device_info(device: str = "auto") -> DeviceInfo:
 
 
 def _query_nvidia_smi(uuid: Any) -> tuple[str | None, int | None]:
-    """Driver version and highest SM clock in MHz of the GPU `uuid`; None for what nvidia-smi does not tell.
+    """Driver version and highest SM clock in MHz of the GPU `uuid`; None for what nvidia-smi does
+    not tell.
 
-    The GPU is named by its UUID: nvidia-smi numbers all GPUs of the host, torch those in CUDA_VISIBLE_DEVICES.
+    The GPU is named by its UUID: nvidia-smi numbers all GPUs of the host, torch those in
+    CUDA_VISIBLE_DEVICES.
     """
     executable = shutil.which("nvidia-smi")
     if executable is None or uuid is None:
         return None, None
-    command = [executable, "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader", "-i", f"GPU-{uuid}"]
+    command = [
+        executable,
+        "--query-gpu=driver_version,clocks.max.sm",
+        "--format=csv,noheader",
+        "-i",
+        f"GPU-{uuid}",
+    ]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True)
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None, None
-    answer = re.match(r"\s*([\d.]+)\s*,\s*(?:(\d+) MHz)?", result.stdout)  # "570.86.15, 1980 MHz", "570.86.15, [N/A]"
+    # "570.86.15, 1980 MHz", "570.86.15, [N/A]"
+    answer = re.match(r"\s*([\d.]+)\s*,\s*(?:(\d+) MHz)?", result.stdout)
     if answer is None:
         return None, None
     return answer[1], int(answer[2]) if answer[2] else None
@@ -129,7 +158,11 @@ def _query_nvidia_smi(uuid: Any) -> tuple[str | None, int | None]:
 def _cpu_name() -> str:
     """The model name of the first core, or what the platform calls its processor (macOS, ARM)."""
     if CPUINFO.exists():
-        model = re.search(r"^model name[ \t]*:[ \t]*(\S.*)$", CPUINFO.read_text(errors="replace"), flags=re.MULTILINE)
+        model = re.search(
+            r"^model name[ \t]*:[ \t]*(\S.*)$",
+            CPUINFO.read_text(errors="replace"),
+            flags=re.MULTILINE,
+        )
         if model is not None:
             return model[1].strip()
     return platform.processor() or platform.machine() or "unknown"
@@ -154,8 +187,8 @@ class Peak:
     source: str
 
 
-# By the driver's whole name without "NVIDIA ", so that a MIG slice or a sibling product is unknown, not mistaken. Where
-# a sheet prints rates with sparsity, the dense rate is half.
+# By the driver's whole name without "NVIDIA ", so that a MIG slice or a sibling product is unknown,
+# not mistaken. Where a sheet prints rates with sparsity, the dense rate is half.
 PEAKS = {
     "B200": Peak(2250, 75, 7700, "NVIDIA Blackwell datasheet (HGX B200)"),
     "H200": Peak(989.5, 67, 4800, "NVIDIA H200 Tensor Core GPU datasheet (SXM)"),
@@ -173,12 +206,15 @@ PEAKS = {
 
 
 def device_peak(info: DeviceInfo) -> Peak | None:
-    """The peak of the GPU by its exact name; None for a CPU and for any GPU that is not in the table."""
+    """The peak of the GPU by its exact name; None for a CPU and for any GPU that is not in the
+    table.
+    """
     return PEAKS.get(info.name.removeprefix("NVIDIA ")) if info.kind == "cuda" else None
 
 
 def recommended_dtype(compute_capability: tuple[int, int] | None) -> DTypeName:
-    """The fastest dtype that training can trust: bfloat16 from sm_80, float16 on sm_70 and sm_75, else float32.
+    """The fastest dtype that training can trust: bfloat16 from sm_80, float16 on sm_70 and sm_75,
+    else float32.
 
     None, a CPU or an AMD GPU, gets float32. Older GPUs only emulate bfloat16.
     """
@@ -191,7 +227,9 @@ def recommended_dtype(compute_capability: tuple[int, int] | None) -> DTypeName:
 
 
 def has_cxx_compiler() -> bool:
-    """Whether torch.compile finds a C++ compiler for CPU code: $CXX if set, else the platform's default."""
+    """Whether torch.compile finds a C++ compiler for CPU code: $CXX if set, else the platform's
+    default.
+    """
     default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
     return shutil.which(os.environ.get("CXX", default)) is not None
 
@@ -203,7 +241,9 @@ def has_c_compiler() -> bool:
 
 
 def interpreter_is_on() -> bool:
-    """Whether Triton kernels loaded from now on are interpreted: its own switch where imported, else the variable."""
+    """Whether Triton kernels loaded from now on are interpreted: its own switch where imported,
+    else the variable.
+    """
     knobs = sys.modules.get("triton.knobs")
     if knobs is not None:
         return bool(knobs.runtime.interpret)
@@ -213,8 +253,9 @@ def interpreter_is_on() -> bool:
 def interpret_kernels() -> None:
     """Turn Triton's interpreter on for all kernels, and make it quick; before Triton is imported.
 
-    Each launch, and each call of one `@triton.jit` function by another, replaces the builtins of `triton.language`. The
-    interpreter searches whole modules for them every time, which is two fifths of its work: here it searches once.
+    Each launch, and each call of one `@triton.jit` function by another, replaces the builtins of
+    `triton.language`. The interpreter searches whole modules for them every time, which is two
+    fifths of its work: here it searches once.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     if find_spec("triton") is None:

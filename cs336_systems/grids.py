@@ -1,9 +1,10 @@
 """Orders of the tokens of a 2-D grid, and how many tiles of a block-sparse mask they leave.
 
-A neighbourhood mask lets each token of an n × n grid attend those at most `radius` away in both directions. Kernels
-skip tiles of the (queries, keys) matrix in which nothing is attended, so the order of tokens decides how much.
-Hilbert's curve makes a tile's tokens a square instead of a piece of a row. That helps where the neighbourhood is wide,
-and costs where it is narrow: rows put a narrow one into few diagonals.
+A neighbourhood mask lets each token of an n × n grid attend those at most `radius` away in both
+directions. Kernels skip tiles of the (queries, keys) matrix in which nothing is attended, so the
+order of tokens decides how much. Hilbert's curve makes a tile's tokens a square instead of a piece
+of a row. That helps where the neighbourhood is wide, and costs where it is narrow: rows put a
+narrow one into few diagonals.
 
     order = hilbert_order(64)                         # order[i] is the token, row-major, at place i
     tokens = tokens[:, order]
@@ -23,9 +24,9 @@ def row_major_order(n: int) -> Int[Tensor, " n*n"]:
 def hilbert_order(n: int) -> Int[Tensor, " n*n"]:
     """The tokens of an n × n grid along Hilbert's curve, as row-major indices; it begins at (0, 0).
 
-    Consecutive tokens are always neighbours, and every aligned run of 4ᵏ of them is a square. Built from the last
-    refinement to the first: a curve through quadrants of side s turns and mirrors its first and last quadrant.
-    ValueError unless n is a power of two.
+    Consecutive tokens are always neighbours, and every aligned run of 4ᵏ of them is a square. Built
+    from the last refinement to the first: a curve through quadrants of side s turns and mirrors its
+    first and last quadrant. ValueError unless n is a power of two.
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1 or n & (n - 1):
         raise ValueError(f"n must be a power of two, got {n!r}")
@@ -36,7 +37,10 @@ def hilbert_order(n: int) -> Int[Tensor, " n*n"]:
         right = 1 & (place // 2)  # of the quadrant at this refinement
         down = 1 & (place ^ right)
         mirrored = (down == 0) & (right == 1)
-        row, column = torch.where(mirrored, side - 1 - row, row), torch.where(mirrored, side - 1 - column, column)
+        row, column = (
+            torch.where(mirrored, side - 1 - row, row),
+            torch.where(mirrored, side - 1 - column, column),
+        )
         row, column = torch.where(down == 0, column, row), torch.where(down == 0, row, column)
         row, column = row + side * down, column + side * right
         place = place // 4
@@ -45,17 +49,23 @@ def hilbert_order(n: int) -> Int[Tensor, " n*n"]:
 
 
 def inverse_order(order: Int[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
-    """The place of each token: what undoes `tokens[:, order]`. ValueError if `order` is no permutation."""
+    """The place of each token: what undoes `tokens[:, order]`. ValueError if `order` is no
+    permutation.
+    """
     places = torch.arange(len(order), device=order.device)
     if not torch.equal(order.sort().values, places):
         raise ValueError(f"order must be a permutation of its {len(order)} places, got another")
     return torch.empty_like(order).scatter_(0, order, places)
 
 
-def neighbourhood_block_density(n: int, *, radius: int, block_size: int, order: Int[Tensor, " n*n"]) -> float:
-    """Fraction of (block_size, block_size) tiles with an attended pair, tokens of the n × n grid being in `order`.
+def neighbourhood_block_density(
+    n: int, *, radius: int, block_size: int, order: Int[Tensor, " n*n"]
+) -> float:
+    """Fraction of (block_size, block_size) tiles with an attended pair, tokens of the n × n grid
+    being in `order`.
 
-    No (tokens, tokens) tensor is made. The last tile of a row may be shorter. ValueError on a bad argument.
+    No (tokens, tokens) tensor is made. The last tile of a row may be shorter. ValueError on a bad
+    argument.
     """
     if len(order) != n * n:
         raise ValueError(f"order must have n * n = {n * n} tokens, got {len(order)}")
@@ -66,7 +76,8 @@ def neighbourhood_block_density(n: int, *, radius: int, block_size: int, order: 
     block = (inverse_order(order) // block_size).view(n, n)  # of the token at each grid point
     num_blocks = -(-n * n // block_size)
     attended = torch.zeros(num_blocks * num_blocks, dtype=torch.bool)
-    for down in range(min(radius, n - 1) + 1):  # the mask is symmetric: half of the offsets are enough
+    # the mask is symmetric: half of the offsets are enough
+    for down in range(min(radius, n - 1) + 1):
         for right in range(-min(radius, n - 1), min(radius, n - 1) + 1):
             ours = block[: n - down, max(0, -right) : n - max(0, right)]
             theirs = block[down:, max(0, right) : n - max(0, -right)]

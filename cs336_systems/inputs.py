@@ -1,7 +1,8 @@
 """Seeded inputs: the same numbers for every implementation of a case, on every device.
 
-Attention inputs are drawn on the device that will use them (drawing gigabytes on the host would dominate a sweep), so
-two devices see different numbers, and two implementations on one device see the same.
+Attention inputs are drawn on the device that will use them (drawing gigabytes on the host would
+dominate a sweep), so two devices see different numbers, and two implementations on one device see
+the same.
 """
 
 from typing import NamedTuple

@@ -39,7 +39,8 @@ def _display(picture: Any, description: str) -> None:
 
 
 def check(*cases: tuple[Any, Any, str]) -> None:
-    """Print "right" where each case's (found, expected, hint) agree, or the first difference with its hint.
+    """Print "right" where each case's (found, expected, hint) agree, or the first difference with
+    its hint.
 
     Floats, alone or in lists, agree to within rounding.
     """
@@ -52,7 +53,13 @@ def check(*cases: tuple[Any, Any, str]) -> None:
 
 def _agrees(found: Any, expected: Any) -> bool:
     if isinstance(expected, list | tuple):
-        return isinstance(found, list | tuple) and len(found) == len(expected) and all(map(_agrees, found, expected))
+        return (
+            isinstance(found, list | tuple)
+            and len(found) == len(expected)
+            and all(map(_agrees, found, expected))
+        )
     if isinstance(expected, float):
-        return isinstance(found, float | int) and abs(found - expected) <= 1e-6 * max(1.0, abs(expected))
+        return isinstance(found, float | int) and abs(found - expected) <= 1e-6 * max(
+            1.0, abs(expected)
+        )
     return bool(found == expected)

@@ -1,1 +1,3 @@
-"""The tests of `cs336_systems`; a package, so that test modules can import `.adapters` as the course's do."""
+"""The tests of `cs336_systems`; a package, so that test modules can import `.adapters` as the
+course's do.
+"""

@@ -11,7 +11,9 @@ import torch
 
 
 def get_flashattention_autograd_function_pytorch() -> type[torch.autograd.Function]:
-    """An autograd.Function whose `apply(q, k, v, is_causal)` is FlashAttention-2 in PyTorch operations."""
+    """An autograd.Function whose `apply(q, k, v, is_causal)` is FlashAttention-2 in PyTorch
+    operations.
+    """
     from cs336_systems.attention import FlashAttentionPyTorch
 
     return FlashAttentionPyTorch
@@ -25,7 +27,9 @@ def get_flashattention_autograd_function_triton() -> type[torch.autograd.Functio
 
 
 def get_ddp(module: torch.nn.Module) -> torch.nn.Module:
-    """`module` wrapped so that each parameter's gradient is averaged over the ranks while the backward runs."""
+    """`module` wrapped so that each parameter's gradient is averaged over the ranks while the
+    backward runs.
+    """
     from cs336_systems.distributed.ddp_overlap import OverlapDDP
     from cs336_systems.distributed.spawn import collect_garbage_at_exit
 
@@ -39,11 +43,16 @@ def ddp_on_after_backward(ddp_model: Any, optimizer: torch.optim.Optimizer) -> N
 
 
 # The 2025 edition's names
-get_ddp_individual_parameters, ddp_individual_parameters_on_after_backward = get_ddp, ddp_on_after_backward
+get_ddp_individual_parameters, ddp_individual_parameters_on_after_backward = (
+    get_ddp,
+    ddp_on_after_backward,
+)
 
 
 def get_ddp_bucketed(module: torch.nn.Module, bucket_size_mb: float | None) -> torch.nn.Module:
-    """`module` wrapped so that buckets of at most `bucket_size_mb` MB of gradients are averaged; None: one bucket."""
+    """`module` wrapped so that buckets of at most `bucket_size_mb` MB of gradients are averaged;
+    None: one bucket.
+    """
     from cs336_systems.distributed.ddp_bucketed import BucketedDDP
     from cs336_systems.distributed.spawn import collect_garbage_at_exit
 
@@ -58,8 +67,12 @@ def ddp_bucketed_on_train_batch_start(ddp_model: Any, optimizer: torch.optim.Opt
     """Called at the start of each step, before the forward."""
 
 
-def get_sharded_optimizer(params: Any, optimizer_cls: type[torch.optim.Optimizer], **kwargs: Any) -> Any:
-    """An optimizer that keeps the state of this rank's share of `params` only, and exchanges what it updates."""
+def get_sharded_optimizer(
+    params: Any, optimizer_cls: type[torch.optim.Optimizer], **kwargs: Any
+) -> Any:
+    """An optimizer that keeps the state of this rank's share of `params` only, and exchanges what
+    it updates.
+    """
     from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
     from cs336_systems.distributed.spawn import collect_garbage_at_exit
 
@@ -68,7 +81,9 @@ def get_sharded_optimizer(params: Any, optimizer_cls: type[torch.optim.Optimizer
 
 
 def get_fsdp(module: torch.nn.Module, compute_dtype: torch.dtype | None = None) -> torch.nn.Module:
-    """`module` with the weights of its Linear and Embedding layers sharded, used in `compute_dtype`."""
+    """`module` with the weights of its Linear and Embedding layers sharded, used in
+    `compute_dtype`.
+    """
     from cs336_systems.distributed.fsdp import FSDP
     from cs336_systems.distributed.spawn import collect_garbage_at_exit
 

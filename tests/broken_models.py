@@ -1,4 +1,6 @@
-"""Language models that go wrong in the ways a sweep must survive; named on the command line as a user's own model."""
+"""Language models that go wrong in the ways a sweep must survive; named on the command line as a
+user's own model.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,13 @@ from torch import Tensor, nn
 
 
 class Bigram(nn.Module):
-    """A working model with the course's constructor: next-token logits from the current token alone."""
+    """A working model with the course's constructor: next-token logits from the current token
+    alone.
+    """
 
-    def __init__(self, vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta=10_000.0):
+    def __init__(
+        self, vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta=10_000.0
+    ):
         super().__init__()
         self.table = nn.Embedding(vocab_size, vocab_size)
 
@@ -22,12 +28,15 @@ class Bigram(nn.Module):
 
 class OutOfMemory(Bigram):
     def forward(self, tokens: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB.\nMore lines of advice.")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 64.00 GiB.\nMore lines of advice."
+        )
 
 
 class FullHost(Bigram):
     def forward(self, tokens: Tensor) -> Tensor:
-        return torch.empty(2**58, dtype=torch.uint8)  # more than any address space: the allocator's own error
+        # more than any address space: the allocator's own error
+        return torch.empty(2**58, dtype=torch.uint8)
 
 
 class NoMemory(Bigram):

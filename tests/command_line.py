@@ -33,7 +33,17 @@ def interrupt(process: subprocess.Popen[str]) -> str:
 
 def tiny_run(results: Path, *arguments: str) -> list[str]:
     """The arguments of a run at the least scale into `results`."""
-    options = ("--scale", "tiny", "--device", "cpu", "--results", str(results), "--commit", "0123456789ab", "--clean")
+    options = (
+        "--scale",
+        "tiny",
+        "--device",
+        "cpu",
+        "--results",
+        str(results),
+        "--commit",
+        "0123456789ab",
+        "--clean",
+    )
     return ["run", *arguments, *options]
 
 

@@ -3,10 +3,10 @@
     python -m tests.compiled_kernels        # without TRITON_INTERPRET; --all: their other ways to read as well
     python -m tests.compiled_kernels --registers      # what the block-sparse and the varlen kernels take on sm_90
 
-A line of the first says whether the kernel is launched early and the order of what matters in its PTX: "start" of the
-next kernel, "await" of the one before, "read" of what an earlier kernel of the call has written, "end"; and its
-parameters, as a replay lays them out. A process of its own, since Triton decides between compiler and interpreter when
-kernels are loaded.
+A line of the first says whether the kernel is launched early and the order of what matters in its
+PTX: "start" of the next kernel, "await" of the one before, "read" of what an earlier kernel of the
+call has written, "end"; and its parameters, as a replay lays them out. A process of its own, since
+Triton decides between compiler and interpreter when kernels are loaded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ EVENTS = (
     ("end", re.compile(r"^ret;")),
 )
 READ = re.compile(r"\bld\.global|\bcp\.async\.c[ag]\b")
-# Where the sources load what the kernel before writes: L and delta, the parts of a forward that splits keys, dQ's sums.
+# Where the sources load what the kernel before writes: L and delta, the parts of a forward that
+# splits keys, dQ's sums.
 WRITTEN_BEFORE = re.compile(
     r"l\.load\((?:(?:L|delta)_(?:base|head|ptr \+ row_base)|all_[ml] \+|rows_of_head|accumulator|first \+)|\bO_parts \+"
 )
@@ -95,7 +96,18 @@ def launch_lists(request: CompileRequest) -> None:
         return
     lse = torch.empty(1, HEADS, SEQLEN, device="meta")
     backward.launch_backward(
-        x, x, x, x, lse, x, None, lists, is_causal=False, scale=0.125, dkdv_config=config, dq_config=config
+        x,
+        x,
+        x,
+        x,
+        lse,
+        x,
+        None,
+        lists,
+        is_causal=False,
+        scale=0.125,
+        dkdv_config=config,
+        dq_config=config,
     )
 
 
@@ -104,7 +116,9 @@ def launch_varlen(request: CompileRequest) -> None:
     x = torch.empty(SEQLEN, HEADS, request.head_dim, dtype=torch.bfloat16, device="meta")
     options = {"is_causal": request.is_causal, "scale": 0.125}
     if request.config.kernel == "forward":
-        varlen.launch_varlen_forward(x, x, x, cu_seqlens, cu_seqlens, **options, config=request.config)
+        varlen.launch_varlen_forward(
+            x, x, x, cu_seqlens, cu_seqlens, **options, config=request.config
+        )
         return
     lse = torch.empty(HEADS, SEQLEN, device="meta")
     varlen.launch_varlen_backward(
@@ -118,13 +132,23 @@ LAUNCHES = {"varlen": launch_varlen, "lists": launch_lists}
 
 def show_registers() -> None:
     """Of the table's configurations for bfloat16: one shape, by pointers and by TMA."""
-    shape = {"batch": 1, "heads": HEADS, "seqlen_q": SEQLEN, "seqlen_k": SEQLEN, "dtype": "bfloat16"}
+    shape = {
+        "batch": 1,
+        "heads": HEADS,
+        "seqlen_q": SEQLEN,
+        "seqlen_k": SEQLEN,
+        "dtype": "bfloat16",
+    }
     for kind, launch in LAUNCHES.items():
         compilation._launch = launch  # compile_here compiles what this launches
         for tma, kernel, head_dim in product((False, True), KERNELS, (64, 128)):
             config = select_config(kernel, capability=(9, 0), head_dim=head_dim, tma=tma, **shape)
-            request = CompileRequest(config=config, arch="sm90", head_dim=head_dim, dtype="bfloat16", is_causal=True)
-            report = asdict(compile_here(request)) | {"request": (kind + "_tma" * tma, kernel, head_dim)}
+            request = CompileRequest(
+                config=config, arch="sm90", head_dim=head_dim, dtype="bfloat16", is_causal=True
+            )
+            report = asdict(compile_here(request)) | {
+                "request": (kind + "_tma" * tma, kernel, head_dim)
+            }
             print(json.dumps(report), flush=True)
 
 
@@ -165,7 +189,8 @@ def main() -> None:
         hopper(kernel="forward", is_causal=True, walk="packed"),
         hopper(kernel="wide_dkdv", is_causal=True, head_dim=256),
         hopper(kernel="backward", is_causal=True),
-        hopper(kernel="backward", is_causal=False, walk="split", group=16),  # few tiles: all in parts
+        # few tiles: all in parts
+        hopper(kernel="backward", is_causal=False, walk="split", group=16),
         hopper(kernel="backward", is_causal=False, walk="listed"),
         hopper(kernel="backward", is_causal=True, walk="packed"),
     ):

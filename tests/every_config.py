@@ -1,11 +1,13 @@
-"""Runs every shipped configuration of every attention kernel once, forward and backward, on small ragged shapes.
+"""Runs every shipped configuration of every attention kernel once, forward and backward, on small
+ragged shapes.
 
     python -m tests.every_config                                  # each result is compared with the oracle
     python -m tests.every_config --shard 0/8 --no-oracle          # every eighth call, kernels alone: for a sanitizer
     python -m tests.every_config --device cpu --dtypes float32    # interpreted: the portable table's configurations
 
-`tools/sanitize.py` runs it under compute-sanitizer. Every tensor is an allocation of its own (PyTorch's cache is off),
-so that a read behind one is seen. Exit code 1 if a result is outside the numerical contract.
+`tools/sanitize.py` runs it under compute-sanitizer. Every tensor is an allocation of its own
+(PyTorch's cache is off), so that a read behind one is seen. Exit code 1 if a result is outside the
+numerical contract.
 """
 
 from __future__ import annotations
@@ -42,26 +44,32 @@ class Case:
     family: str  # one of FAMILIES
     dtype: str
     head_dim: int
-    # Names, of forward, dkdv and dq; of a forward that splits keys, its own; of the hopper back end, the forward's and,
-    # where nothing is masked or packed, which backward.
+    # Names, of forward, dkdv and dq; of a forward that splits keys, its own; of the hopper back
+    # end, the forward's and, where nothing is masked or packed, which backward.
     configs: tuple[str, ...]
 
 
 def cases(target: str, families: list[str], dtypes: list[str]) -> Iterator[Case]:
-    """The i-th configurations of a table's three rows together; each with full and with ragged columns."""
+    """The i-th configurations of a table's three rows together; each with full and with ragged
+    columns.
+    """
     from cs336_systems.attention.tiles.choice import TABLES
 
     for family in families:
         for dtype in dtypes:
             if family.startswith("hopper"):  # it takes 16 bits, and chooses tiles by the head dim
-                head_dims = (64, 56, 128, 104) if "blocks" in family else (64, 56, 128, 104, 256, 136)
+                head_dims = (
+                    (64, 56, 128, 104) if "blocks" in family else (64, 56, 128, 104, 256, 136)
+                )
                 for head_dim in head_dims if DTYPES[dtype] == 2 else ():
                     for configs in hopper_configs(family, head_dim):
                         yield Case(family, dtype, head_dim, configs)
                 continue
             for head_tile in (64, 128, 256):
                 kernels = ("forward",) if family.startswith("split") else ("forward", "dkdv", "dq")
-                rows = [TABLES[target][kernel, DTYPES[dtype], head_tile].configs for kernel in kernels]
+                rows = [
+                    TABLES[target][kernel, DTYPES[dtype], head_tile].configs for kernel in kernels
+                ]
                 for tma in (False, True):
                     chosen = [[config for config in row if config.tma == tma] for row in rows]
                     if not any(chosen):
@@ -73,7 +81,9 @@ def cases(target: str, families: list[str], dtypes: list[str]) -> Iterator[Case]
 
 
 def hopper_configs(family: str, head_dim: int) -> list[tuple[str, ...]]:
-    """What the Hopper kernels can be told for a family; for lists the one that they choose, by the mask's rows."""
+    """What the Hopper kernels can be told for a family; for lists the one that they choose, by the
+    mask's rows.
+    """
     from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES, UNPAIRED
     from cs336_systems.attention.tiles import head_tile
 
@@ -111,7 +121,9 @@ def block_size(family: str) -> tuple[int, int]:
 
 
 def token_mask(device: str) -> Tensor:
-    """Full, partial and dead tiles of at most 128 rows and columns; queries without a key in both of the last kinds."""
+    """Full, partial and dead tiles of at most 128 rows and columns; queries without a key in both
+    of the last kinds.
+    """
     tokens = torch.rand((1, HEADS, QUERIES, KEYS), generator=torch.Generator().manual_seed(1)) < 0.9
     tokens[..., :128, :128] = True
     tokens[:, 0, 128:] = False
@@ -120,7 +132,9 @@ def token_mask(device: str) -> Tensor:
 
 
 def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], dict[str, object]]:
-    """(inputs, results by the oracle's names, what the oracle must know); of split keys the forward alone."""
+    """(inputs, results by the oracle's names, what the oracle must know); of split keys the forward
+    alone.
+    """
     from cs336_systems.attention import (
         AttentionConfig,
         BlockMask,
@@ -130,7 +144,11 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
     )
 
     hopper = case.family.startswith("hopper")
-    config = None if hopper else AttentionConfig(**{c.kernel: c for c in map(KernelConfig.from_name, case.configs)})
+    config = (
+        None
+        if hopper
+        else AttentionConfig(**{c.kernel: c for c in map(KernelConfig.from_name, case.configs)})
+    )
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -141,12 +159,16 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
     if "varlen" in case.family:
         documents = HOPPER_DOCUMENTS if hopper else DOCUMENTS
         total, longest = sum(documents), max(documents)
-        q, k, v, grad = (draw(total, heads, case.head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS))
+        q, k, v, grad = (
+            draw(total, heads, case.head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+        )
         leaves = [x.requires_grad_() for x in (q, k, v)]
         ends = torch.tensor((0, *documents)).cumsum(0).to(device, torch.int32)
         if hopper:
             options["backend"] = "hopper"
-        output, lse = flash_attention_varlen(*leaves, ends, ends, longest, longest, is_causal=causal, **options)
+        output, lse = flash_attention_varlen(
+            *leaves, ends, ends, longest, longest, is_causal=causal, **options
+        )
         grads = torch.autograd.grad((output, lse), leaves, (grad, torch.zeros_like(lse)))
         if hopper:  # of the configuration, which names a forward alone
             from cs336_systems.attention.call import Call, Documents
@@ -165,15 +187,21 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
         if case.family == "split":
             queries = FEW_QUERIES
         if case.family in ("hopper", "hopper_causal") and case.head_dim % 64:
-            queries, keys = KEYS, QUERIES  # so that causal queries see keys that do not exist: a kernel of its own
+            # so that causal queries see keys that do not exist: a kernel of its own
+            queries, keys = KEYS, QUERIES
         shapes = ((HEADS, queries), (KV_HEADS, keys), (KV_HEADS, keys), (HEADS, queries))
         q, k, v, grad = (draw(1, heads, rows, case.head_dim) for heads, rows in shapes)
-        leaves, tensors = [x.requires_grad_() for x in (q, k, v)], [x.detach() for x in (q, k, v, grad)]
+        leaves, tensors = (
+            [x.requires_grad_() for x in (q, k, v)],
+            [x.detach() for x in (q, k, v, grad)],
+        )
         known = {"is_causal": causal}
         dividing = ExitStack()
         if "blocks" in case.family:
             known = {"mask": token_mask(device)}
-            options["block_mask"] = BlockMask.from_dense(token_mask(device), block_size(case.family))
+            options["block_mask"] = BlockMask.from_dense(
+                token_mask(device), block_size(case.family)
+            )
         if hopper and "blocks" in case.family:
             output, lse = flash_attention(*leaves, **(options | {"backend": "hopper"}))
         elif hopper:
@@ -193,7 +221,11 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
 
             chosen = KernelConfig.from_name(*case.configs)
             output, lse = launch_split_forward(
-                *tensors[:3], is_causal=causal, scale=case.head_dim**-0.5, config=chosen, part_size=chosen.key_tile
+                *tensors[:3],
+                is_causal=causal,
+                scale=case.head_dim**-0.5,
+                config=chosen,
+                part_size=chosen.key_tile,
             )
             return tensors, {"output": output, "lse": lse}, known
         else:
@@ -205,12 +237,18 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run every shipped configuration of every attention kernel once.")
+    parser = argparse.ArgumentParser(
+        description="Run every shipped configuration of every attention kernel once."
+    )
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=list(DTYPES))
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["bfloat16", "float32"], choices=list(DTYPES)
+    )
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th case from the i-th on")
     parser.add_argument("--no-oracle", action="store_true", help="run the kernels alone")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu interprets the kernels")
+    parser.add_argument(
+        "--device", default="cuda", choices=["cuda", "cpu"], help="cpu interprets the kernels"
+    )
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
@@ -220,7 +258,9 @@ def main() -> None:
     capability = torch.cuda.get_device_capability() if arguments.device == "cuda" else None
     first, step = map(int, arguments.shard.split("/"))
     if capability != (9, 0):
-        arguments.families = [family for family in arguments.families if not family.startswith("hopper")]
+        arguments.families = [
+            family for family in arguments.families if not family.startswith("hopper")
+        ]
     chosen = list(cases(target_of(capability), arguments.families, arguments.dtypes))[first::step]
     started, covered, wrong = time.monotonic(), {}, []
     for case in chosen:
@@ -234,10 +274,15 @@ def main() -> None:
                 wrong.append((case, errors))
         for name in case.configs:
             covered.setdefault((case.family, case.dtype), set()).add(name)
-        print(f"{case.family:14s}{case.dtype:10s}d={case.head_dim:<4d}{' '.join(case.configs)}{remark}", flush=True)
+        print(
+            f"{case.family:14s}{case.dtype:10s}d={case.head_dim:<4d}{' '.join(case.configs)}{remark}",
+            flush=True,
+        )
     if arguments.device == "cuda":
         torch.cuda.synchronize()
-    print(f"{len(chosen)} calls, forward and backward, in {time.monotonic() - started:.0f} s; configurations covered:")
+    print(
+        f"{len(chosen)} calls, forward and backward, in {time.monotonic() - started:.0f} s; configurations covered:"
+    )
     for (family, dtype), names in covered.items():
         print(f"  {family} {dtype} ({len(names)}): {' '.join(sorted(names))}")
     for case, errors in wrong:

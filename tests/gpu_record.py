@@ -1,9 +1,10 @@
 """Which GPU tests have passed on a GPU, and whether the sources they cover have changed since.
 
-Most machines, CI's among them, have no GPU, so a run on one leaves a file of JSON lines (one a test) that is committed
-beside the measurements. A row holds the test's outcome and a hash of what it covers: the paths of its module's constant
-`COVERS`, the module itself, and the PTX of the kernels that it runs (`ptx:triton`, see ptx.py) in the place of their
-sources. An ordinary run compares the hashes and says which tests have to run again.
+Most machines, CI's among them, have no GPU, so a run on one leaves a file of JSON lines (one a
+test) that is committed beside the measurements. A row holds the test's outcome and a hash of what
+it covers: the paths of its module's constant `COVERS`, the module itself, and the PTX of the
+kernels that it runs (`ptx:triton`, see ptx.py) in the place of their sources. An ordinary run
+compares the hashes and says which tests have to run again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class GpuTest:
     """A GPU test of this checkout."""
 
     test: str  # pytest's node id, relative to the repository's root
-    covers: tuple[str, ...]  # the source files and folders whose change makes an earlier pass worthless
+    # the source files and folders whose change makes an earlier pass worthless
+    covers: tuple[str, ...]
     source_hash: str
 
 
@@ -53,14 +55,17 @@ class GpuRow:
 
 
 def source_hash(root: Path, test_file: str, covers: Sequence[str]) -> str:
-    """sha256 over the names and the code of `test_file` and of the files in `covers`, all relative to `root`.
+    """sha256 over the names and the code of `test_file` and of the files in `covers`, all relative
+    to `root`.
 
-    A folder stands for all Python and C++ files below it, `ptx:FAMILY` for what its kernels compile to: `UNKNOWN` is
-    returned where the sources of the kernels have changed since they were compiled. ValueError when `covers` is not a
-    sequence of existing paths.
+    A folder stands for all Python and C++ files below it, `ptx:FAMILY` for what its kernels compile
+    to: `UNKNOWN` is returned where the sources of the kernels have changed since they were
+    compiled. ValueError when `covers` is not a sequence of existing paths.
     """
     if isinstance(covers, str) or not covers or not all(isinstance(path, str) for path in covers):
-        raise ValueError(f"COVERS of {test_file} must be a non-empty tuple of paths, got {covers!r}")
+        raise ValueError(
+            f"COVERS of {test_file} must be a non-empty tuple of paths, got {covers!r}"
+        )
     files = {root / test_file}
     families = [path.removeprefix(ptx.PREFIX) for path in covers if path.startswith(ptx.PREFIX)]
     kernels = {ptx.PREFIX + family: ptx.digest_of(root, family) for family in families}
@@ -70,14 +75,19 @@ def source_hash(root: Path, test_file: str, covers: Sequence[str]) -> str:
         if path in kernels:
             continue
         covered = root / path
-        found = {covered} if covered.is_file() else {*covered.rglob("*.py"), *covered.rglob("*.cpp")}
+        found = (
+            {covered} if covered.is_file() else {*covered.rglob("*.py"), *covered.rglob("*.cpp")}
+        )
         if not found:
-            raise ValueError(f"COVERS of {test_file} names {path!r}, which is neither a file nor a folder of sources")
+            raise ValueError(
+                f"COVERS of {test_file} names {path!r}, which is neither a file nor a folder of sources"
+            )
         files |= found
     digest = hashlib.sha256()
     for name, file in sorted((file.relative_to(root).as_posix(), file) for file in files):
         content = code_of(file.read_text(encoding="utf-8"), file.suffix).encode()
-        digest.update(f"{name}\0{len(content)}\0".encode())  # the length keeps content from passing as a name
+        # the length keeps content from passing as a name
+        digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     for path, compiled in sorted(kernels.items()):
         digest.update(f"{path}\0{compiled}\0".encode())
@@ -85,7 +95,9 @@ def source_hash(root: Path, test_file: str, covers: Sequence[str]) -> str:
 
 
 def read_rows(path: Path) -> dict[str, GpuRow]:
-    """The rows of the file at `path` by test; an absent file has none. ValueError names a line that is not a row."""
+    """The rows of the file at `path` by test; an absent file has none. ValueError names a line that
+    is not a row.
+    """
     if not path.exists():
         return {}
     known = {field.name for field in fields(GpuRow)}
@@ -110,7 +122,9 @@ def published_rows(root: Path) -> dict[str, GpuRow]:
 
 
 def write_rows(path: Path, rows: Mapping[str, GpuRow]) -> None:
-    """Replace the file at `path` by `rows`, sorted by test; a killed run leaves the old file or the new one whole."""
+    """Replace the file at `path` by `rows`, sorted by test; a killed run leaves the old file or the
+    new one whole.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(asdict(rows[test]), sort_keys=True) + "\n" for test in sorted(rows))
     partial = path.with_name(path.name + ".partial")
@@ -120,7 +134,8 @@ def write_rows(path: Path, rows: Mapping[str, GpuRow]) -> None:
 
 @contextmanager
 def changing(path: Path) -> Iterator[dict[str, GpuRow]]:
-    """The rows of the file at `path`, to be changed in place and written back; other processes wait meanwhile.
+    """The rows of the file at `path`, to be changed in place and written back; other processes wait
+    meanwhile.
 
     So several runs of pytest, each over its own files, may share a record.
     """
@@ -137,8 +152,8 @@ def drop_removed(
 ) -> dict[str, GpuRow]:
     """`rows` without those of tests that no longer exist.
 
-    `files` are the test files that were collected, with and without GPU tests, and `collected` every GPU test in them:
-    rows of other files are kept as long as the file exists.
+    `files` are the test files that were collected, with and without GPU tests, and `collected`
+    every GPU test in them: rows of other files are kept as long as the file exists.
     """
     return {
         test: row
@@ -153,15 +168,19 @@ def stale_reason(test: GpuTest, row: GpuRow | None) -> str | None:
         return "never run"
     if row.outcome != "passed":
         return f"{row.outcome} on {row.device}" + (f": {row.message}" if row.message else "")
-    if row.source_hash != test.source_hash or test.source_hash == ptx.UNKNOWN:  # two unknowns need not be the same
+    # two unknowns need not be the same
+    if row.source_hash != test.source_hash or test.source_hash == ptx.UNKNOWN:
         return f"{CHANGED} {row.date}"
     return None
 
 
-def summary_lines(tests: Sequence[GpuTest], rows: Mapping[str, GpuRow], record: Path | str) -> tuple[list[str], bool]:
+def summary_lines(
+    tests: Sequence[GpuTest], rows: Mapping[str, GpuRow], record: Path | str
+) -> tuple[list[str], bool]:
     """What the terminal says about the GPU tests, and whether all of them are up to date.
 
-    Parametrised cases with the same reason share a line, and so do all tests of a file whose sources have changed.
+    Parametrised cases with the same reason share a line, and so do all tests of a file whose
+    sources have changed.
     """
     reasons: Counter[tuple[str, str]] = Counter()
     changed: dict[str, list[str]] = {}  # when each test of a file passed
@@ -182,7 +201,9 @@ def summary_lines(tests: Sequence[GpuTest], rows: Mapping[str, GpuRow], record: 
         count = f"{len(dates)} test{'s' if len(dates) > 1 else ''}"
         lines.append(f"  {file}: {CHANGED} {max(dates)[:10]}, when they passed ({count})")
     if any(test.source_hash == ptx.UNKNOWN for test in tests):
-        lines.append("whether the PTX of the kernels has changed is not known: `make ptx` compiles them; commit it")
+        lines.append(
+            "whether the PTX of the kernels has changed is not known: `make ptx` compiles them; commit it"
+        )
     lines.append("`make test-gpu` on a machine with a GPU runs them again; commit the record")
     return lines, False
 

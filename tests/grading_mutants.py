@@ -1,6 +1,7 @@
 """Wrong solutions made from tests/solutions/minimal.py by a few replacements, with what says so.
 
-`MUTANTS[name].source()` is the file of adapters; `check` has to fail on it, with a message that begins
+`MUTANTS[name].source()` is the file of adapters; `check` has to fail on it, with a message that
+begins
 with `message`.
 """
 
@@ -93,7 +94,8 @@ MUTANTS = {
         (
             (
                 SAVED,
-                SAVED + "        ctx.p = torch.exp(q @ k.transpose(-2, -1) * scale - lse[..., None])\n",
+                SAVED
+                + "        ctx.p = torch.exp(q @ k.transpose(-2, -1) * scale - lse[..., None])\n",
             ),
         ),
     ),
@@ -116,13 +118,23 @@ MUTANTS = {
         "flash_forward.pytorch_output",
         "O is wrong by 3.5 in 128 of 128 rows, first in row 0, at most 1.1e-05 is allowed (2 x 128 "
         "queries x 128 keys x 64, not causal), as if the scores were not scaled by 1/sqrt(d)",
-        (("@ k[:, j : j + TILE].transpose(-2, -1) * scale", "@ k[:, j : j + TILE].transpose(-2, -1)"),),
+        (
+            (
+                "@ k[:, j : j + TILE].transpose(-2, -1) * scale",
+                "@ k[:, j : j + TILE].transpose(-2, -1)",
+            ),
+        ),
     ),
     "sum_without_its_logarithm": Mutant(
         "flash_forward.pytorch_saves_one_log_sum_exp",
         "the log-sum-exp saved with is_causal=False is wrong by 5, at most 0.001 is allowed, as if the "
         "sum were added to the maximum without its logarithm",
-        (("lse[:, i : i + TILE] = maximum + torch.log(total)", "lse[:, i : i + TILE] = maximum + total"),),
+        (
+            (
+                "lse[:, i : i + TILE] = maximum + torch.log(total)",
+                "lse[:, i : i + TILE] = maximum + total",
+            ),
+        ),
     ),
     "backward_without_the_mask": Mutant(
         "flash_backward.triton_causal_gradients",
@@ -210,7 +222,10 @@ MUTANTS = {
                 "dist.reduce_scatter(own, parts, async_op=True), own, weight",
                 "dist.all_reduce(gradient, async_op=True), parts[dist.get_rank()], weight",
             ),
-            (FINISHED, FINISHED.replace("own / dist.get_world_size()", "own.div_(dist.get_world_size())")),
+            (
+                FINISHED,
+                FINISHED.replace("own / dist.get_world_size()", "own.div_(dist.get_world_size())"),
+            ),
         ),
     ),
     "fsdp_sends_float32": Mutant(

@@ -1,4 +1,6 @@
-"""Kernels of one tile around instructions of `attention/hopper/builtins.py`: tests compare them with arithmetic."""
+"""Kernels of one tile around instructions of `attention/hopper/builtins.py`: tests compare them
+with arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def raise_kernel(S_ptr, m_ptr, raised_ptr, own_ptr):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
-    own = gl.max(gl.max(by_threads(gl.load(S_ptr + rows[:, None] * 128 + columns[None, :])), axis=3), axis=1)
+    own = gl.max(
+        gl.max(by_threads(gl.load(S_ptr + rows[:, None] * 128 + columns[None, :])), axis=3), axis=1
+    )
     threads = gl.arange(0, 4, gl.SliceLayout(0, own.type.layout))
     rows = gl.arange(0, 64, gl.SliceLayout(1, own.type.layout))
     places = rows[:, None] * 4 + threads[None, :]
@@ -36,7 +40,10 @@ def rescale_kernel(pointer):
     pointers = pointer + rows[:, None] * 128 + columns[None, :]
     accumulator = gl.load(pointers)
     SHARED: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_threads(accumulator).type.layout))
-    rows, threads = gl.arange(0, 64, gl.SliceLayout(1, SHARED)), gl.arange(0, 4, gl.SliceLayout(0, SHARED))
+    rows, threads = (
+        gl.arange(0, 64, gl.SliceLayout(1, SHARED)),
+        gl.arange(0, 4, gl.SliceLayout(0, SHARED)),
+    )
     factor = gl.load(pointer + 8192 + rows[:, None] + threads[None, :] * 0)
     gl.store(pointers, rescale_rows(accumulator, factor))
 

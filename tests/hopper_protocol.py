@@ -1,13 +1,15 @@
-"""Models of what the Hopper kernels do, on plain numbers: no GPU, and of Triton the kernels' own integer functions.
+"""Models of what the Hopper kernels do, on plain numbers: no GPU, and of Triton the kernels' own
+integer functions.
 
-Of the forward, `items_of_program` and `key_tiles` say what a program computes, in the order in which it does where that
-is not dynamic. A program's protocol is a list of partitions, each the list of what it waits for, signals, writes and
-reads, in order; a copy engine is one, and may deliver a tile any time after it was asked. `explore` runs every
-interleaving of such partitions and `run_at_random` one. A kernel that waits for an arrival that never comes hangs the
-GPU without a word; here it is an AssertionError.
+Of the forward, `items_of_program` and `key_tiles` say what a program computes, in the order in
+which it does where that is not dynamic. A program's protocol is a list of partitions, each the list
+of what it waits for, signals, writes and reads, in order; a copy engine is one, and may deliver a
+tile any time after it was asked. `explore` runs every interleaving of such partitions and
+`run_at_random` one. A kernel that waits for an arrival that never comes hangs the GPU without a
+word; here it is an AssertionError.
 
-Of the backward in a fixed order, `run_in_turns` has the programs that wait for each other through memory: so many of
-them at a time as there are multiprocessors.
+Of the backward in a fixed order, `run_in_turns` has the programs that wait for each other through
+memory: so many of them at a time as there are multiprocessors.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from typing import Any
 from cs336_systems.attention.hopper import walk as kernel
 from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, ForwardPlan
 
-# (index into batch and heads, tile of queries) -> first keys of its key tiles; none for a slot without a tile
+# (index into batch and heads, tile of queries) -> first keys of its key tiles; none for a slot
+# without a tile
 Walk = Callable[[int, int], list[int]]
 ANYTHING = -2  # of a place that is read, whatever lies there
 
@@ -54,18 +57,28 @@ class Write:
 
 
 class Use(Write):
-    """Read a place, which must hold this; what matmuls and the copy engine read is there twice, at start and end."""
+    """Read a place, which must hold this; what matmuls and the copy engine read is there twice, at
+    start and end.
+    """
 
 
 Operation = Wait | Arrive | Write
 Partition = list[Operation]
-State = dict[str, Any]  # (phase, arrivals that are missing) of an mbarrier, what lies in a place, a signal that waits
+# (phase, arrivals that are missing) of an mbarrier, what lies in a place, a signal that waits
+State = dict[str, Any]
 
 
 def start(partitions: list[Partition], arrivals: Mapping[str, int]) -> tuple[State, dict[str, int]]:
-    """The state at the start, and how many arrivals end a phase of each mbarrier: 2 or as its prefix says."""
-    names = {op.barrier for partition in partitions for op in partition if type(op) in (Wait, Arrive)}
-    counts = {name: next((count for prefix, count in arrivals.items() if name.startswith(prefix)), 2) for name in names}
+    """The state at the start, and how many arrivals end a phase of each mbarrier: 2 or as its
+    prefix says.
+    """
+    names = {
+        op.barrier for partition in partitions for op in partition if type(op) in (Wait, Arrive)
+    }
+    counts = {
+        name: next((count for prefix, count in arrivals.items() if name.startswith(prefix)), 2)
+        for name in names
+    }
     return {name: (0, count) for name, count in counts.items()}, counts
 
 
@@ -103,7 +116,11 @@ def copies(name: str, steps: int, slots: int = 2) -> Partition:
     operations: Partition = []
     for step in range(steps):
         slot, _ = ring(step, slots)
-        operations += [Wait(f"asked_{name}{step}", 0), Write(f"{name}{slot}", step), Arrive(f"{name}_full{slot}")]
+        operations += [
+            Wait(f"asked_{name}{step}", 0),
+            Write(f"{name}{slot}", step),
+            Arrive(f"{name}_full{slot}"),
+        ]
     return operations
 
 
@@ -120,7 +137,10 @@ def explore(partitions: list[Partition], arrivals: Mapping[str, int]) -> None:
             state = dict(frozen)
             if advance(partitions[who][places[who]], state, counts):
                 moves += 1
-                after = tuple(x + (i == who) for i, x in enumerate(places)), frozenset(state.items())
+                after = (
+                    tuple(x + (i == who) for i, x in enumerate(places)),
+                    frozenset(state.items()),
+                )
                 if after not in seen:
                     seen.add(after)
                     stack.append(after)
@@ -128,12 +148,18 @@ def explore(partitions: list[Partition], arrivals: Mapping[str, int]) -> None:
 
 
 def run_at_random(
-    partitions: list[Partition], arrivals: Mapping[str, int], rng: random.Random, ahead: tuple[str, ...] = ()
+    partitions: list[Partition],
+    arrivals: Mapping[str, int],
+    rng: random.Random,
+    ahead: tuple[str, ...] = (),
 ) -> None:
     """Run one interleaving, as `explore` does. The barriers `ahead` begin a phase ahead: a mistake."""
     state, counts = start(partitions, arrivals)
     state |= {barrier: (1, counts[barrier]) for barrier in ahead}
-    places, left = [0] * len(partitions), [who for who, partition in enumerate(partitions) if partition]
+    places, left = (
+        [0] * len(partitions),
+        [who for who, partition in enumerate(partitions) if partition],
+    )
     while left:
         first = rng.randrange(len(left))
         in_turn = left[first:] + left[:first]
@@ -154,10 +180,20 @@ def items_of_program(launch: ForwardPlan, program: int) -> Iterator[tuple[int, i
 
 
 def tiles_of_item(launch: ForwardPlan, item: int) -> list[tuple[int, Any]]:
-    """Of a divided call (index, (tile, part)), with -1 for a whole walk; none for a part that a tile has not."""
-    in_turn = (launch.num_tiles, launch.batch_heads, launch.heads_together, launch.paired, launch.is_causal)
+    """Of a divided call (index, (tile, part)), with -1 for a whole walk; none for a part that a
+    tile has not.
+    """
+    in_turn = (
+        launch.num_tiles,
+        launch.batch_heads,
+        launch.heads_together,
+        launch.paired,
+        launch.is_causal,
+    )
     if launch.part_tiles:
-        item, part = kernel.part_of_item.fn(item, launch.num_tiles, launch.batch_heads, launch.whole)
+        item, part = kernel.part_of_item.fn(
+            item, launch.num_tiles, launch.batch_heads, launch.whole
+        )
         tile, head = kernel.tile_of_item.fn(item, 0, *in_turn)
         return [(head, (tile, part))] if keys_of_part(launch, tile, part) else []
     sides = range(kernel.tiles_of_item.fn(item, launch.num_tiles, launch.paired))
@@ -171,10 +207,11 @@ def first_query(launch: ForwardPlan, tile: int) -> int:
 
 
 def key_tiles(launch: ForwardPlan, tile: int) -> list[int]:
-    """First keys of the key tiles that a tile of queries takes, in its order: from the last visible one to key 0.
+    """First keys of the key tiles that a tile of queries takes, in its order: from the last visible
+    one to key 0.
 
-    The masked steps are unrolled, so there are at least so many tiles; one that nobody sees is read from behind the
-    end, as zeros, and its scores are hidden.
+    The masked steps are unrolled, so there are at least so many tiles; one that nobody sees is read
+    from behind the end, as zeros, and its scores are hidden.
     """
     schedule, lengths = launch.schedule, (launch.num_queries, launch.num_keys)
     sizes = schedule.query_tile, schedule.key_tile
@@ -191,17 +228,23 @@ def keys_of_part(launch: ForwardPlan, tile: int, part: int) -> list[int]:
 
 
 def skips_first_key_tile(launch: ForwardPlan, tile: int, consumer: int) -> bool:
-    """Whether a consumer's rows of a tile come before all keys of the key tile that is walked first."""
+    """Whether a consumer's rows of a tile come before all keys of the key tile that is walked
+    first.
+    """
     if launch.schedule.masked_tiles(launch.is_causal) == 1:
         return False  # the rows of all consumers are cut by the diagonal, or there is none
     first_row = first_query(launch, tile) + consumer * CONSUMER_ROWS
     if first_row < 0:  # rows to spare, which are read from behind the end
         first_row = launch.num_queries
-    return not kernel.sees_tile.fn(first_row, (len(key_tiles(launch, tile)) - 1) * launch.schedule.key_tile)
+    return not kernel.sees_tile.fn(
+        first_row, (len(key_tiles(launch, tile)) - 1) * launch.schedule.key_tile
+    )
 
 
 def forward_partitions(launch: ForwardPlan, items: list[int], walk: Walk) -> list[Partition]:
-    """The copier of a program of these work items, the copies into each place, and at last the consumers."""
+    """The copier of a program of these work items, the copies into each place, and at last the
+    consumers.
+    """
     schedule, copier = launch.schedule, Partition()
     consumers: list[Partition] = [[] for _ in range(schedule.consumers)]
     engines: dict[str, Partition] = {}
@@ -220,8 +263,11 @@ def forward_partitions(launch: ForwardPlan, items: list[int], walk: Walk) -> lis
                 continue
             for j in range(len(keys) + 1):
                 slot, phase = ring(step, schedule.slots)
-                full = f"full{slot}"  # by its announcement and the copies of K and V; the first has no V, the last no K
-                copier += [Wait(f"empty{slot}", phase ^ 1), Arrive(full)] + [Arrive(full)] * (j in (0, len(keys)))
+                # by its announcement and the copies of K and V; the first has no V, the last no K
+                full = f"full{slot}"
+                copier += [Wait(f"empty{slot}", phase ^ 1), Arrive(full)] + [Arrive(full)] * (
+                    j in (0, len(keys))
+                )
                 if j < len(keys):
                     copy(f"K{slot}", (head, keys[j]), full)
                 if j > 0:
@@ -229,41 +275,70 @@ def forward_partitions(launch: ForwardPlan, items: list[int], walk: Walk) -> lis
                 for consumer, own in enumerate(consumers):
                     own.append(Wait(full, phase))
                     if j == 0:
-                        copier += [Wait(f"q_empty{consumer}", tiles_done & 1 ^ 1), Arrive(f"q_full{consumer}")]
+                        copier += [
+                            Wait(f"q_empty{consumer}", tiles_done & 1 ^ 1),
+                            Arrive(f"q_full{consumer}"),
+                        ]
                         copy(f"Q{consumer}", (head, tile), f"q_full{consumer}")
                         own.append(Wait(f"q_full{consumer}", tiles_done & 1))
-                    skips = j == 0 and launch.documents is None and skips_first_key_tile(launch, tile, consumer)
+                    skips = (
+                        j == 0
+                        and launch.documents is None
+                        and skips_first_key_tile(launch, tile, consumer)
+                    )
                     reads: Partition = []
                     if j < len(keys) and not skips:
-                        reads += [Use(f"Q{consumer}", (head, tile)), Use(f"K{slot}", (head, keys[j]))]
+                        reads += [
+                            Use(f"Q{consumer}", (head, tile)),
+                            Use(f"K{slot}", (head, keys[j])),
+                        ]
                     if j > 0:
                         reads.append(Use(f"V{slot}", (head, keys[j - 1])))
                     own += [*reads, *reads, Arrive(f"empty{slot}")]
                     if j == len(keys) - 1 and schedule.head_tile <= 128:
                         own.append(Arrive(f"q_empty{consumer}"))
                 step += 1
-            for consumer, own in enumerate(consumers if schedule.head_tile > 128 else ()):  # O leaves from Q's memory
-                own += [Write(f"Q{consumer}", "O"), Use(f"Q{consumer}", "O"), Arrive(f"q_empty{consumer}")]
+            # O leaves from Q's memory
+            for consumer, own in enumerate(consumers if schedule.head_tile > 128 else ()):
+                own += [
+                    Write(f"Q{consumer}", "O"),
+                    Use(f"Q{consumer}", "O"),
+                    Arrive(f"q_empty{consumer}"),
+                ]
             tiles_done += 1
         if launch.order == "dynamic":
             slot, phase = ring(number)
             place, full, empty = f"item{slot}", f"item_full{slot}", f"item_empty{slot}"
             copier += [Wait(empty, phase ^ 1), Write(place, following), Arrive(full)]
             for own in consumers:
-                own += [Wait(full, phase), Use(place, following), Use(place, following), Arrive(empty)]
+                own += [
+                    Wait(full, phase),
+                    Use(place, following),
+                    Use(place, following),
+                    Arrive(empty),
+                ]
     return [copier, *engines.values(), *consumers]
 
 
 def forward_arrivals(launch: ForwardPlan) -> dict[str, int]:
     consumers = launch.schedule.consumers
-    return {"asked": 1, "full": 3, "empty": consumers, "q_empty": 1, "item_full": 1, "item_empty": consumers}
+    return {
+        "asked": 1,
+        "full": 3,
+        "empty": consumers,
+        "q_empty": 1,
+        "item_full": 1,
+        "item_empty": consumers,
+    }
 
 
-def run_forward(launch: ForwardPlan, rng: random.Random, walk: Walk | None = None) -> list[tuple[int, int]]:
+def run_forward(
+    launch: ForwardPlan, rng: random.Random, walk: Walk | None = None
+) -> list[tuple[int, int]]:
     """`run_at_random` of every program, one after the other; the (head, tile) that they compute.
 
-    Of a dynamic order the first program takes what is handed out. `walk` says which key tiles a tile of queries takes,
-    where that is not `key_tiles`.
+    Of a dynamic order the first program takes what is handed out. `walk` says which key tiles a
+    tile of queries takes, where that is not `key_tiles`.
     """
     walk = walk or (lambda head, tile: key_tiles(launch, tile))
     done = []
@@ -278,7 +353,8 @@ def run_forward(launch: ForwardPlan, rng: random.Random, walk: Walk | None = Non
 
 # The backward in a fixed order
 
-Addition = tuple[int, int]  # (counter, turn): the sums that a step adds to, and how many programs add there before it
+# (counter, turn): the sums that a step adds to, and how many programs add there before it
+Addition = tuple[int, int]
 
 
 def run_in_turns(
@@ -288,11 +364,13 @@ def run_in_turns(
     step_time: Callable[[], float] = lambda: 1.0,
     hand_over: float = 0.5,
 ) -> tuple[float, dict[int, list[int]]]:
-    """Run programs that add in turn, and return when the last one ends, and which programs added at each counter.
+    """Run programs that add in turn, and return when the last one ends, and which programs added at
+    each counter.
 
-    Programs start in the order of their numbers, each as soon as one of so many `places` is free, and keep it to their
-    end. A program computes a step while its last one is added, `step_time()` long at least; once its turn has come, its
-    sums are where the next program finds them after a time of `hand_over`. AssertionError where it hangs.
+    Programs start in the order of their numbers, each as soon as one of so many `places` is free,
+    and keep it to their end. A program computes a step while its last one is added, `step_time()`
+    long at least; once its turn has come, its sums are where the next program finds them after a
+    time of `hand_over`. AssertionError where it hangs.
     """
     rest: dict[int, list[Addition]] = {}  # of programs that run, backwards
     computed: dict[int, float] = {}  # when their steps were

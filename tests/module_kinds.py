@@ -1,10 +1,11 @@
-"""Kinds of modules that people train, each as small as shows its trait, for comparisons of wrappers with one process.
+"""Kinds of modules that people train, each as small as shows its trait, for comparisons of wrappers
+with one process.
 
     kind = KINDS["tied embedding and head"]
     model, inputs = kind.build(), kind.inputs(generator, 4)     # float64; the batch is the inputs' first dimension
 
-A kind's output for a sample depends on no other sample of the batch, so that the mean of ranks is the whole batch's.
-Widths are odd: no weight divides evenly among ranks.
+A kind's output for a sample depends on no other sample of the batch, so that the mean of ranks is
+the whole batch's. Widths are odd: no weight divides evenly among ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import register_parametrization
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.model import TransformerLM
@@ -154,7 +159,8 @@ def encoder_layer() -> nn.Module:
 
 
 OWNS_AND_CALLS = of(lambda m, x: torch.tanh(m.inner(x)) @ m.weight, inner=linear, weight=matrix)
-owns_and_calls = OWNS_AND_CALLS.build  # a matrix is used after a child has run: a unit within which another runs
+# a matrix is used after a child has run: a unit within which another runs
+owns_and_calls = OWNS_AND_CALLS.build
 
 
 def recursive(depth: int) -> nn.Module:
@@ -192,7 +198,9 @@ def single_among_double(model: Any, x: Tensor) -> Tensor:
 
 
 class FrozenStatistics(nn.BatchNorm1d):
-    """Batch normalization as fine-tuning uses it, by running statistics: those of a batch differ between ranks."""
+    """Batch normalization as fine-tuning uses it, by running statistics: those of a batch differ
+    between ranks.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -246,7 +254,8 @@ def in_place_scaling(model: Any, x: Tensor) -> Tensor:
 
 def keeps_a_loss(model: Any, x: Tensor) -> Tensor:
     output = model.a(x.tanh())
-    model.loss = model.b(output.tanh()).square().mean(-1, keepdim=True)  # behind the output, not part of it
+    # behind the output, not part of it
+    model.loss = model.b(output.tanh()).square().mean(-1, keepdim=True)
     return output
 
 
@@ -260,7 +269,9 @@ LOSSES: list[Tensor] = []  # of the blocks of a forward, in no module
 
 
 def keeps_losses_elsewhere(model: Any, x: Tensor) -> Tensor:
-    """Each of its losses leaves it by another way than its output: an attribute, a slot, a closure, a global list."""
+    """Each of its losses leaves it by another way than its output: an attribute, a slot, a closure,
+    a global list.
+    """
     losses = [model.b(x).square().mean(-1) * factor for factor in (1.0, 0.5, 0.25, 0.125)]
     model._loss, model.slotted.loss = losses[:2]
     model.ask = lambda: losses[2]
@@ -272,7 +283,9 @@ def gathers_losses(model: Any, x: Tensor) -> list[Tensor]:
     LOSSES.clear()
     for block in model.blocks:
         x = x + block(x)
-    kept = [loss for block in model.blocks for loss in (block._loss, block.slotted.loss, block.ask())]
+    kept = [
+        loss for block in model.blocks for loss in (block._loss, block.slotted.loss, block.ask())
+    ]
     return [x, *kept, *LOSSES]
 
 
@@ -346,18 +359,28 @@ KINDS: dict[str, Kind] = {
     "linear without bias": Kind(lambda: linear(bias=False)),
     "one output": Kind(lambda: nn.Sequential(linear(WIDTH, 1), nn.Tanh(), linear(1, 1))),
     "mlp": Kind(mlp),
-    "conv2d": Kind(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), linear(27, 3)), images),
-    "layer norm": Kind(lambda: nn.Sequential(nn.LayerNorm(WIDTH), linear(), nn.LayerNorm(WIDTH)), sequences),
+    "conv2d": Kind(
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), linear(27, 3)), images
+    ),
+    "layer norm": Kind(
+        lambda: nn.Sequential(nn.LayerNorm(WIDTH), linear(), nn.LayerNorm(WIDTH)), sequences
+    ),
     "batch norm": Kind(lambda: nn.Sequential(linear(), FrozenStatistics(WIDTH), linear())),
     "padding index": Kind(lambda: nn.Sequential(embedding(padding_idx=2), linear()), tokens),
     "max norm": Kind(lambda: nn.Sequential(embedding(max_norm=0.5), linear()), tokens),
     "sparse embedding": Kind(lambda: nn.Sequential(embedding(sparse=True), linear()), tokens),
-    "lstm": of(lambda m, x: m.rnn(x)[0], sequences, rnn=lambda: nn.LSTM(WIDTH, 4, batch_first=True)),
+    "lstm": of(
+        lambda m, x: m.rnn(x)[0], sequences, rnn=lambda: nn.LSTM(WIDTH, 4, batch_first=True)
+    ),
     "gru cell": of(cell_loop, sequences, cell=lambda: nn.GRUCell(WIDTH, WIDTH)),
     "multihead attention": of(lambda m, x: m.attention(x, x, x)[0], sequences, attention=attention),
-    "attention in a list": of(lambda m, x: m.blocks[0](x, x, x)[0], sequences, blocks=several(1, attention)),
+    "attention in a list": of(
+        lambda m, x: m.blocks[0](x, x, x)[0], sequences, blocks=several(1, attention)
+    ),
     "encoder": Kind(
-        lambda: nn.Sequential(linear(WIDTH, 6), nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)),
+        lambda: nn.Sequential(
+            linear(WIDTH, 6), nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
+        ),
         sequences,
     ),
     "channels last": Kind(
@@ -377,30 +400,47 @@ KINDS: dict[str, Kind] = {
     "tied embedding and head": tied_language_model(2),
     "tied and deep": tied_language_model(9),
     "head by the embedding's weight": of(
-        lambda m, t: F.linear(m.inner(m.table(t)), m.table.weight), tokens, table=embedding, inner=linear
+        lambda m, t: F.linear(m.inner(m.table(t)), m.table.weight),
+        tokens,
+        table=embedding,
+        inner=linear,
     ),
     "tied autoencoder": of(
-        lambda m, x: F.linear(m.encoder(x).tanh(), m.encoder.weight.t()), encoder=partial(linear, WIDTH, HIDDEN)
+        lambda m, x: F.linear(m.encoder(x).tanh(), m.encoder.weight.t()),
+        encoder=partial(linear, WIDTH, HIDDEN),
     ),
     "mixture of experts": of(mixture, gate=partial(linear, WIDTH, 3), experts=several(3, linear)),
     # how parameters are held
     "shared layer": of(lambda m, x: m.inner(m.inner(x).tanh()), inner=linear),
-    "shared weight": Kind(lambda: tie(nn.Sequential(linear(), nn.Tanh(), linear()), to="2", from_="0")),
+    "shared weight": Kind(
+        lambda: tie(nn.Sequential(linear(), nn.Tanh(), linear()), to="2", from_="0")
+    ),
     "shared block": of(residual, blocks=lambda: nn.ModuleList([mlp(), *[mlp()] * 2])),
     "frozen first": Kind(lambda: freeze(nn.Sequential(linear(), nn.Tanh(), linear()), "0")),
     "only the head trained": Kind(
-        lambda: freeze(of(language_model, **language_parts(2)).build(), "embedding", "blocks"), tokens
+        lambda: freeze(of(language_model, **language_parts(2)).build(), "embedding", "blocks"),
+        tokens,
     ),
-    "scalar": of(lambda m, x: m.inner(x) * m.scale, inner=linear, scale=lambda: nn.Parameter(torch.tensor(1.5))),
+    "scalar": of(
+        lambda m, x: m.inner(x) * m.scale,
+        inner=linear,
+        scale=lambda: nn.Parameter(torch.tensor(1.5)),
+    ),
     "empty": of(lambda m, x: m.inner(x) + m.none.sum(), inner=linear, none=partial(matrix, 0, 4)),
     "own matrix": of(lambda m, x: x @ m.weight, weight=matrix),
-    "buffer": of(lambda m, x: m.inner(x + m.shift), inner=linear, shift=lambda: nn.Buffer(torch.ones(WIDTH))),
-    "parameter list": of(
-        lambda m, x: (x @ m.weights[0]).tanh() @ m.weights[1], weights=lambda: nn.ParameterList([matrix(), matrix()])
+    "buffer": of(
+        lambda m, x: m.inner(x + m.shift), inner=linear, shift=lambda: nn.Buffer(torch.ones(WIDTH))
     ),
-    "parameter dict": of(lambda m, x: x @ m.weights["in"], weights=lambda: nn.ParameterDict({"in": matrix()})),
+    "parameter list": of(
+        lambda m, x: (x @ m.weights[0]).tanh() @ m.weights[1],
+        weights=lambda: nn.ParameterList([matrix(), matrix()]),
+    ),
+    "parameter dict": of(
+        lambda m, x: x @ m.weights["in"], weights=lambda: nn.ParameterDict({"in": matrix()})
+    ),
     "module dict": of(
-        lambda m, x: m.parts["out"](m.parts["in"](x)), parts=lambda: nn.ModuleDict({"in": linear(), "out": linear()})
+        lambda m, x: m.parts["out"](m.parts["in"](x)),
+        parts=lambda: nn.ModuleDict({"in": linear(), "out": linear()}),
     ),
     "lists of lists": of(residual, blocks=several(2, lambda: nn.ModuleList([mlp(), linear()]))),
     "complex": of(
@@ -411,15 +451,20 @@ KINDS: dict[str, Kind] = {
     "nested units": of(residual, blocks=several(2, owns_and_calls)),
     "recursive": Kind(lambda: recursive(2)),
     "unused layer": of(lambda m, x: m.used(x), used=linear, unused=linear),
-    # Takes another of its branches in every second step, on all ranks alike; who trains it sets `step`.
+    # Takes another of its branches in every second step, on all ranks alike; who trains it sets
+    # `step`.
     "alternating branches": of(
         lambda m, x: m.branches[m.step % 2](x).tanh(), branches=several(2, linear), step=lambda: 0
     ),
     "routed samples": of(routed, inner=linear, branch=linear),
     "mixed dtypes": of(single_among_double, inner=linear, single=partial(matrix, WIDTH)),
     # parametrizations and hooks
-    "weight norm": Kind(lambda: nn.Sequential(parametrizations.weight_norm(linear()), nn.Tanh(), linear())),
-    "legacy weight norm": Kind(lambda: nn.Sequential(legacy_weight_norm(linear()), nn.Tanh(), linear())),
+    "weight norm": Kind(
+        lambda: nn.Sequential(parametrizations.weight_norm(linear()), nn.Tanh(), linear())
+    ),
+    "legacy weight norm": Kind(
+        lambda: nn.Sequential(legacy_weight_norm(linear()), nn.Tanh(), linear())
+    ),
     "low-rank adapter": Kind(lambda: nn.Sequential(adapted(), nn.Tanh(), linear())),
     "gradient hook": Kind(lambda: hooked(nn.Sequential(linear(), linear()))),
     # what goes in and out
@@ -427,10 +472,14 @@ KINDS: dict[str, Kind] = {
     "dict output": of(lambda m, x: {"a": m.a(x), "rest": [m.b(x)]}, a=linear, b=linear),
     "dataclass output": of(
         lambda m, x: m.block(x).logits,
-        block=of(lambda m, x: Output(hidden=x, logits=m.inner(x) @ m.weight), inner=linear, weight=matrix).build,
+        block=of(
+            lambda m, x: Output(hidden=x, logits=m.inner(x) @ m.weight), inner=linear, weight=matrix
+        ).build,
     ),
     "unused output": of(
-        lambda m, x: m.head(m.block(x)[0]), block=of(lambda m, x: (m.a(x), m.a(x)), a=linear).build, head=linear
+        lambda m, x: m.head(m.block(x)[0]),
+        block=of(lambda m, x: (m.a(x), m.a(x)), a=linear).build,
+        head=linear,
     ),
     "view scaled in place": of(in_place_scaling, sequences, linear=linear),
     "arguments changed in place": of(
@@ -449,33 +498,49 @@ KINDS: dict[str, Kind] = {
     ),
     "losses kept elsewhere": of(
         gathers_losses,
-        blocks=several(2, of(keeps_losses_elsewhere, a=linear, b=linear, slotted=Slotted, ask=lambda: None).build),
+        blocks=several(
+            2,
+            of(keeps_losses_elsewhere, a=linear, b=linear, slotted=Slotted, ask=lambda: None).build,
+        ),
     ),
-    "weight returned": of(lambda m, x: x @ m.prompt(), prompt=of(lambda m: m.weight, weight=matrix).build),
+    "weight returned": of(
+        lambda m, x: x @ m.prompt(), prompt=of(lambda m: m.weight, weight=matrix).build
+    ),
     "view of a weight returned": of(
         lambda m, x: m.inner(x + m.positions(LENGTH)[0]),
         sequences,
-        positions=of(lambda m, count: (m.weight[:count], count), weight=partial(matrix, 4, WIDTH)).build,
+        positions=of(
+            lambda m, count: (m.weight[:count], count), weight=partial(matrix, 4, WIDTH)
+        ).build,
         inner=linear,
     ),
     "generator": of(
-        lambda m, x: sum(m.blocks[0](x)), blocks=several(1, of(yields, a=linear, b=linear, weight=matrix).build)
+        lambda m, x: sum(m.blocks[0](x)),
+        blocks=several(1, of(yields, a=linear, b=linear, weight=matrix).build),
     ),
-    "in-place relu": Kind(lambda: nn.Sequential(linear(), nn.ReLU(inplace=True), linear()), sequences),
+    "in-place relu": Kind(
+        lambda: nn.Sequential(linear(), nn.ReLU(inplace=True), linear()), sequences
+    ),
     # checkpoints within
     "checkpointed": Kind(lambda: checkpointed(False, mlp(), mlp(), mlp())),
     "checkpointed reentrantly": Kind(lambda: checkpointed(True, mlp(), mlp(), mlp())),
     "selectively checkpointed": of(
-        lambda m, x: m.blocks[1](m.blocks[0](x)), blocks=several(2, of(selectively_checkpointed, inner=mlp).build)
+        lambda m, x: m.blocks[1](m.blocks[0](x)),
+        blocks=several(2, of(selectively_checkpointed, inner=mlp).build),
     ),
     "selective checkpoints within another": Kind(
-        lambda: checkpointed(False, *(of(selectively_checkpointed, inner=mlp).build() for _ in range(2)))
+        lambda: checkpointed(
+            False, *(of(selectively_checkpointed, inner=mlp).build() for _ in range(2))
+        )
     ),
     "saved on the CPU": of(
-        lambda m, x: m.blocks[1](m.blocks[0](x)), blocks=several(2, of(saved_on_cpu, inner=mlp).build)
+        lambda m, x: m.blocks[1](m.blocks[0](x)),
+        blocks=several(2, of(saved_on_cpu, inner=mlp).build),
     ),
     "checkpointed nested units": Kind(lambda: checkpointed(False, owns_and_calls(), recursive(1))),
-    "reentrantly checkpointed nested units": Kind(lambda: checkpointed(True, owns_and_calls(), recursive(1))),
+    "reentrantly checkpointed nested units": Kind(
+        lambda: checkpointed(True, owns_and_calls(), recursive(1))
+    ),
     "checkpointed shared block": Kind(lambda: checkpointed(False, *[mlp()] * 2)),
     "reentrantly checkpointed shared block": Kind(lambda: checkpointed(True, *[mlp()] * 2)),
 }
@@ -485,7 +550,9 @@ def double(model: nn.Module) -> nn.Module:
     """`model` in float64; complex parameters stay complex, and one called "single" stays float32."""
     for name, parameter in model.named_parameters():
         if not name.endswith("single"):
-            parameter.data = parameter.data.to(torch.complex128 if parameter.is_complex() else torch.float64)
+            parameter.data = parameter.data.to(
+                torch.complex128 if parameter.is_complex() else torch.float64
+            )
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(torch.float64)

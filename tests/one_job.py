@@ -9,8 +9,8 @@
     def test_sends(rank, num_ranks):                                        # asserts on every rank of the job
         assert ...
 
-If any of them fails, each runs in a job of its own when its results are asked for: so a test fails by its own check
-only, with its own error.
+If any of them fails, each runs in a job of its own when its results are asked for: so a test fails
+by its own check only, with its own error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class OneJob:
             else:
                 self.results(test)
 
-        for name in ("__module__", "__name__", "__qualname__", "__doc__"):  # a rank finds it by these
+        # a rank finds it by these
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
             setattr(test, name, getattr(function, name))
         self.calls += ((test,),)
         return test
@@ -71,7 +72,9 @@ def make_all(rank: int, num_ranks: int, calls: tuple[Call, ...]) -> list[Any]:
 
 
 def run_alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(0, 1, *arguments)` in this process, as the only rank of a default group: a second saved."""
+    """`function(0, 1, *arguments)` in this process, as the only rank of a default group: a second
+    saved.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         return function(0, 1, *arguments)

@@ -1,4 +1,6 @@
-"""A reader's own attention, as `run --implementation tests.own_attention:attend` takes it, and a wrong one."""
+"""A reader's own attention, as `run --implementation tests.own_attention:attend` takes it, and a
+wrong one.
+"""
 
 from __future__ import annotations
 

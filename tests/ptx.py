@@ -1,13 +1,15 @@
-"""A hash of the PTX of each shipped attention kernel, made without a GPU by the GPU machines' Triton.
+"""A hash of the PTX of each shipped attention kernel, made without a GPU by the GPU machines'
+Triton.
 
 It is kept in tests/ptx.json.
 
     make ptx                                      # compiles them, in minutes, and writes the file
     .venv-sm90/bin/python -m tests.ptx --check    # fails where the file says otherwise, and names the kernels
 
-A GPU test holds as long as the kernels that it runs compile to the PTX with which it passed: names, comments and the
-code around a kernel may change. `COVERS` of a module of GPU tests names them as `ptx:triton` and `ptx:hopper`. What the
-file says is of the sources whose hash it holds; of others nothing is known until it is written again.
+A GPU test holds as long as the kernels that it runs compile to the PTX with which it passed: names,
+comments and the code around a kernel may change. `COVERS` of a module of GPU tests names them as
+`ptx:triton` and `ptx:hopper`. What the file says is of the sources whose hash it holds; of others
+nothing is known until it is written again.
 """
 
 from __future__ import annotations
@@ -55,13 +57,16 @@ class Launched:
 
 
 def digest_of(root: Path, family: str) -> str:
-    """A hash of the PTX of the kernels of `family` (triton or hopper), `UNKNOWN` where the sources are others' now."""
+    """A hash of the PTX of the kernels of `family` (triton or hopper), `UNKNOWN` where the sources
+    are others' now.
+    """
     path = root / FILE
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if known.get("sources") != sources_digest(root):
         return UNKNOWN
     compiled = {call: list(kernels.values()) for call, kernels in known["kernels"][family].items()}
-    return hashlib.sha256(json.dumps(compiled, sort_keys=True).encode()).hexdigest()  # not of their names
+    # not of their names
+    return hashlib.sha256(json.dumps(compiled, sort_keys=True).encode()).hexdigest()
 
 
 @cache
@@ -71,7 +76,9 @@ def sources_digest(root: Path) -> str:
 
     digest = hashlib.sha256()
     for file in sorted(file for folder in SOURCES for file in (root / folder).rglob("*.py")):
-        digest.update(f"{file.relative_to(root)}\0{code_of(file.read_text(encoding='utf-8'), file.suffix)}\0".encode())
+        digest.update(
+            f"{file.relative_to(root)}\0{code_of(file.read_text(encoding='utf-8'), file.suffix)}\0".encode()
+        )
     return digest.hexdigest()[:16]
 
 
@@ -87,7 +94,9 @@ def plain(ptx: str) -> str:
 
 
 def triton_calls() -> Iterator[Launched]:
-    """As `select_config` chooses for 4,096 tokens on an H100: full and cut columns, with TMA and without."""
+    """As `select_config` chooses for 4,096 tokens on an H100: full and cut columns, with TMA and
+    without.
+    """
     for head_dim, is_causal in product((64, 128), (True, False)):
         for layout, tma in product(("dense", "packed"), (True, False)):
             yield Launched(layout=layout, head_dim=head_dim, is_causal=is_causal, tma=tma)
@@ -108,10 +117,16 @@ def hashes_of(call: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for kernel in compiled_launches("sm90", "", partial(launch, call)):
         name = ENTRY.search(kernel.asm["ptx"])[1]  # type: ignore[index]
-        launched = [getattr(kernel.metadata, key) for key in ("num_warps", "num_ctas", "shared", "launch_pdl")]
+        launched = [
+            getattr(kernel.metadata, key)
+            for key in ("num_warps", "num_ctas", "shared", "launch_pdl")
+        ]
         text = f"{plain(kernel.asm['ptx'])}\0{launched}"
-        number = sum(one.partition(" ")[0] == name for one in found)  # of launches of a kernel in a call
-        found[f"{name} {number}" if number else name] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        # of launches of a kernel in a call
+        number = sum(one.partition(" ")[0] == name for one in found)
+        found[f"{name} {number}" if number else name] = hashlib.sha256(text.encode()).hexdigest()[
+            :16
+        ]
     return found
 
 
@@ -129,13 +144,24 @@ def launch(call: Any) -> None:
         reports._launch(call)
         return
     batch, heads, seqlen = 2, 16, 4096
-    x = torch.empty(batch, heads, seqlen, call.head_dim, dtype=getattr(torch, call.dtype), device="meta")
+    x = torch.empty(
+        batch, heads, seqlen, call.head_dim, dtype=getattr(torch, call.dtype), device="meta"
+    )
     if call.layout == "first":
         first.flash_forward_first(x, x, x, call.is_causal, 0.125)
         return
     shape: dict[str, Any] = {"batch": batch, "heads": heads, "seqlen_q": seqlen, "seqlen_k": seqlen}
-    choose = partial(select_config, capability=(9, 0), head_dim=call.head_dim, dtype=call.dtype, tma=call.tma, **shape)
-    chosen = {kernel: choose(kernel, is_causal=call.is_causal) for kernel in ("forward", "dkdv", "dq")}
+    choose = partial(
+        select_config,
+        capability=(9, 0),
+        head_dim=call.head_dim,
+        dtype=call.dtype,
+        tma=call.tma,
+        **shape,
+    )
+    chosen = {
+        kernel: choose(kernel, is_causal=call.is_causal) for kernel in ("forward", "dkdv", "dq")
+    }
     options: dict[str, Any] = {"is_causal": call.is_causal, "scale": 0.125}
     lse = torch.empty(batch, heads, seqlen, device="meta")
     if call.layout == "split":
@@ -148,19 +174,36 @@ def launch(call: Any) -> None:
             x, x, x, x, lse, x, None, **options, dkdv_config=chosen["dkdv"], dq_config=chosen["dq"]
         )
     elif call.layout == "packed":
-        rows_of, ends = x[0].transpose(0, 1).contiguous(), torch.empty(9, dtype=torch.int32, device="meta")
-        varlen.launch_varlen_forward(rows_of, rows_of, rows_of, ends, ends, **options, config=chosen["forward"])
+        rows_of, ends = (
+            x[0].transpose(0, 1).contiguous(),
+            torch.empty(9, dtype=torch.int32, device="meta"),
+        )
+        varlen.launch_varlen_forward(
+            rows_of, rows_of, rows_of, ends, ends, **options, config=chosen["forward"]
+        )
         varlen.launch_varlen_backward(
             rows_of, rows_of, rows_of, rows_of, lse[0], rows_of, None, ends, ends, **options,
             dkdv_config=chosen["dkdv"], dq_config=chosen["dq"],
         )  # fmt: skip
     else:
         mask = compiled_kernels.empty_lists(batch, heads, seqlen)
-        fit = partial(lists.fit_to_blocks, block_size=(compiled_kernels.BLOCK, compiled_kernels.BLOCK))
+        fit = partial(
+            lists.fit_to_blocks, block_size=(compiled_kernels.BLOCK, compiled_kernels.BLOCK)
+        )
         configs = {kernel: fit(config) for kernel, config in chosen.items()}
         forward.launch_forward(x, x, x, mask, **options, config=configs["forward"])
         backward.launch_backward(
-            x, x, x, x, lse, x, None, mask, **options, dkdv_config=configs["dkdv"], dq_config=configs["dq"]
+            x,
+            x,
+            x,
+            x,
+            lse,
+            x,
+            None,
+            mask,
+            **options,
+            dkdv_config=configs["dkdv"],
+            dq_config=configs["dq"],
         )
 
 
@@ -171,10 +214,14 @@ def compile_kernels(jobs: int | None = None) -> dict[str, dict[str, dict[str, st
 
     calls: dict[Any, tuple[str, str]] = {call: ("triton", call.name) for call in triton_calls()}
     for request in shipped_hopper_kernels():
-        words = [f"{key}={value}" for key, value in vars(request).items() if value not in ("", None)]
+        words = [
+            f"{key}={value}" for key, value in vars(request).items() if value not in ("", None)
+        ]
         calls[request] = "hopper", " ".join(words)
     found: dict[str, dict[str, dict[str, str]]] = {"triton": {}, "hopper": {}}
-    for number, (call, hashes) in enumerate(compile_all(list(calls), hashes_of, jobs=jobs), start=1):
+    for number, (call, hashes) in enumerate(
+        compile_all(list(calls), hashes_of, jobs=jobs), start=1
+    ):
         family, name = calls[call]
         if hashes is None:
             raise SystemExit(f"the compiler crashed on {name}")
@@ -185,8 +232,12 @@ def compile_kernels(jobs: int | None = None) -> dict[str, dict[str, dict[str, st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Hash the PTX of the shipped kernels and write tests/ptx.json.")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where the file says otherwise")
+    parser = argparse.ArgumentParser(
+        description="Hash the PTX of the shipped kernels and write tests/ptx.json."
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail where the file says otherwise"
+    )
     parser.add_argument("--jobs", type=int, help="processes (default: one a core)")
     arguments = parser.parse_args()
     from cs336_systems.compiler.offline import triton_version
@@ -196,7 +247,9 @@ def main() -> None:
     kernels = compile_kernels(arguments.jobs)
     for family, calls in kernels.items():
         before = old["kernels"].get(family, {})
-        changed = sorted(name for name in calls.keys() | before.keys() if calls.get(name) != before.get(name))
+        changed = sorted(
+            name for name in calls.keys() | before.keys() if calls.get(name) != before.get(name)
+        )
         print(f"{family}: {len(calls)} calls, {len(changed)} changed")
         for name in changed:
             print(f"  {name}")

@@ -1,12 +1,15 @@
-"""Whether what the specialised warps of the Hopper kernels share is accessed in order, read off their PTX.
+"""Whether what the specialised warps of the Hopper kernels share is accessed in order, read off
+their PTX.
 
   ring       a row in `..._slots`, or the forward's `items`, is stored, and loaded, after a wait for its slot, which
              comes after the last rows' accesses; then threads meet; then one of them arrives
   dispatch   at the kernel's first line and at `gl.warp_specialize` all warps meet, read the numbers of their
-             partitions, and meet before anything else; what is written there is followed by a barrier of all, too
+             partitions, and meet before anything else; what is written there is followed by a
+             barrier of all, too
   copies     behind a copy out of shared memory every way to the end of its partition has a wait for it
 
-A step of a ring is straight code, so the order of the text is the order of execution; partitions are judged one by one.
+A step of a ring is straight code, so the order of the text is the order of execution; partitions
+are judged one by one.
 """
 
 from __future__ import annotations
@@ -39,11 +42,17 @@ def lines_of(file: str) -> list[str]:
 
 
 def dispatch_of(kernel: str, file: str) -> set[int]:
-    """The lines of a kernel's dispatch: its first one and the statements around `gl.warp_specialize`.
+    """The lines of a kernel's dispatch: its first one and the statements around
+    `gl.warp_specialize`.
 
-    They are the kernel's own, or those of a function that it calls, with that one's first line and the call's.
+    They are the kernel's own, or those of a function that it calls, with that one's first line and
+    the call's.
     """
-    functions = {x.name: x for x in ast.parse("\n".join(lines_of(file))).body if isinstance(x, ast.FunctionDef)}
+    functions = {
+        x.name: x
+        for x in ast.parse("\n".join(lines_of(file))).body
+        if isinstance(x, ast.FunctionDef)
+    }
     own = functions[kernel]
     statements: list[ast.stmt] = []
     firsts = {own.lineno}
@@ -53,7 +62,9 @@ def dispatch_of(kernel: str, file: str) -> set[int]:
         firsts |= {functions[called].lineno} if within else set()
         statements += [x, *within] if within or specialises(x) else []
     assert statements
-    return firsts | {line for x in statements for line in range(x.lineno, (x.end_lineno or x.lineno) + 1)}
+    return firsts | {
+        line for x in statements for line in range(x.lineno, (x.end_lineno or x.lineno) + 1)
+    }
 
 
 def specialises(statement: ast.stmt) -> bool:
@@ -61,10 +72,15 @@ def specialises(statement: ast.stmt) -> bool:
 
 
 def ends_before_its_copies(ptx: str) -> bool:
-    """Whether a partition may end, and another program have its shared memory, while a copy out of that goes on."""
+    """Whether a partition may end, and another program have its shared memory, while a copy out of
+    that goes on.
+    """
     lines = list(map(str.strip, ptx.splitlines()))
     places = {match[1]: place for place, text in enumerate(lines) if (match := LABEL.match(text))}
-    ways, seen = [place + 1 for place, text in enumerate(lines) if "cp.async.bulk.commit_group" in text], set()
+    ways, seen = (
+        [place + 1 for place, text in enumerate(lines) if "cp.async.bulk.commit_group" in text],
+        set(),
+    )
     while ways:
         place = ways.pop()
         if place in seen or "cp.async.bulk.wait_group" in lines[place]:
@@ -73,14 +89,18 @@ def ends_before_its_copies(ptx: str) -> bool:
         if END.match(lines[place]):
             return True
         branch = BRANCH.match(lines[place])
-        ways += [place + 1] * (not branch or bool(branch[1])) + ([places[branch[2]]] if branch else [])
+        ways += [place + 1] * (not branch or bool(branch[1])) + (
+            [places[branch[2]]] if branch else []
+        )
     return False
 
 
 def disorder(ptx: str) -> list[str]:
     """What is out of order among these accesses of a kernel; "no ..." where there are none."""
     (kernel,) = re.findall(r"\.entry (\w+)", ptx)
-    own_file = f"{re.search('forward|wide|backward', kernel)[0]}.py".replace("wide", "wide_backward")
+    own_file = f"{re.search('forward|wide|backward', kernel)[0]}.py".replace(
+        "wide", "wide_backward"
+    )
     dispatch_lines = dispatch_of(kernel, own_file)
     events: list[tuple[str, str]] = []  # (kind, instruction)
     labels: dict[str, int] = {}  # how many events come before
@@ -95,7 +115,9 @@ def disorder(ptx: str) -> list[str]:
         elif not targets and text.startswith("$L__BB"):  # the list behind .branchtargets
             targets = re.findall(r"\$L__BB\w+", text)
         kind = next((kind for kind, pattern in EVENTS if pattern.search(text)), "")
-        if kind in ("load", "store") and SLOT_ACCESS.search("".join(lines_of(file)[line - 1 : line])):
+        if kind in ("load", "store") and SLOT_ACCESS.search(
+            "".join(lines_of(file)[line - 1 : line])
+        ):
             rings.append(len(events))
         elif kind in ("load", "store") and file == own_file and line in dispatch_lines:
             numbers.append(len(events))

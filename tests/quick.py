@@ -1,7 +1,8 @@
-"""How many cases of the tests that take long `make test` runs: it is to end in minutes on two cores.
+"""How many cases of the tests that take long `make test` runs: it is to end in minutes on two
+cores.
 
-The other cases are marked slow. `make test-slow` runs all of them before a release, and continuous integration a
-sixteenth for each commit.
+The other cases are marked slow. `make test-slow` runs all of them before a release, and continuous
+integration a sixteenth for each commit.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Sequence
 
 import pytest
 
-# By the test's file and name (* for all of a file): how many of its cases, chosen by a hash of their names; or the name
-# of the only one.
+# By the test's file and name (* for all of a file): how many of its cases, chosen by a hash of
+# their names; or the name of the only one.
 KEPT: dict[str, int | str] = {
     "test_attention_calls::test_large_float32_scores_keep_the_contract": 1,
     "test_attention_calls::test_the_flop_counter_counts_attended_pairs": 2,
@@ -129,7 +130,9 @@ KEPT: dict[str, int | str] = {
 
 
 def mark_slow(items: Sequence[pytest.Item]) -> None:
-    """Mark slow what `KEPT` does not keep of `items`; tests of the GPU are not counted, as `make test` runs none."""
+    """Mark slow what `KEPT` does not keep of `items`; tests of the GPU are not counted, as
+    `make test` runs none.
+    """
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if "gpu" not in item.keywords and "slow" not in item.keywords:

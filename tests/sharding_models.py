@@ -14,11 +14,15 @@ from cs336_systems.distributed.ddp import DataParallel
 from cs336_systems.model import TransformerLM
 from tests.module_kinds import Net, tie
 
-TINY = ModelConfig(name="test", d_model=16, d_ff=40, num_layers=4, num_heads=2, vocab_size=23, context_length=8)
+TINY = ModelConfig(
+    name="test", d_model=16, d_ff=40, num_layers=4, num_heads=2, vocab_size=23, context_length=8
+)
 
 
 def awkward() -> nn.Module:
-    """Tied, frozen, scalar, empty and odd-sized parameters, a buffer, and a layer that the forward uses twice."""
+    """Tied, frozen, scalar, empty and odd-sized parameters, a buffer, and a layer that the forward
+    uses twice.
+    """
 
     def run(model: Any, x: Tensor) -> Tensor:
         x = torch.relu(model.inner(x))
@@ -26,7 +30,11 @@ def awkward() -> nn.Module:
         x = torch.tanh(model.tied(model.again(x)))
         return model.out(x) * model.scale + model.offset + model.nothing.sum()
 
-    layers = {"inner": nn.Linear(5, 7), "frozen": nn.Linear(7, 7).requires_grad_(False), "out": nn.Linear(7, 1)}
+    layers = {
+        "inner": nn.Linear(5, 7),
+        "frozen": nn.Linear(7, 7).requires_grad_(False),
+        "out": nn.Linear(7, 1),
+    }
     layers |= {name: nn.Linear(7, 7, bias=False) for name in ("tied", "again")}
     scale, nothing = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0, 3))
     model = Net(run, scale=scale, nothing=nothing, offset=nn.Buffer(torch.tensor([0.25])), **layers)
@@ -43,8 +51,12 @@ def transformer() -> nn.Module:
     return TransformerLM.from_config(TINY)
 
 
-def shard(scheme: str, model: nn.Module, kind: type[torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, Any]:
-    """`model` in its wrapper, and its optimizer of the class `kind`, by "ddp", "sharded", "zero1" or "fsdp"."""
+def shard(
+    scheme: str, model: nn.Module, kind: type[torch.optim.Optimizer], **options: Any
+) -> tuple[nn.Module, Any]:
+    """`model` in its wrapper, and its optimizer of the class `kind`, by "ddp", "sharded", "zero1"
+    or "fsdp".
+    """
     if scheme == "zero1":
         return model, Zero1Optimizer(model.parameters(), kind, **options)
     model = FSDP(model) if scheme == "fsdp" else OverlapDDP(model, find_unused_parameters=True)
@@ -70,7 +82,9 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 def batch(step: int, num_sequences: int = 12) -> tuple[Tensor, Tensor]:
     """Tokens and targets of one step, the same in every process."""
     generator = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(TINY.vocab_size, (2, num_sequences, TINY.context_length), generator=generator)
+    tokens = torch.randint(
+        TINY.vocab_size, (2, num_sequences, TINY.context_length), generator=generator
+    )
     return tokens[0], tokens[1]
 
 

@@ -1,6 +1,7 @@
 """Writes memory snapshots as PyTorch lays them out, and files that only look like one.
 
-This is the one module that may pickle (see `test_layout.py`): it writes what the reader must read or refuse.
+This is the one module that may pickle (see `test_layout.py`): it writes what the reader must read
+or refuse.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def event(action: str, address: int, size: int, frames: list[Any]) -> dict[str, 
 
 
 def small_snapshot() -> dict[str, Any]:
-    """A block from before, released; two that live and die; one alive at the end, and one alive throughout."""
+    """A block from before, released; two that live and die; one alive at the end, and one alive
+    throughout.
+    """
     inside, none = [dict(frame) for frame in FRAMES], []
     trace = [
         event("alloc", 4096, 1024, inside),
@@ -43,7 +46,12 @@ def small_snapshot() -> dict[str, Any]:
         {"size": 3072, "state": "active_allocated", "address": 16384},
     ]
     segment = {"device": 0, "address": 0, "total_size": 2**21, "stream": 0, "blocks": blocks}
-    settings = {"PYTORCH_CUDA_ALLOC_CONF": "", "roundup_power2_divisions": {"1": 0}, "ratio": 0.5, "split": None}
+    settings = {
+        "PYTORCH_CUDA_ALLOC_CONF": "",
+        "roundup_power2_divisions": {"1": 0},
+        "ratio": 0.5,
+        "split": None,
+    }
     return {"segments": [segment], "device_traces": [trace], "allocator_settings": settings}
 
 

@@ -1,4 +1,6 @@
-"""Kernels that last as long as they are told, by the GPU's own clock of nanoseconds, at whatever frequency it runs."""
+"""Kernels that last as long as they are told, by the GPU's own clock of nanoseconds, at whatever
+frequency it runs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def spin(milliseconds: float) -> None:
 
 @gluon.jit
 def hold_kernel(nanoseconds, ends_ptr):
-    """128 KiB of shared memory, of which a multiprocessor has no second one, nor that of a large kernel's program."""
+    """128 KiB of shared memory, of which a multiprocessor has no second one, nor that of a large
+    kernel's program.
+    """
     shared = gl.allocate_shared_memory(gl.int64, [512, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lanes = gl.arange(0, 32, LAYOUT)
@@ -37,6 +41,8 @@ def hold_kernel(nanoseconds, ends_ptr):
 
 
 def hold_multiprocessors(number: int, milliseconds: float) -> None:
-    """Keep large programs from so many multiprocessors of the current GPU for so long, on the current stream."""
+    """Keep large programs from so many multiprocessors of the current GPU for so long, on the
+    current stream.
+    """
     ends = torch.empty(number * 32, dtype=torch.int64, device="cuda")
     hold_kernel[(number,)](round(milliseconds * 1e6), ends, num_warps=1)

@@ -1,4 +1,6 @@
-"""Calls of attention as other code makes them: other keywords, modes, exports, copies and files of masks."""
+"""Calls of attention as other code makes them: other keywords, modes, exports, copies and files of
+masks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, causal_area
-from cs336_systems.attention import FlashAttentionPyTorch, flash_attention, flash_attention_varlen, replay
+from cs336_systems.attention import (
+    FlashAttentionPyTorch,
+    flash_attention,
+    flash_attention_varlen,
+    replay,
+)
 from cs336_systems.attention.api import attention_backward
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.dilated import dilated_attention
@@ -89,13 +96,17 @@ def test_a_default_device_leaves_calls_to_be_replayed() -> None:
 @pytest.mark.parametrize("sigma", [50.0, 100.0])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_large_float32_scores_keep_the_contract(is_causal: bool, sigma: float) -> None:
-    """Kernels rounded L to float32 three times on its way to the backward: dV was up to 1.4 times its bound."""
+    """Kernels rounded L to float32 three times on its way to the backward: dV was up to 1.4 times
+    its bound.
+    """
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
         q, k, v, grad = (torch.randn(1, 2, 192, 32, generator=generator) for _ in range(4))
         leaves = [x.requires_grad_() for x in (q * sigma, k, v)]
         oracle = compute_oracle(*leaves, grad, is_causal=is_causal)
-        output, lse = flash_attention(*leaves, is_causal=is_causal, backend="triton", return_lse=True)
+        output, lse = flash_attention(
+            *leaves, is_causal=is_causal, backend="triton", return_lse=True
+        )
         grads = torch.autograd.grad(output, leaves, grad)
         results = dict(zip(("output", "lse", "grad_q", "grad_k", "grad_v"), (output, lse, *grads)))
         errors = contract_errors(oracle, {name: x.detach() for name, x in results.items()})
@@ -119,10 +130,16 @@ def test_the_flop_counter_counts_attended_pairs(backend: str, kind: str) -> None
     q, k, v = inputs(2, 3, 128, 16, requires_grad=True)
     mask = BlockMask.sliding_window(128, window=20, block_size=64) if kind == "mask" else None
     with FlopCounterMode(display=False) as forward:
-        output = flash_attention(q, k, v, is_causal=kind == "causal", block_mask=mask, backend=backend)
+        output = flash_attention(
+            q, k, v, is_causal=kind == "causal", block_mask=mask, backend=backend
+        )
     with FlopCounterMode(display=False) as backward:
         output.sum().backward()
-    pairs = {"full": 128 * 128, "causal": causal_area(128, 128), "mask": mask.num_attended if mask else 0}[kind]
+    pairs = {
+        "full": 128 * 128,
+        "causal": causal_area(128, 128),
+        "mask": mask.num_attended if mask else 0,
+    }[kind]
     for counter, mode in ((forward, "forward"), (backward, "backward")):
         assert counter.get_total_flops() == ATTENTION_FLOPS_PER_PAIR[mode] * pairs * 2 * 3 * 16
 
@@ -172,11 +189,18 @@ def test_export_leaves_batch_and_lengths_open() -> None:
         def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return flash_attention(q, k, v, is_causal=True, backend="tiled")
 
-    batch, length = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("length", min=2, max=4096)
+    batch, length = (
+        torch.export.Dim("batch", min=2, max=64),
+        torch.export.Dim("length", min=2, max=4096),
+    )
     dynamic = ({0: batch, 2: length},) * 3
-    exported = torch.export.export(Attend(), tuple(inputs(4, 2, 32, 16)), dynamic_shapes=dynamic).module()
+    exported = torch.export.export(
+        Attend(), tuple(inputs(4, 2, 32, 16)), dynamic_shapes=dynamic
+    ).module()
     other = inputs(3, 2, 50, 16)
-    torch.testing.assert_close(exported(*other), flash_attention(*other, is_causal=True, backend="reference"))
+    torch.testing.assert_close(
+        exported(*other), flash_attention(*other, is_causal=True, backend="reference")
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,7 +208,12 @@ def test_export_leaves_batch_and_lengths_open() -> None:
 )
 @pytest.mark.parametrize(
     ("keyword", "hint"),
-    [("causal", "is_causal"), ("dropout_p", "no dropout"), ("softmax_scale", "scale"), ("wrong", "wrong")],
+    [
+        ("causal", "is_causal"),
+        ("dropout_p", "no dropout"),
+        ("softmax_scale", "scale"),
+        ("wrong", "wrong"),
+    ],
 )
 def test_keywords_of_others_are_named(function, keyword: str, hint: str) -> None:
     """Whoever came from SDPA or flash-attn got Python's bare TypeError."""
@@ -198,8 +227,12 @@ def test_keywords_of_others_are_named(function, keyword: str, hint: str) -> None
 
 
 @pytest.mark.parametrize("shape", [(4, 32, 16), (2, 3, 32, 16), (32, 16)])
-def test_the_handouts_function_has_a_watched_backward_of_any_leading_shape(shape: tuple[int, ...]) -> None:
-    """Under torch.compile or a counter its backward is the operator's, which takes four dimensions: it raised."""
+def test_the_handouts_function_has_a_watched_backward_of_any_leading_shape(
+    shape: tuple[int, ...],
+) -> None:
+    """Under torch.compile or a counter its backward is the operator's, which takes four dimensions:
+    it raised.
+    """
     tensors = inputs(*shape, requires_grad=True)
     expected = torch.autograd.grad(FlashAttentionPyTorch.apply(*tensors, True).sum(), tensors)
     with FlopCounterMode(display=False):

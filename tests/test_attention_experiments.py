@@ -1,4 +1,6 @@
-"""The attention experiments: how a pass is timed, the forward of few queries, the rungs of the Hopper ladder."""
+"""The attention experiments: how a pass is timed, the forward of few queries, the rungs of the
+Hopper ladder.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -39,16 +41,22 @@ def test_a_fast_row_keeps_few_samples_unless_the_handout_asks_for_more():
     cell = tiny_cell("pytorch_attention", "eager")
     kept = {len(measurement.samples) for measurement in PLAIN.measure(cell, TINY)}
     assert max(kept) <= KEPT_SAMPLES
-    asked = {one.row: len(one.samples) for one in PLAIN.measure(cell, replace(TINY, scale="handout"))}
+    asked = {
+        one.row: len(one.samples) for one in PLAIN.measure(cell, replace(TINY, scale="handout"))
+    }
     assert asked[attention.FORWARD] == asked[attention.BACKWARD] == 100 > KEPT_SAMPLES
 
 
 def stand_in(monkeypatch, cell: Cell) -> list[tuple[str, object]]:
-    """A CPU in the place of a GPU for `cell`: what is measured, and what settles and is timed, call by call."""
+    """A CPU in the place of a GPU for `cell`: what is measured, and what settles and is timed, call
+    by call.
+    """
     inputs = attention_inputs(cell.case, device="cpu")
     oracle = compute_oracle(*inputs, is_causal=cell.case.is_causal)
     ran: list[tuple[str, object]] = []
-    attend = partial(flash_attention, is_causal=cell.case.is_causal, enable_gqa=True, backend="reference")
+    attend = partial(
+        flash_attention, is_causal=cell.case.is_causal, enable_gqa=True, backend="reference"
+    )
     built = Built(attend=attend)
     monkeypatch.setattr(attention, "build_case", lambda *_: built)
     monkeypatch.setattr(attention, "inputs_of", lambda *_: inputs)
@@ -56,7 +64,9 @@ def stand_in(monkeypatch, cell: Cell) -> list[tuple[str, object]]:
     monkeypatch.setattr(attention, "release", lambda device: None)
     monkeypatch.setattr(attention, "time_once", lambda call, device: (call(), 1.0)[1])
     monkeypatch.setattr(attention, "settle", lambda call: ran.append(("settle", call)))
-    monkeypatch.setattr(attention, "time_calls", lambda call, **_: ran.append(("time", call)) or [1.0])
+    monkeypatch.setattr(
+        attention, "time_calls", lambda call, **_: ran.append(("time", call)) or [1.0]
+    )
     return ran
 
 
@@ -87,7 +97,11 @@ def test_flex_on_a_cpu_has_a_forward_and_says_why_no_more(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "whose"), [("triton", "bound$"), ("sdpa_flash", "bound; the kernel is PyTorch's, not this repository's$")]
+    ("name", "whose"),
+    [
+        ("triton", "bound$"),
+        ("sdpa_flash", "bound; the kernel is PyTorch's, not this repository's$"),
+    ],
 )
 def test_a_disagreement_says_when_the_kernel_is_a_librarys(name, whose):
     """That PyTorch's kernel on a CPU is off in float16 read as a mistake of this repository."""
@@ -120,7 +134,9 @@ def test_the_forward_of_few_queries_is_measured(name):
 
 
 def test_stages_in_the_interpreter_are_said_to_be():
-    """Their kernel was `triton`, so that reports and `compare` took the interpreter's times for the kernel's."""
+    """Their kernel was `triton`, so that reports and `compare` took the interpreter's times for the
+    kernel's.
+    """
     measured = load("attention_stages").measure(tiny_cell("attention_stages", "triton"), TINY)
     assert {one.kernel for one in measured} == {"interpreter triton"}
 
@@ -130,9 +146,14 @@ def test_few_queries_of_a_gpu_are_replayed_in_graphs_once_the_clock_has_settled(
     ran = stand_in(monkeypatch, cell)
     captured = lambda call: ran.append(("graph", call)) or SimpleNamespace(replay=call)  # noqa: E731
     monkeypatch.setattr(few_queries, "captured", captured)
-    monkeypatch.setattr(few_queries, "time_calls", lambda *_, num_samples, **__: [10.0] * num_samples)
+    monkeypatch.setattr(
+        few_queries, "time_calls", lambda *_, num_samples, **__: [10.0] * num_samples
+    )
     (measured,) = FEW.measure(cell, replace(TINY, device="cuda"))
-    assert (measured.row, measured.samples) == (GRAPH_FORWARD, [0.5] * GRAPH_SAMPLES) and 0 <= measured.error <= 1
+    assert (measured.row, measured.samples) == (
+        GRAPH_FORWARD,
+        [0.5] * GRAPH_SAMPLES,
+    ) and 0 <= measured.error <= 1
     assert [kind for kind, _ in ran] == ["settle", "graph"] and ran[0][1] is ran[1][1]
 
 
@@ -151,8 +172,12 @@ def test_the_first_rungs_are_measured_and_the_others_say_why_not():
     found: dict[str, list[Any]] = {name: [] for name in RUNGS}
     for one in LADDER.measure(cell, TINY):
         found[one.row.implementation].append(one)
-    assert all(one.kernel.startswith("interpreter portable_forward_") for one in found["triton_pointers"])
-    assert {one.kernel for one in found["triton_first"]} == {"interpreter flash_fwd_kernel tiled_backward"}
+    assert all(
+        one.kernel.startswith("interpreter portable_forward_") for one in found["triton_pointers"]
+    )
+    assert {one.kernel for one in found["triton_first"]} == {
+        "interpreter flash_fwd_kernel tiled_backward"
+    }
     for name in ("triton_first", "triton_pointers"):
         assert {one.row.mode for one in found[name]} == {"forward", "backward", "forward_backward"}
         assert max(one.error for one in found[name]) <= 1
@@ -169,6 +194,10 @@ def test_the_first_rungs_are_measured_and_the_others_say_why_not():
 def test_rungs_differ_in_how_tiles_are_read(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     shape = sized_shape(HANDOUT, 1, 16, 16384, 64, True)
-    by_pointers, by_tma = (LADDER.built(name, shape, HANDOUT).kernel.split() for name in tuple(RUNGS)[1:3])
-    assert not any(name.endswith("_tma") for name in by_pointers) and all(name.endswith("_tma") for name in by_tma)
+    by_pointers, by_tma = (
+        LADDER.built(name, shape, HANDOUT).kernel.split() for name in tuple(RUNGS)[1:3]
+    )
+    assert not any(name.endswith("_tma") for name in by_pointers) and all(
+        name.endswith("_tma") for name in by_tma
+    )
     assert len(by_pointers) == len(by_tma) == 3

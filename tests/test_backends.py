@@ -1,4 +1,6 @@
-"""Attention's back ends: which run on a machine, and which one a call takes, with what machines have replaced."""
+"""Attention's back ends: which run on a machine, and which one a call takes, with what machines
+have replaced.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ from cs336_systems.attention.hopper_table import HOPPER_FROM
 from cs336_systems.bench.records import Record, Run, case_to_dict
 from cs336_systems.config import RunConfig
 from cs336_systems.device import DeviceInfo
-from cs336_systems.experiments.beyond.backend_choice import COMMON_HEAD_DIMS, HEAD_DIMS, BackendChoice, taken_by_auto
+from cs336_systems.experiments.beyond.backend_choice import (
+    COMMON_HEAD_DIMS,
+    HEAD_DIMS,
+    BackendChoice,
+    taken_by_auto,
+)
 from tools import backend_table
 
 ALL_OK = dict.fromkeys(BACKENDS, "ok")
@@ -39,7 +46,9 @@ CPU_INFO = DeviceInfo(name="AMD EPYC", kind="cpu", memory_bytes=8 * 2**30, num_c
 
 
 def gpu(name: str = "NVIDIA H200", capability: tuple[int, int] | None = (9, 0)) -> DeviceInfo:
-    return DeviceInfo(name=name, kind="cuda", compute_capability=capability, memory_bytes=141 * 10**9)
+    return DeviceInfo(
+        name=name, kind="cuda", compute_capability=capability, memory_bytes=141 * 10**9
+    )
 
 
 # Which back ends run
@@ -56,7 +65,9 @@ def test_the_inputs_own_gpu_is_asked(monkeypatch):
         current[0] = before
 
     monkeypatch.setattr(torch.cuda, "device", on)
-    monkeypatch.setattr(backends, "get_device_info", lambda kind: gpu(capability=capabilities[current[0]]))
+    monkeypatch.setattr(
+        backends, "get_device_info", lambda kind: gpu(capability=capabilities[current[0]])
+    )
     asked = backends._asked_once.__wrapped__
     found = [asked(torch.device("cuda", index), False)["hopper"] for index in (0, 1)]
     assert "compute capability 9.0" in found[0] and "compute capability 9.0" not in found[1]
@@ -74,7 +85,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         for owner, name, value in (
             (backends, "_gluon_reason", lambda: gluon),
             (device.shutil, "which", lambda name: name if name in tools else None),
-            (importlib.util, "find_spec", lambda name: (triton or None) if name == "triton" else real_find_spec(name)),
+            (
+                importlib.util,
+                "find_spec",
+                lambda name: (triton or None) if name == "triton" else real_find_spec(name),
+            ),
             (sys, "platform", system),
         ):
             monkeypatch.setattr(owner, name, value)
@@ -196,7 +211,8 @@ LONG = {"seqlen_q": 16384, "seqlen_k": 16384}
         # hopper on its GPU
         ({}, "hopper", "ours at head_dim 64 from 1024 tokens and 0 queries in all heads on"),
         ({"dtype": "float16", "head_dim": 128} | LONG, "hopper", "128 from 4096 tokens and 65536 queries"),
-        ({"head_dim": 104} | LONG, "hopper", "104 from 4096 tokens"),  # the next larger head dim's row
+        # the next larger head dim's row
+        ({"head_dim": 104} | LONG, "hopper", "104 from 4096 tokens"),
         (MASK | {"head_dim": 72} | LONG, "hopper", "72 under a block mask from 4096 tokens"),
         (MASK | {"head_dim": 128, "block_size": (64, 128)} | LONG, "hopper", "128 under a block mask"),
         ({"head_dim": 128, "layout": "packed", "longest": (1024, 1024)} | LONG, "hopper", "128 over packed documents"),
@@ -225,7 +241,8 @@ LONG = {"seqlen_q": 16384, "seqlen_k": 16384}
         # elsewhere
         (CPU, "reference", "the inputs are on cpu.*takes 4.0 MiB, at most 64 MiB"),
         (CPU | LONG, "tiled", "the inputs are on cpu.*takes 1024.0 MiB, more than 64 MiB"),
-        (CPU | {"available": ALL_OK}, "reference", "the inputs are on cpu"),  # the interpreter is for tests
+        # the interpreter is for tests
+        (CPU | {"available": ALL_OK}, "reference", "the inputs are on cpu"),
         (CPU | {"seqlen_q": 0}, "reference", "takes 0.0 MiB"),
         # the threshold, in bytes of one head's scores
         (CPU | {"seqlen_q": 4096, "seqlen_k": 4096}, "reference", "takes 64.0 MiB, at most"),
@@ -288,7 +305,8 @@ DETERMINISTIC = {"deterministic": True}
         (ONE_HEAD | DETERMINISTIC | {"is_causal": False, "head_dim": 128}, "triton", "1024 tokens and 16384 queries"),
         (ONE_HEAD | DETERMINISTIC | {"batch_heads": 32}, "hopper", "2048 tokens and 65536 queries"),
         (ONE_HEAD | DETERMINISTIC | {"batch_heads": 4, "head_dim": 256}, "hopper", "512 tokens and 8192 queries"),
-        (ONE_HEAD | {"head_dim": 56}, "triton", "65536 queries in all heads on$"),  # its forward is not divided
+        # its forward is not divided
+        (ONE_HEAD | {"head_dim": 56}, "triton", "65536 queries in all heads on$"),
         (ONE_HEAD | {"head_dim": 104, "is_causal": False}, "triton", "16384 queries in all heads on$"),
         (ONE_HEAD | {"head_dim": 104, "batch_heads": 32}, "hopper", "104 from 2048 tokens"),
         (ONE_HEAD | {"seqlen_q": 1024}, "triton", "faster from 1448 tokens and 2048 queries in all heads on$"),
@@ -297,8 +315,9 @@ DETERMINISTIC = {"deterministic": True}
 def test_calls_whose_work_is_not_divided_need_more_queries_for_hopper(
     inputs: dict[str, Any], name: str, reason: str
 ) -> None:
-    """By the shipped table, whose rows of few queries were measured with divided work: one head of 2,048 tokens took
-    hopper with `deterministic`, which had 0.67 to 0.82 of triton's speed."""
+    """By the shipped table, whose rows of few queries were measured with divided work: one head of
+    2,048 tokens took hopper with `deterministic`, which had 0.67 to 0.82 of triton's speed.
+    """
     chosen, why = select(**inputs)
     assert chosen == name, why
     assert re.search(reason, why), why
@@ -313,7 +332,8 @@ def test_auto_asks_whether_gradients_must_be_deterministic(monkeypatch: pytest.M
         return "reference", "the test says so"
 
     monkeypatch.setattr(backends, "select_backend", select)
-    q, *others = (torch.zeros(1, 2, length, 16) for length in (64, 65, 66, 67))  # a choice is remembered
+    # a choice is remembered
+    q, *others = (torch.zeros(1, 2, length, 16) for length in (64, 65, 66, 67))
     flash_attention(q, q, q, deterministic=True)
     flash_attention(others[0], others[0], others[0])
     torch.use_deterministic_algorithms(True)
@@ -332,15 +352,20 @@ LOSES_AT_MOST = 1.05
 
 
 def test_auto_takes_the_kernel_that_the_published_records_have_as_faster() -> None:
-    """Row by row, of both passes. `auto` knows the least tokens and the least queries: it may take triton for a call
-    that hopper attends faster, where hopper is slower, by more than the table allows, for another with at least as
-    many of both."""
+    """Row by row, of both passes. `auto` knows the least tokens and the least queries: it may take
+    triton for a call that hopper attends faster, where hopper is slower, by more than the table
+    allows, for another with at least as many of both.
+    """
     cases = backend_table.measured(backend_table.CHOICE, *backend_table.OTHERS)
     assert len(cases) >= 90
 
     def hides(other: dict[str, Any], case: dict[str, Any]) -> bool:
-        same_row = all(other[name] == case[name] for name in ("layout", "is_causal", "head_dim", "dtype"))
-        return same_row and other["tokens"] >= case["tokens"] and other["queries"] >= case["queries"]
+        same_row = all(
+            other[name] == case[name] for name in ("layout", "is_causal", "head_dim", "dtype")
+        )
+        return (
+            same_row and other["tokens"] >= case["tokens"] and other["queries"] >= case["queries"]
+        )
 
     slower = [case for case in cases if case["over_triton"] * backend_table.SLOWER < 1]
     for case in cases:
@@ -352,7 +377,9 @@ def test_auto_takes_the_kernel_that_the_published_records_have_as_faster() -> No
 
 
 def test_the_table_is_that_of_the_published_records() -> None:
-    text = backend_table.table_text(backend_table.measured(backend_table.CHOICE, *backend_table.OTHERS))
+    text = backend_table.table_text(
+        backend_table.measured(backend_table.CHOICE, *backend_table.OTHERS)
+    )
     assert backend_table.TABLE.read_text() == text, "run tools/backend_table.py"
 
 
@@ -378,19 +405,30 @@ def test_packed_documents_take_turns() -> None:
     """Laid out as the packed kernels take them, and checked as the oracle has them."""
     run = RunConfig(scale="smoke", device="cpu")
     (cell,) = (cell for cell in BackendChoice().cells(run) if cell.case.layout == "packed")
-    triton, hopper = sorted(BackendChoice().measure(cell, run), key=lambda one: one.row.implementation, reverse=True)
+    triton, hopper = sorted(
+        BackendChoice().measure(cell, run), key=lambda one: one.row.implementation, reverse=True
+    )
     assert triton.samples and triton.error is not None and triton.error <= 1
     assert "hopper kernels need a GPU of compute capability 9.0 (H100, H200)" in hopper.message
 
 
 def test_a_table_is_made_of_records() -> None:
     """A probe counts to the next larger head dim, whose row it takes."""
-    facts: dict[str, Any] = {"id": "1", "scale": "handout", "software": {}, "commit": "c", "dirty": False, "date": ""}
+    facts: dict[str, Any] = {
+        "id": "1",
+        "scale": "handout",
+        "software": {},
+        "commit": "c",
+        "dirty": False,
+        "date": "",
+    }
     run = Run(device={"name": "NVIDIA H200", "kind": "cuda"}, **facts)
     cells = BackendChoice().cells(RunConfig(scale="handout", device="cuda"))
 
     def cases(slow: int, **hopper_ms: float) -> list[dict[str, Any]]:
-        """Hopper takes 0.5 ms where triton takes 1, but in a layout of `hopper_ms`, and twice at head dim `slow`."""
+        """Hopper takes 0.5 ms where triton takes 1, but in a layout of `hopper_ms`, and twice at
+        head dim `slow`.
+        """
         made = [
             Record(
                 run=run, problem="backend_choice", case=case_to_dict(cell.case), mode=row.mode, quantity="time",
@@ -409,7 +447,9 @@ def test_a_table_is_made_of_records() -> None:
     fast = rows(backend_table.table_text(cases(0, packed=1.1)))
     assert list(fast) == list(HOPPER_FROM)
     fewest = {head_dim: 1024 if head_dim in COMMON_HEAD_DIMS else 8192 for head_dim in HEAD_DIMS}
-    assert fast["dense", True] == tuple((head_dim, (512, queries)) for head_dim, queries in fewest.items())
+    assert fast["dense", True] == tuple(
+        (head_dim, (512, queries)) for head_dim, queries in fewest.items()
+    )
     assert fast["block_mask", False] == ((64, (2048, 32768)), (128, (2048, 32768)))
     assert fast["packed", False] == fast["packed", True] == ((64, None), (128, None))
     probed = dict(rows(backend_table.table_text(cases(48)))["dense", False])
@@ -418,10 +458,15 @@ def test_a_table_is_made_of_records() -> None:
 
 def test_thresholds_lose_least_of_those_from_which_hopper_is_never_slower() -> None:
     def limits(*cases: tuple[int, int, float]) -> tuple[int, int] | None:
-        return backend_table.limits_of([dict(zip(("tokens", "queries", "over_triton"), case)) for case in cases])
+        return backend_table.limits_of(
+            [dict(zip(("tokens", "queries", "over_triton"), case)) for case in cases]
+        )
 
     assert limits((512, 8192, 0.8), (512, 32768, 1.2), (4096, 65536, 1.3)) == (512, 32768)
-    assert limits((512, 8192, 0.8), (512, 32768, 0.9), (4096, 16384, 1.2), (4096, 65536, 0.99)) == (1448, 16384)
+    assert limits((512, 8192, 0.8), (512, 32768, 0.9), (4096, 16384, 1.2), (4096, 65536, 0.99)) == (
+        1448,
+        16384,
+    )
     assert limits((512, 8192, 1.2), (4096, 65536, 0.97)) is None  # slower at last
     assert limits((512, 8192, 0.99)) is None  # nothing is gained
 
@@ -439,13 +484,19 @@ def test_the_choice_can_be_traced_with_lengths_and_head_dims_that_vary(layout: s
         torch.testing.assert_close(compiled(torch.ones(shape)), scaled(torch.ones(shape)))
 
 
-def test_a_choice_is_made_again_when_the_interpreter_is_switched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_is_made_again_when_the_interpreter_is_switched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What runs here depends on it, and a remembered choice said otherwise."""
     q = torch.zeros(1, 2, 64, 16)
-    monkeypatch.setattr(backends, "available_here", lambda _: dict.fromkeys(backends.BACKENDS, "ok"))
+    monkeypatch.setattr(
+        backends, "available_here", lambda _: dict.fromkeys(backends.BACKENDS, "ok")
+    )
     monkeypatch.setattr(backends, "interpreter_is_on", lambda: False)
     assert backends.explain_backend(q, q, backend="triton")[0] == "triton"
-    monkeypatch.setattr(backends, "available_here", lambda _: dict.fromkeys(backends.BACKENDS, "not here"))
+    monkeypatch.setattr(
+        backends, "available_here", lambda _: dict.fromkeys(backends.BACKENDS, "not here")
+    )
     monkeypatch.setattr(backends, "interpreter_is_on", lambda: True)
     with pytest.raises(ValueError, match="not here"):
         backends.explain_backend(q, q, backend="triton")

@@ -1,4 +1,6 @@
-"""`branches`: two revisions of a repository of this test's own, one of them slower, measured and compared."""
+"""`branches`: two revisions of a repository of this test's own, one of them slower, measured and
+compared.
+"""
 
 import os
 import shutil
@@ -25,22 +27,31 @@ pytestmark = pytest.mark.slow
 
 def git(repository: Path, *arguments: str) -> str:
     identity = ["-c", "user.name=Test", "-c", "user.email=test@example.org"]
-    result = subprocess.run(["git", *identity, *arguments], cwd=repository, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        ["git", *identity, *arguments], cwd=repository, capture_output=True, text=True, check=True
+    )
     return result.stdout.strip()
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Three commits: without the package, with it (tag `before`), with a pause in plain attention (tag `after`)."""
+    """Three commits: without the package, with it (tag `before`), with a pause in plain attention
+    (tag `after`).
+    """
     folder = tmp_path / "repository"
     folder.mkdir()
     git(folder, "init", "--quiet", "--initial-branch=main")
     (folder / "notes.txt").write_text("first\n")
-    (folder / ".gitignore").write_text("__pycache__\n")  # of the command, which is found in the folder it is typed in
+    # of the command, which is found in the folder it is typed in
+    (folder / ".gitignore").write_text("__pycache__\n")
     git(folder, "add", "-A")
     git(folder, "commit", "--quiet", "-m", "notes")
     git(folder, "tag", "empty")
-    shutil.copytree(ROOT / "cs336_systems", folder / "cs336_systems", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "cs336_systems",
+        folder / "cs336_systems",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     git(folder, "add", "-A")
     git(folder, "commit", "--quiet", "-m", "package")
     git(folder, "tag", "before")
@@ -60,11 +71,27 @@ def repository(tmp_path: Path) -> Path:
 
 
 def start(repository: Path, problem: str) -> subprocess.Popen[str]:
-    """Begin to compare both revisions, with folders `temporary` and `results` beside the repository."""
+    """Begin to compare both revisions, with folders `temporary` and `results` beside the
+    repository.
+    """
     beside = repository.parent
     (beside / "temporary").mkdir()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(beside / "temporary"), "OMP_NUM_THREADS": "1"}
-    arguments = ["before", "after", problem, "--scale", "tiny", "--device", "cpu", "--results", str(beside / "results")]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(beside / "temporary"),
+        "OMP_NUM_THREADS": "1",
+    }
+    arguments = [
+        "before",
+        "after",
+        problem,
+        "--scale",
+        "tiny",
+        "--device",
+        "cpu",
+        "--results",
+        str(beside / "results"),
+    ]
     return subprocess.Popen(
         [sys.executable, "-m", "cs336_systems", "branches", *arguments],
         cwd=repository, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -83,7 +110,9 @@ def assert_untouched(repository: Path, state: tuple[str, str]) -> None:
     assert not list(repository.parent.glob("temporary/branches-*"))
 
 
-def test_a_slower_revision_is_found_and_the_checkout_is_not_touched(repository: Path, tmp_path: Path) -> None:
+def test_a_slower_revision_is_found_and_the_checkout_is_not_touched(
+    repository: Path, tmp_path: Path
+) -> None:
     state = checkout_state(repository)
     process = start(repository, "pytorch_attention")
     output, errors = process.communicate(timeout=300)
@@ -100,7 +129,8 @@ def test_a_slower_revision_is_found_and_the_checkout_is_not_touched(repository: 
 def test_ctrl_c_removes_the_worktrees(repository: Path, tmp_path: Path) -> None:
     state = checkout_state(repository)
     process = start(repository, "benchmarking_script")
-    wait_until(lambda: list(tmp_path.glob("results/branches/*/round-1/base/*/logs")), process)  # it measures
+    # it measures
+    wait_until(lambda: list(tmp_path.glob("results/branches/*/round-1/base/*/logs")), process)
     assert list(tmp_path.glob("temporary/branches-*/base/cs336_systems"))
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=120)
@@ -113,10 +143,16 @@ def test_ctrl_c_removes_the_worktrees(repository: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["before", "nowhere", "pytorch_attention"], "no revision 'nowhere' in repository"),
-        (["empty", "before", "pytorch_attention"], "revision 'empty' has no cs336_systems to measure"),
+        (
+            ["empty", "before", "pytorch_attention"],
+            "revision 'empty' has no cs336_systems to measure",
+        ),
         (["--", "--upload-pack=x", "before", "pytorch_attention"], "no revision '--upload-pack=x'"),
         (["before", "after", "x", "--threshold", "nan"], "--threshold must be a finite percentage"),
-        (["before", "after", "x", "--fail-on", "all"], "--fail-on must be one of regression, any, none, got 'all'"),
+        (
+            ["before", "after", "x", "--fail-on", "all"],
+            "--fail-on must be one of regression, any, none, got 'all'",
+        ),
     ],
 )
 def test_wrong_arguments_are_one_line(

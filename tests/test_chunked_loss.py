@@ -17,13 +17,23 @@ from tests.sharding_models import TINY, batch, seeded
 
 COVERS = ("cs336_systems/model", "tests/sharding_models.py")
 VOCABULARY, WIDTH = 29, 12
-needs_compiler = pytest.mark.skipif(not has_cxx_compiler(), reason="torch.compile needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    not has_cxx_compiler(), reason="torch.compile needs a C++ compiler"
+)
 
 
 def problem(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn((*shape, WIDTH), generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = torch.randn((VOCABULARY, WIDTH), generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    hidden = (
+        torch.randn((*shape, WIDTH), generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+    )
+    weight = (
+        torch.randn((VOCABULARY, WIDTH), generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+    )
     return hidden, weight, torch.randint(VOCABULARY, shape, generator=generator)
 
 
@@ -44,7 +54,9 @@ def test_chunks_give_the_plain_loss_and_its_gradients(shape, chunk):
 
 def test_numerical_derivatives_agree():
     hidden, weight, targets = problem(5)
-    assert torch.autograd.gradcheck(lambda h, w: chunked_cross_entropy(h, w, targets, 2), (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w: chunked_cross_entropy(h, w, targets, 2), (hidden, weight)
+    )
 
 
 @pytest.mark.parametrize("trains", ["hidden", "weight", "neither"])
@@ -70,7 +82,9 @@ def test_large_logits_neither_overflow_nor_vanish():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"]
+)
 def test_bfloat16_loses_no_more_than_twice_what_the_plain_loss_does(compiled, device):
     hidden, weight, targets = (one.detach().to(device) for one in problem(40, dtype=torch.bfloat16))
     hidden.requires_grad_()
@@ -78,16 +92,22 @@ def test_bfloat16_loses_no_more_than_twice_what_the_plain_loss_does(compiled, de
     wide = [one.detach().double().requires_grad_() for one in (hidden, weight)]
     exact = gradients(cross_entropy(wide[0] @ wide[1].T, targets), *wide)
     plain = gradients(cross_entropy(hidden @ weight.T, targets), hidden, weight)
-    chunked = gradients(chunked_cross_entropy(hidden, weight, targets, 16, compiled=compiled), hidden, weight)
+    chunked = gradients(
+        chunked_cross_entropy(hidden, weight, targets, 16, compiled=compiled), hidden, weight
+    )
     for one, other, true in zip(chunked, plain, exact):
         assert one.dtype == torch.bfloat16
         budget = 2 * (other.double() - true).norm()
         assert (one.double() - true).norm() <= budget
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"]
+)
 def test_autocast_rounds_the_logits_and_no_gradient(compiled):
-    """The gradient once had the dtype of autocast's logits, which that of the hidden states does not take."""
+    """The gradient once had the dtype of autocast's logits, which that of the hidden states does
+    not take.
+    """
     hidden, weight, targets = problem(40, dtype=torch.float32)
     expected = gradients(cross_entropy(hidden @ weight.T, targets), hidden, weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -118,7 +138,9 @@ def test_gradients_come_twice_and_have_none_of_their_own():
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     again = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     assert all(torch.equal(one, other) for one, other in zip(first, again))
-    with pytest.raises(RuntimeError, match="can be differentiated once only: create_graph must be False"):
+    with pytest.raises(
+        RuntimeError, match="can be differentiated once only: create_graph must be False"
+    ):
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
@@ -139,7 +161,12 @@ def test_gradients_come_twice_and_have_none_of_their_own():
 )  # fmt: skip
 def test_bad_arguments_are_named(change, error, match):
     hidden, weight, targets = problem(6)
-    arguments: dict[str, Any] = {"hidden": hidden, "weight": weight, "targets": targets, "chunk_tokens": 4}
+    arguments: dict[str, Any] = {
+        "hidden": hidden,
+        "weight": weight,
+        "targets": targets,
+        "chunk_tokens": 4,
+    }
     with pytest.raises(error, match=match):
         chunked_cross_entropy(**arguments | change)
 
@@ -149,7 +176,11 @@ def test_bad_arguments_are_named(change, error, match):
 
 def loss_and_gradients(model: torch.nn.Module) -> tuple[Tensor, list[Tensor]]:
     tokens, targets = batch(0, 3)
-    loss = cross_entropy(model(tokens), targets) if type(model) is TransformerLM else model(tokens, targets)
+    loss = (
+        cross_entropy(model(tokens), targets)
+        if type(model) is TransformerLM
+        else model(tokens, targets)
+    )
     return loss, list(torch.autograd.grad(loss, list(model.parameters())))
 
 
@@ -157,7 +188,9 @@ def check_against_the_plain_model(recompute: Any, compiled: bool, wide_blocks: i
     plain = seeded(lambda: TransformerLM.from_config(TINY, attention="sdpa"))
     model = seeded(lambda: LossTransformer.for_loss(TINY, attention="sdpa", chunk_tokens=5))
     assert model.state_dict().keys() == plain.state_dict().keys()
-    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters()))
+    assert all(
+        torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters())
+    )
     run_in_parts(model, recompute=recompute, compiled=compiled, wide_blocks=wide_blocks)
     expected, actual = loss_and_gradients(plain), loss_and_gradients(model)
     torch.testing.assert_close(actual[0], expected[0])
@@ -166,14 +199,17 @@ def check_against_the_plain_model(recompute: Any, compiled: bool, wide_blocks: i
 
 
 @pytest.mark.parametrize(
-    ("recompute", "wide_blocks"), [*((recompute, 0) for recompute in RECOMPUTES), ("after_attention", 1)]
+    ("recompute", "wide_blocks"),
+    [*((recompute, 0) for recompute in RECOMPUTES), ("after_attention", 1)],
 )
 def test_blocks_in_parts_and_a_loss_in_chunks_are_the_plain_model(recompute, wide_blocks):
     check_against_the_plain_model(recompute, compiled=False, wide_blocks=wide_blocks)
 
 
 @needs_compiler
-@pytest.mark.parametrize("recompute, wide_blocks, parts", [("around_attention", 0, 2), ("after_attention", 1, 4)])
+@pytest.mark.parametrize(
+    "recompute, wide_blocks, parts", [("around_attention", 0, 2), ("after_attention", 1, 4)]
+)
 def test_each_part_is_compiled_once_for_all_blocks(recompute, wide_blocks, parts):
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
@@ -214,19 +250,26 @@ def products(wide_blocks: int) -> int:
     tokens = torch.randint(WIDER.vocab_size, (2, 4, 64))
     with torch.profiler.profile() as profile:
         model(*tokens).backward()
-    return sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm"))
+    return sum(
+        event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm")
+    )
 
 
 def test_a_wide_block_computes_no_product_of_its_feed_forward_layer_again():
-    assert products(0) - products(8) == 8 * 2  # w1 and w3; uncompiled, w2's is not computed again in either
+    # w1 and w3; uncompiled, w2's is not computed again in either
+    assert products(0) - products(8) == 8 * 2
 
 
 def test_bad_settings_of_parts_are_named():
-    with pytest.raises(TypeError, match="model must be a TransformerLM, whose blocks have these parts, got Linear"):
+    with pytest.raises(
+        TypeError, match="model must be a TransformerLM, whose blocks have these parts, got Linear"
+    ):
         run_in_parts(Linear(2, 2))
     model = TransformerLM.from_config(TINY)
     with pytest.raises(ValueError, match="recompute must be one of nothing, .*, block, got 'all'"):
         run_in_parts(model, recompute="all")  # type: ignore[arg-type]
     for recompute, number in (("after_attention", 99), ("after_attention", -1), ("block", 1)):
-        with pytest.raises(ValueError, match=f"wide_blocks must be 0 or, .*, got {number} with '{recompute}'"):
+        with pytest.raises(
+            ValueError, match=f"wide_blocks must be 0 or, .*, got {number} with '{recompute}'"
+        ):
             run_in_parts(model, recompute=recompute, wide_blocks=number)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""The command line: one line and exit code 2 for a caller's mistake; interruption; the report twice."""
+"""The command line: one line and exit code 2 for a caller's mistake; interruption; the report
+twice.
+"""
 
 import importlib
 import io
@@ -118,30 +120,44 @@ def test_an_implementation_whose_file_fails_is_refused_in_one_line(text, tmp_pat
     monkeypatch.delitem(sys.modules, "own_file", raising=False)
     (tmp_path / "own_file.py").write_text(text)
     arguments = tiny_run(tmp_path, "flash_benchmarking", "--implementation", "own_file:X")
-    assert_refused(invoke(*arguments), "--implementation must be package.module:Name, 'own_file:X' cannot be loaded: ")
+    assert_refused(
+        invoke(*arguments),
+        "--implementation must be package.module:Name, 'own_file:X' cannot be loaded: ",
+    )
 
 
 def test_a_refused_run_leaves_the_folder_free(tmp_path, monkeypatch):
     """The file of the lock stayed open until the garbage collector found it."""
     unlocked = []
     unlock = Sweep.unlock
-    monkeypatch.setattr(Sweep, "unlock", lambda sweep: unlocked.append(sweep.folder) or unlock(sweep))
+    monkeypatch.setattr(
+        Sweep, "unlock", lambda sweep: unlocked.append(sweep.folder) or unlock(sweep)
+    )
     refused = invoke(*tiny_run(tmp_path, "flash_benchmarking", "--implementation", "flex"))
     assert_refused(refused, "flash_benchmarking has no cells of flex")
     assert len(unlocked) == 1
 
 
-@pytest.mark.parametrize("error", [MemoryError("8 TB"), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+@pytest.mark.parametrize(
+    "error", [MemoryError("8 TB"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
 def test_memory_that_runs_out_is_one_line(error, capsys):
     """Both ended in a traceback."""
     with pytest.raises(typer.Exit) as end, out_of_memory_in_one_line():
         raise error
     assert end.value.exit_code == 1
-    assert capsys.readouterr().err == f"error: out of memory, take a smaller batch, context or model: {error}\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: out of memory, take a smaller batch, context or model: {error}\n"
+    )
 
 
 def test_other_errors_of_ours_keep_their_traceback():
-    with pytest.raises(RuntimeError, match="a mistake of ours"), one_line_errors(), out_of_memory_in_one_line():
+    with (
+        pytest.raises(RuntimeError, match="a mistake of ours"),
+        one_line_errors(),
+        out_of_memory_in_one_line(),
+    ):
         raise RuntimeError("a mistake of ours")
 
 
@@ -151,7 +167,10 @@ def test_records_that_cannot_be_written_are_refused_before_anything_is_measured(
     from cs336_systems.bench.harness import results_folder
     from cs336_systems.device import get_device_info
 
-    path = results_folder(tmp_path, get_device_info("cpu"), RunConfig(scale="tiny", device="cpu")) / blocked
+    path = (
+        results_folder(tmp_path, get_device_info("cpu"), RunConfig(scale="tiny", device="cpu"))
+        / blocked
+    )
     if path.suffix:
         path.mkdir(parents=True)
     else:
@@ -159,24 +178,38 @@ def test_records_that_cannot_be_written_are_refused_before_anything_is_measured(
         path.write_text("a file where the folder should be")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sweep, "measure", lambda *_, **__: pytest.fail("measured"))
-        assert_refused(invoke(*tiny_run(tmp_path, "leaderboard_2025")), f"{path} cannot be written: ")
+        assert_refused(
+            invoke(*tiny_run(tmp_path, "leaderboard_2025")), f"{path} cannot be written: "
+        )
 
 
 def test_report_without_records(tmp_path):
     (tmp_path / "something" / "records").mkdir(parents=True)
     refused = invoke("report", "--results", tmp_path, "--folder", "nothing")
-    assert_refused(refused, "nothing; there are some of something, or measure something first: cs336-systems run --all")
-    refused = invoke("report", "--results", tmp_path, "--folder", "something", "--problem", "flash_benchmarking")
+    assert_refused(
+        refused,
+        "nothing; there are some of something, or measure something first: cs336-systems run --all",
+    )
+    refused = invoke(
+        "report", "--results", tmp_path, "--folder", "something", "--problem", "flash_benchmarking"
+    )
     assert_refused(refused, "no records of flash_benchmarking in ")
-    assert refused.stderr.endswith("cs336-systems run flash_benchmarking\n"), "once there was no word at all"
+    assert refused.stderr.endswith("cs336-systems run flash_benchmarking\n"), (
+        "once there was no word at all"
+    )
 
 
 def test_list_and_doctor():
     listed = invoke("list", env={"COLUMNS": "40"})
     names = list(dict.fromkeys((*HANDOUT, *measured_problems())))
-    assert listed.exit_code == 0 and listed.stdout.splitlines()[::2] == names, "whole names, on any terminal"
+    assert listed.exit_code == 0 and listed.stdout.splitlines()[::2] == names, (
+        "whole names, on any terminal"
+    )
     assert "(section 2.1.5, 1 point, 2025, 2026, `run`)" in listed.stdout
-    assert "(beyond the handout, `run`)" in listed.stdout and "(section 7, 15 points, 2026, `grade`)" in listed.stdout
+    assert (
+        "(beyond the handout, `run`)" in listed.stdout
+        and "(section 7, 15 points, 2026, `grade`)" in listed.stdout
+    )
     doctor = invoke("doctor", "--device", "cpu")
     assert doctor.exit_code == 0 and "backend triton" in doctor.stdout
     assert re.search(r"memory +[\d.]+ GiB", doctor.stdout) and "None" not in doctor.stdout
@@ -187,7 +220,8 @@ def test_ctrl_c_keeps_what_is_finished_and_a_second_run_finishes(tmp_path):
     arguments = tiny_run(tmp_path, "pytorch_attention", "mixed_precision_accumulation")
     process = start(arguments, start_new_session=True)
     records = "pytorch_attention.jsonl"
-    wait_until(lambda: any(path.stat().st_size for path in tmp_path.rglob(records)), process)  # a cell has finished
+    # a cell has finished
+    wait_until(lambda: any(path.stat().st_size for path in tmp_path.rglob(records)), process)
     errors = interrupt(process)
     assert process.returncode == 130 and "the same command continues" in errors
     kept = [record for path in tmp_path.rglob("*.jsonl") for record in read_records(path)]
@@ -210,7 +244,9 @@ def test_ctrl_c_keeps_what_is_finished_and_a_second_run_finishes(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_among_ranks_leaves_no_warning_of_pythons(tmp_path):
     """The resource tracker warned of two leaked semaphores, those of the ranks' queue."""
-    process = start([*tiny_run(tmp_path, "naive_ddp_benchmarking"), "--scale", "smoke"], start_new_session=True)
+    process = start(
+        [*tiny_run(tmp_path, "naive_ddp_benchmarking"), "--scale", "smoke"], start_new_session=True
+    )
     assert process.stderr is not None
     while "naive_ddp_benchmarking 1/1" not in process.stderr.readline():
         assert process.poll() is None
@@ -227,21 +263,37 @@ def test_cells_that_failed_before_are_said_to_have_failed(tmp_path, monkeypatch)
     assert first.exit_code == 1 and "nothing could be measured" in first.stderr
     said = r"failed \(small-proxy .*\): RuntimeError: CUDA error: an illegal memory access"
     assert re.search(said, first.stderr), first.stderr
-    assert re.search(r"^benchmarking_script 1/3: eager small-proxy .*\d$", first.stderr, re.MULTILINE), "no terminal"
+    assert re.search(
+        r"^benchmarking_script 1/3: eager small-proxy .*\d$", first.stderr, re.MULTILINE
+    ), "no terminal"
     again = invoke(*arguments)
     assert again.exit_code == 1 and "nothing could be measured" in again.stderr
-    assert re.search("3 failed before in 0 s; --rerun failed measures again what failed$", again.stdout, re.MULTILINE)
+    assert re.search(
+        "3 failed before in 0 s; --rerun failed measures again what failed$",
+        again.stdout,
+        re.MULTILINE,
+    )
 
 
 @pytest.mark.slow
 def test_a_run_says_why_it_skipped(tmp_path):
-    """It ended at "nothing could be measured" or "1 partly skipped", and the reasons were in the records alone."""
+    """It ended at "nothing could be measured" or "1 partly skipped", and the reasons were in the
+    records alone.
+    """
     for _ in range(2):
         run = invoke(*tiny_run(tmp_path, "kernel_counters"))
         assert run.exit_code == 1
-        assert run.stderr.count("  skipped triton, hopper, sdpa_cudnn: a CPU has no counters that ncu reads\n") == 1
+        assert (
+            run.stderr.count(
+                "  skipped triton, hopper, sdpa_cudnn: a CPU has no counters that ncu reads\n"
+            )
+            == 1
+        )
     part = invoke(*tiny_run(tmp_path, "hopper_ladder"))
-    assert "hopper_ladder, cells: 1 partly skipped" in part.stdout and "  skipped sdpa_cudnn: " in part.stderr
+    assert (
+        "hopper_ladder, cells: 1 partly skipped" in part.stdout
+        and "  skipped sdpa_cudnn: " in part.stderr
+    )
 
 
 def test_the_help_of_memory_names_every_size():
@@ -251,18 +303,29 @@ def test_the_help_of_memory_names_every_size():
 
 def test_warnings_are_one_line_of_the_command(monkeypatch):
     """They were two lines, of a path in the package and of its source."""
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # the command replaces it
+    # the command replaces it
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     told = []
-    main(lambda: told.append(warnings.formatwarning("x.jsonl:1: not a\nrecord", UserWarning, "x.py", 3)))
+    main(
+        lambda: told.append(
+            warnings.formatwarning("x.jsonl:1: not a\nrecord", UserWarning, "x.py", 3)
+        )
+    )
     (line,) = told[0].splitlines()
     assert line.startswith("warning: x.jsonl:1: not a") and line.endswith("record")
 
 
-@pytest.mark.parametrize("name, code", [("SIGTERM", 128 + signal.SIGTERM), ("SIGKILL", -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    "name, code", [("SIGTERM", 128 + signal.SIGTERM), ("SIGKILL", -signal.SIGKILL)]
+)
 @pytest.mark.slow
 def test_the_measuring_process_ends_with_its_parent(name, code, tmp_path):
-    """A terminated or killed run left a process behind that went on with a cell that never ends, holding the GPU."""
-    process = start(tiny_run(tmp_path, "benchmarking_script", "--model", "tests.broken_models:Hangs"))
+    """A terminated or killed run left a process behind that went on with a cell that never ends,
+    holding the GPU.
+    """
+    process = start(
+        tiny_run(tmp_path, "benchmarking_script", "--model", "tests.broken_models:Hangs")
+    )
 
     def hanging() -> list[str]:
         said = "".join(log.read_text() for log in tmp_path.rglob("worker.log"))
@@ -301,7 +364,10 @@ def test_the_published_folder_away_from_the_repository_gets_a_report(tmp_path, m
     assert (tmp_path / "nvidia-h200" / "report.html").is_file()
     assert_refused(invoke("report", "--results", ".", "--folder", ""), "--folder must not be empty")
     for folder in ("../x", "..", ".", "/tmp", "a/b", "a/", "a\\b"):
-        assert_refused(invoke("report", "--results", ".", "--folder", folder), "--folder must be the name of a folder")
+        assert_refused(
+            invoke("report", "--results", ".", "--folder", folder),
+            "--folder must be the name of a folder",
+        )
 
 
 # What comes from files is no markup
@@ -309,13 +375,23 @@ def test_the_published_folder_away_from_the_repository_gets_a_report(tmp_path, m
 
 def test_profiling_says_how_long_it_takes(tmp_path):
     """`profile small` took two minutes on a laptop without a word."""
-    profiled = invoke("profile", "1x1x16x16", "--device", "cpu", "--steps", "1", "--results", tmp_path)
+    profiled = invoke(
+        "profile", "1x1x16x16", "--device", "cpu", "--steps", "1", "--results", tmp_path
+    )
     assert profiled.exit_code == 0 and "the first took" in profiled.stdout
 
 
 def test_names_of_kernels_are_no_markup_and_give_no_orders_to_a_terminal(capsys):
-    """[clone .kind] behind the name of a function vanished, and [/tag] ended the command with a traceback."""
-    facts = {"category": "other", "phase": "forward", "start_us": 0.0, "duration_us": 1.0, "ranges": ()}
+    """[clone .kind] behind the name of a function vanished, and [/tag] ended the command with a
+    traceback.
+    """
+    facts = {
+        "category": "other",
+        "phase": "forward",
+        "start_us": 0.0,
+        "duration_us": 1.0,
+        "ranges": (),
+    }
     kernels = tuple(
         Kernel(name=name, step=0, **facts) for name in ("copy [clone .cold]", "add [/tag]", "a\x1b[2Jb")
     )  # fmt: skip
@@ -326,7 +402,9 @@ def test_names_of_kernels_are_no_markup_and_give_no_orders_to_a_terminal(capsys)
 
 
 def test_what_the_user_says_of_waiting_threads_stays():
-    """Left alone, libgomp's threads look for milliseconds: calls of 0.2 ms took 40 where two shared a core."""
+    """Left alone, libgomp's threads look for milliseconds: calls of 0.2 ms took 40 where two shared
+    a core.
+    """
     alone, own = {"HOME": "/"}, {"OMP_WAIT_POLICY": "active"}
     for environment in (alone, own):
         wait_briefly(environment)
@@ -357,7 +435,9 @@ def test_ctrl_c_has_a_word_for_every_command(command_line, during, monkeypatch):
 
 def test_a_termination_has_a_word_for_every_command(monkeypatch):
     """`report` ended by SIGTERM itself, in the middle of a file."""
-    monkeypatch.setattr("cs336_systems.device.get_device_info", lambda _: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(
+        "cs336_systems.device.get_device_info", lambda _: signal.raise_signal(signal.SIGTERM)
+    )
     result = invoke("report")
     assert result.exit_code == 143 and result.stderr == "interrupted\n"
 
@@ -375,7 +455,9 @@ def test_a_file_is_written_whole_or_left_as_it_was(tmp_path, monkeypatch):
         write_whole(page, "after\n")
     assert page.read_text() == "before\n"
     write_whole(page, "after\n")
-    assert page.read_text() == "after\n" and list(tmp_path.iterdir()) == [page], "nothing aside is left"
+    assert page.read_text() == "after\n" and list(tmp_path.iterdir()) == [page], (
+        "nothing aside is left"
+    )
 
 
 def test_count_and_time_of_the_progress_bar_fit_into_80_columns(monkeypatch):
@@ -384,7 +466,9 @@ def test_count_and_time_of_the_progress_bar_fit_into_80_columns(monkeypatch):
     monkeypatch.setattr(sweeps, "Console", lambda **_: narrow)
     with sweeps.progress_bar() as progress:
         longest = max(measured_problems(), key=len)
-        progress.add_task(longest, total=118, completed=3, cell="overlap xl-proxy batch=4 context=512")
+        progress.add_task(
+            longest, total=118, completed=3, cell="overlap xl-proxy batch=4 context=512"
+        )
     assert re.search(r"  3/118 0:00:00 overl", narrow.file.getvalue())
 
 
@@ -410,9 +494,13 @@ def test_a_missing_package_is_named_in_one_line(capsys, monkeypatch):
 
 def test_the_core_alone_says_which_extra_the_command_line_needs():
     """A light installation ended in a traceback."""
-    code = "import sys; sys.modules['typer'] = None; from cs336_systems.__main__ import main; main()"
+    code = (
+        "import sys; sys.modules['typer'] = None; from cs336_systems.__main__ import main; main()"
+    )
     command = [sys.executable, "-c", code]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert result.returncode == 2 and result.stdout == ""
     cure = "the command line needs the extra 'lab': pip install 'cs336-systems[lab]'"
     assert result.stderr == f"error: typer is not installed, and {cure}\n"

@@ -33,7 +33,9 @@ TWO_RANKS = OneJob(2)
 
 
 def inputs(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(
+        dtype
+    )
 
 
 def mean_over_ranks(ranks: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -46,8 +48,9 @@ def mean_over_ranks(ranks: int, size: int, dtype: torch.dtype = torch.float32) -
 
 @TWO_RANKS.check
 def test_a_rank_outside_of_a_group_is_refused_by_all_that_takes_one(rank: int, ranks: int) -> None:
-    """PyTorch counts -1 ranks there, which wrappers once took for a group of one: the rank trained alone in silence,
-    and ring attention was zeros."""
+    """PyTorch counts -1 ranks there, which wrappers once took for a group of one: the rank trained
+    alone in silence, and ring attention was zeros.
+    """
     first = dist.new_group([0])
     if rank == 0:
         assert (num_ranks(first), rank_in(first)) == (1, 0)
@@ -57,7 +60,10 @@ def test_a_rank_outside_of_a_group_is_refused_by_all_that_takes_one(rank: int, r
         lambda: NaiveDDP(nn.Linear(2, 2), first), lambda: FSDP(nn.Linear(2, 2), process_group=first),
         lambda: ring_attention(*[torch.ones(1, 1, 2, 4)] * 3, group=first), lambda: LossScaler(process_group=first),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match="this process must be a member of the process group, and rank 1 is none"):
+        with pytest.raises(
+            ValueError,
+            match="this process must be a member of the process group, and rank 1 is none",
+        ):
             use()
     with pytest.raises(TypeError, match=r"group must be a process group or None, got \[0, 1\]"):
         num_ranks([0, 1])
@@ -84,7 +90,9 @@ def means(rank: int, ranks: int) -> dict[Any, Tensor]:
             handle.wait()  # harmless
         again = to_average(rank)
         wait_for([all_reduce_mean(tensor, async_op=True) for tensor in again.values()])
-        assert all(torch.equal(tensor, found[name]) for name, tensor in again.items()), "bit for bit the same"
+        assert all(torch.equal(tensor, found[name]) for name, tensor in again.items()), (
+            "bit for bit the same"
+        )
         whole = inputs(rank, 12)
         found["part"] = torch.full((12 // ranks,), float("nan"))
         reduce_scatter_mean_flat(found["part"], whole, async_op=True).wait()
@@ -102,7 +110,14 @@ def means(rank: int, ranks: int) -> dict[Any, Tensor]:
 def test_every_kind_of_tensor_is_broadcast_bit_for_bit(rank: int, ranks: int) -> None:
     def tensors(seed: int) -> list[Tensor]:
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
-        return [x.t(), x.bfloat16(), x[:0], torch.view_as_complex(x.view(6, 2)), x > 0, torch.tensor(seed)]
+        return [
+            x.t(),
+            x.bfloat16(),
+            x[:0],
+            torch.view_as_complex(x.view(6, 2)),
+            x > 0,
+            torch.tensor(seed),
+        ]
 
     module = nn.Module()
     for place, tensor in enumerate(tensors(rank)):
@@ -112,10 +127,22 @@ def test_every_kind_of_tensor_is_broadcast_bit_for_bit(rank: int, ranks: int) ->
 
 
 DIFFERENT = [  # the layers behind the first on rank 1, and what every rank must be told
-    ([nn.Linear(4, 3)], r"rank 0 has '1.weight' of shape \(2, 4\), float32, rank 1 '1.weight' of shape \(3, 4\)"),
-    ([nn.Linear(4, 2).double()], r"rank 0 has '1.weight' of .*, float32, rank 1 '1.weight' of shape \(2, 4\), float64"),
-    ([nn.Linear(4, 2, bias=False)], r"the same on all ranks: rank 0 has '1.bias' of .*, rank 1 no more"),
-    ([nn.Linear(4, 2).requires_grad_(False)], r"rank 0 has '1.weight' of .*, rank 1 '1.weight' of .*, float32, frozen"),
+    (
+        [nn.Linear(4, 3)],
+        r"rank 0 has '1.weight' of shape \(2, 4\), float32, rank 1 '1.weight' of shape \(3, 4\)",
+    ),
+    (
+        [nn.Linear(4, 2).double()],
+        r"rank 0 has '1.weight' of .*, float32, rank 1 '1.weight' of shape \(2, 4\), float64",
+    ),
+    (
+        [nn.Linear(4, 2, bias=False)],
+        r"the same on all ranks: rank 0 has '1.bias' of .*, rank 1 no more",
+    ),
+    (
+        [nn.Linear(4, 2).requires_grad_(False)],
+        r"rank 0 has '1.weight' of .*, rank 1 '1.weight' of .*, float32, frozen",
+    ),
     ([nn.ReLU(), nn.Linear(4, 2)], r"rank 0 has '1.weight' of .*, rank 1 '2.weight' of"),
 ]
 
@@ -128,10 +155,14 @@ def test_D8_ranks_built_differently_are_told_the_parameter(rank: int, ranks: int
             check_same_shapes(module.named_parameters())
     parameters = [nn.Parameter(torch.zeros(4 + rank))]  # (4,) and (5,) once trained on in silence
     for build in (ShardedOptimizer, Zero1Optimizer):
-        with pytest.raises(ValueError, match=r"rank 0 has .* of shape \(4,\), float32, rank 1 .* of shape \(5,\)"):
+        with pytest.raises(
+            ValueError, match=r"rank 0 has .* of shape \(4,\), float32, rank 1 .* of shape \(5,\)"
+        ):
             build(parameters, torch.optim.SGD)
     for wrap in (NaiveDDP, FSDP):
-        with pytest.raises(ValueError, match=r"rank 0 has 'weight' of shape \(4, 4\), float32, rank 1 'weight' of"):
+        with pytest.raises(
+            ValueError, match=r"rank 0 has 'weight' of shape \(4, 4\), float32, rank 1 'weight' of"
+        ):
             wrap(nn.Linear(4, 4 + rank))
 
 
@@ -141,15 +172,20 @@ def test_D3_D9_means_gathers_and_scatters(ranks):
     expected = mean_over_ranks(ranks, 12)
     for rank, found in enumerate(results):
         for dtype in DTYPES:
-            # Summed in the dtype itself, on values below 4: each addition and the division round once.
+            # Summed in the dtype itself, on values below 4: each addition and the division round
+            # once.
             bound = ranks * 4 * torch.finfo(dtype).eps
-            torch.testing.assert_close(found[dtype], mean_over_ranks(ranks, 12, dtype), atol=bound, rtol=0)
+            torch.testing.assert_close(
+                found[dtype], mean_over_ranks(ranks, 12, dtype), atol=bound, rtol=0
+            )
         torch.testing.assert_close(found["strided"], expected.view(3, 4).t())
         assert found["0-d"].item() == pytest.approx((ranks - 1) / 2) and found["0-d"].shape == ()
         torch.testing.assert_close(found["complex"], torch.tensor([complex((ranks - 1) / 2, 1)]))
         torch.testing.assert_close(found["parameter"], mean_over_ranks(ranks, 5))
         torch.testing.assert_close(found["part"], expected.chunk(ranks)[rank])
-        torch.testing.assert_close(found["half part"], mean_over_ranks(ranks, 12).chunk(ranks)[rank], atol=2e-3, rtol=0)
+        torch.testing.assert_close(
+            found["half part"], mean_over_ranks(ranks, 12).chunk(ranks)[rank], atol=2e-3, rtol=0
+        )
         torch.testing.assert_close(found["gathered"], expected)
 
 
@@ -162,5 +198,7 @@ def test_D9_without_a_process_group_the_way_to_one_is_told():
         lambda: ring_attention(*[torch.ones(1, 1, 2, 4)] * 3), lambda: FSDP(nn.Linear(2, 2)),
         lambda: ShardedOptimizer(parameters(), torch.optim.SGD), lambda: Zero1Optimizer(parameters(), torch.optim.SGD),
     ):  # fmt: skip
-        with pytest.raises(RuntimeError, match="there is no process group: start the ranks with run_ranks, or by"):
+        with pytest.raises(
+            RuntimeError, match="there is no process group: start the ranks with run_ranks, or by"
+        ):
             call()

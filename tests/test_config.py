@@ -2,7 +2,15 @@
 
 import pytest
 
-from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
+from cs336_systems.config import (
+    MODEL_SIZES,
+    AttentionShape,
+    ModelCase,
+    ModelConfig,
+    Precision,
+    RunConfig,
+    proxy_model,
+)
 
 MODEL = {"name": "test", "d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 SHAPE = {
@@ -12,7 +20,10 @@ SHAPE = {
 
 def test_model_sizes_are_the_handouts():
     fields = ("name", "d_model", "d_ff", "num_layers", "num_heads")
-    assert {size: tuple(getattr(config, name) for name in fields) for size, config in MODEL_SIZES.items()} == {
+    assert {
+        size: tuple(getattr(config, name) for name in fields)
+        for size, config in MODEL_SIZES.items()
+    } == {
         name: (name, *shape)
         for name, *shape in (
             ("small", 768, 3072, 12, 12),
@@ -33,7 +44,8 @@ def test_proxy_keeps_proportions(size):
     assert proxy.name == f"{size}-proxy"
     assert (proxy.d_model, proxy.head_dim) == (256, 64)
     assert proxy.num_layers == max(2, round(full.num_layers * 256 / full.d_model))
-    assert abs(proxy.d_ff / proxy.d_model - full.d_ff / full.d_model) <= 32 / 256  # d_ff is rounded to multiples of 64
+    # d_ff is rounded to multiples of 64
+    assert abs(proxy.d_ff / proxy.d_model - full.d_ff / full.d_model) <= 32 / 256
     assert proxy.vocab_size == full.vocab_size
 
 
@@ -41,30 +53,98 @@ CASE = {"model": ModelConfig(**MODEL), "batch": 1, "attention": "reference"}
 RUN = {"scale": "tiny", "device": "cpu"}
 REFUSED = [  # what is made of which fields with which change, and the message
     *(
-        (made, fields, {field: value}, rf"{made.__name__}\.{field} must be a positive int, got {value!r}")
+        (
+            made,
+            fields,
+            {field: value},
+            rf"{made.__name__}\.{field} must be a positive int, got {value!r}",
+        )
         for made, fields, names in (
-            (ModelConfig, MODEL, ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length")),
-            (AttentionShape, SHAPE, ("batch", "heads", "seqlen_q", "seqlen_k", "head_dim", "kv_heads")),
+            (
+                ModelConfig,
+                MODEL,
+                ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length"),
+            ),
+            (
+                AttentionShape,
+                SHAPE,
+                ("batch", "heads", "seqlen_q", "seqlen_k", "head_dim", "kv_heads"),
+            ),
             (ModelCase, CASE, ("batch",)),
             (RunConfig, RUN, ("cell_timeout_s",)),
         )
         for field in names
         for value in (0, 1.5, True)
     ),
-    (ModelConfig, MODEL, {"num_heads": 3}, "num_heads must divide d_model into even head dims, got d_model=64, num_he"),
-    (ModelConfig, MODEL, {"d_model": 12}, "num_heads must divide d_model into even head dims, got d_model=12, num_he"),
+    (
+        ModelConfig,
+        MODEL,
+        {"num_heads": 3},
+        "num_heads must divide d_model into even head dims, got d_model=64, num_he",
+    ),
+    (
+        ModelConfig,
+        MODEL,
+        {"d_model": 12},
+        "num_heads must divide d_model into even head dims, got d_model=12, num_he",
+    ),
     (ModelConfig, MODEL, {"rope_theta": 0.0}, r"ModelConfig\.rope_theta must be positive, got "),
-    (ModelConfig, MODEL, {"rope_theta": float("nan")}, r"ModelConfig\.rope_theta must be positive, got "),
-    (AttentionShape, SHAPE, {"dtype": "fp8"}, r"AttentionShape\.dtype must be one of float64, .*, got .fp8."),
-    (AttentionShape, SHAPE, {"kv_heads": 3}, r"AttentionShape\.kv_heads must divide heads=4, got 3"),
-    (Precision, {}, {"parameters": "half"}, r"Precision\.parameters must be one of float64, .*, got 'half'"),
-    (Precision, {}, {"autocast": "float32"}, r"Precision\.autocast must be one of float16, bfloat16, got 'float32'"),
+    (
+        ModelConfig,
+        MODEL,
+        {"rope_theta": float("nan")},
+        r"ModelConfig\.rope_theta must be positive, got ",
+    ),
+    (
+        AttentionShape,
+        SHAPE,
+        {"dtype": "fp8"},
+        r"AttentionShape\.dtype must be one of float64, .*, got .fp8.",
+    ),
+    (
+        AttentionShape,
+        SHAPE,
+        {"kv_heads": 3},
+        r"AttentionShape\.kv_heads must divide heads=4, got 3",
+    ),
+    (
+        Precision,
+        {},
+        {"parameters": "half"},
+        r"Precision\.parameters must be one of float64, .*, got 'half'",
+    ),
+    (
+        Precision,
+        {},
+        {"autocast": "float32"},
+        r"Precision\.autocast must be one of float16, bfloat16, got 'float32'",
+    ),
     (ModelCase, CASE, {"warmup": -1}, r"ModelCase\.warmup must not be negative, got -1"),
-    (RunConfig, RUN, {"scale": "large"}, r"RunConfig\.scale must be one of tiny, smoke, handout, got 'large'"),
+    (
+        RunConfig,
+        RUN,
+        {"scale": "large"},
+        r"RunConfig\.scale must be one of tiny, smoke, handout, got 'large'",
+    ),
     (RunConfig, RUN, {"device": "tpu"}, r"RunConfig\.device must be one of cpu, cuda, got 'tpu'"),
-    (RunConfig, RUN, {"cell_timeout_s": 86_401}, r"cell_timeout_s must be at most 86400 \(a day\), got 86401"),
-    (RunConfig, RUN, {"seed": 2**63}, r"RunConfig\.seed must be from 0 to 9223372036854775807, got 92233720368547758"),
-    (RunConfig, RUN, {"seed": -1}, r"RunConfig\.seed must be from 0 to 9223372036854775807, got -1"),
+    (
+        RunConfig,
+        RUN,
+        {"cell_timeout_s": 86_401},
+        r"cell_timeout_s must be at most 86400 \(a day\), got 86401",
+    ),
+    (
+        RunConfig,
+        RUN,
+        {"seed": 2**63},
+        r"RunConfig\.seed must be from 0 to 9223372036854775807, got 92233720368547758",
+    ),
+    (
+        RunConfig,
+        RUN,
+        {"seed": -1},
+        r"RunConfig\.seed must be from 0 to 9223372036854775807, got -1",
+    ),
 ]
 
 

@@ -1,4 +1,6 @@
-"""K6: how far a NaN or infinity in one row of the inputs reaches, in every back end that runs on a CPU."""
+"""K6: how far a NaN or infinity in one row of the inputs reaches, in every back end that runs on a
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ from cs336_systems.attention.choose import available_backends
 from tests.test_s4_attention import inputs, run
 from tests.test_varlen import packed, run_packed
 
-SEQLEN, TILE, ROW = 256, 128, 200  # of attention, the longest side of a CPU's tiles, the row that is not finite
-BACKENDS = ["reference", "compiled", "tiled", "triton_first", "triton"]  # test_hopper.py has the last
+# of attention, the longest side of a CPU's tiles, the row that is not finite
+SEQLEN, TILE, ROW = 256, 128, 200
+# test_hopper.py has the last
+BACKENDS = ["reference", "compiled", "tiled", "triton_first", "triton"]
 
 
 def attend(backend: str, *tensors: Tensor) -> dict[str, Tensor]:
@@ -37,7 +41,8 @@ def clean_results(backend: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("operand", ["q", "k", "v"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_k6_reaches_no_other_head_and_no_earlier_tile(backend, operand, value):
-    """The rows that attend it are lost. Earlier ones of its tile are lost to V alone, to which they give the weight 0.
+    """The rows that attend it are lost. Earlier ones of its tile are lost to V alone, to which they
+    give the weight 0.
 
     Plain attention has one tile.
     """
@@ -63,7 +68,9 @@ def test_k6_reaches_no_other_head_and_no_earlier_tile(backend, operand, value):
 
 
 def attend_documents(backend: str, bad: float | None = None) -> list[Tensor]:
-    """The output and the gradients of three documents; row 60, in the second, of all inputs is `bad`."""
+    """The output and the gradients of three documents; row 60, in the second, of all inputs is
+    `bad`.
+    """
     tensors, documents = packed([50, 100, 50], None, 0, 2, 2, 16, torch.float32, "cpu")
     if bad is not None:
         for x in tensors:

@@ -64,9 +64,13 @@ def test_a_part_without_keys_changes_nothing():
 
 
 def test_large_scores_do_not_overflow_and_shapes_that_do_not_match_are_refused():
-    output, lse = merge_attention(torch.ones(1, 2), torch.tensor([5e4]), torch.zeros(1, 2), torch.tensor([-5e4]))
+    output, lse = merge_attention(
+        torch.ones(1, 2), torch.tensor([5e4]), torch.zeros(1, 2), torch.tensor([-5e4])
+    )
     assert torch.equal(output, torch.ones(1, 2)) and lse.item() == 5e4
-    with pytest.raises(ValueError, match=r"outputs must have one shape and log-sum-exps .*, got \(4, 8\), \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"outputs must have one shape and log-sum-exps .*, got \(4, 8\), \(3,\)"
+    ):
         merge_attention(torch.zeros(4, 8), torch.zeros(3), torch.zeros(4, 8), torch.zeros(4))
 
 
@@ -76,7 +80,9 @@ def test_zigzag_parts_join_to_the_whole_and_have_the_same_causal_area():
     parts = [zigzag_split(x, rank, 3, dim=1) for rank in range(3)]
     assert parts[0].flatten().tolist() == [0, 1, 2, 3, 20, 21, 22, 23]
     assert torch.equal(zigzag_join(parts, dim=1), x)
-    with pytest.raises(ValueError, match="tensor must have a multiple of 10 elements along dim 1, got 24"):
+    with pytest.raises(
+        ValueError, match="tensor must have a multiple of 10 elements along dim 1, got 24"
+    ):
         zigzag_split(x, 0, 5, dim=1)
     mask = torch.ones(32, 32).tril()
     assert len({zigzag_split(mask, rank, 4, dim=0).sum().item() for rank in range(4)}) == 1
@@ -91,7 +97,9 @@ CASES = [
     (True, "triton", torch.float32, 2),
 ]
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5}
-TINY = ModelConfig(name="test", d_model=16, d_ff=24, num_layers=2, num_heads=2, vocab_size=11, context_length=24)
+TINY = ModelConfig(
+    name="test", d_model=16, d_ff=24, num_layers=2, num_heads=2, vocab_size=11, context_length=24
+)
 
 
 def whole_inputs(num_ranks: int, dtype: torch.dtype, kv_heads: int) -> list[Tensor]:
@@ -105,7 +113,9 @@ def ring_on_rank(rank: int, num_ranks: int) -> list[list[Tensor]]:
     """For each case this rank's output and gradients."""
     found = []
     odd = draw(1, 1, 5, 8)
-    with pytest.raises(ValueError, match="the same even number of positions under a causal mask, got 5 and 5"):
+    with pytest.raises(
+        ValueError, match="the same even number of positions under a causal mask, got 5 and 5"
+    ):
         ring_attention(odd, odd, odd, is_causal=True)
     for is_causal, backend, dtype, kv_heads in CASES:
         whole = whole_inputs(num_ranks, dtype, kv_heads)
@@ -144,16 +154,23 @@ def test_any_leading_dimensions(rank: int, num_ranks: int) -> None:
     leaves = [draw(2, 16, 8, seed=3 * rank + seed).requires_grad_() for seed in range(3)]
     expected = ring_attention(*(x[None] for x in leaves), is_causal=True, backend="tiled")[0]
     for lead in ((), (1, 1)):
-        output = ring_attention(*(x.view(*lead, *x.shape) for x in leaves), is_causal=True, backend="tiled")
+        output = ring_attention(
+            *(x.view(*lead, *x.shape) for x in leaves), is_causal=True, backend="tiled"
+        )
         assert output.shape == (*lead, 2, 16, 8)
         torch.testing.assert_close(output.view_as(expected), expected, rtol=0, atol=0)
-        ours, theirs = (torch.autograd.grad(x.sin().sum(), leaves, retain_graph=True) for x in (output, expected))
+        ours, theirs = (
+            torch.autograd.grad(x.sin().sum(), leaves, retain_graph=True)
+            for x in (output, expected)
+        )
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 @THREE_RANKS.check
 def test_a_model_of_split_contexts_has_one_processs_gradients(rank: int, num_ranks: int) -> None:
-    tokens, targets = torch.randint(11, (2, 3, TINY.context_length), generator=torch.Generator().manual_seed(1))
+    tokens, targets = torch.randint(
+        11, (2, 3, TINY.context_length), generator=torch.Generator().manual_seed(1)
+    )
     torch.manual_seed(0)
     alone = TransformerLM.from_config(TINY).double()
     model = deepcopy(alone)
@@ -185,7 +202,11 @@ def assert_one_process_attention(results: list[list[list[Tensor]]]) -> None:
             ours = zigzag_join([results[rank][case][place] for rank in range(num_ranks)], dim=-2)
             assert ours.dtype == dtype
             error = (ours - wanted).abs().max().item()
-            assert error <= TOLERANCES[dtype] * max(1.0, wanted.abs().max().item()), (is_causal, backend, place)
+            assert error <= TOLERANCES[dtype] * max(1.0, wanted.abs().max().item()), (
+                is_causal,
+                backend,
+                place,
+            )
 
 
 def test_three_ranks_are_one_process_forward_and_backward():
@@ -195,18 +216,26 @@ def test_three_ranks_are_one_process_forward_and_backward():
 def test_D9_one_rank_is_one_process_attention(alone_in_a_group):
     assert_one_process_attention([ring_on_rank(0, 1)])
     test_gradients_are_not_differentiated_in_silence(0, 1)
-    leaves = [draw(1, 1, 8, 16, seed=seed, dtype=torch.float32).requires_grad_() for seed in range(3)]
+    leaves = [
+        draw(1, 1, 8, 16, seed=seed, dtype=torch.float32).requires_grad_() for seed in range(3)
+    ]
     with torch.autocast("cpu", torch.bfloat16):
         outputs = [call(*leaves, is_causal=True) for call in (ring_attention, flash_attention)]
-    ours, plain = (torch.autograd.grad(output, leaves, torch.ones_like(output)) for output in outputs)
+    ours, plain = (
+        torch.autograd.grad(output, leaves, torch.ones_like(output)) for output in outputs
+    )
     torch.testing.assert_close([outputs[0], *ours], [outputs[1], *plain], rtol=0.02, atol=0.02)
-    with pytest.raises(ValueError, match="model must have CausalMultiHeadSelfAttention layers, Linear has none"):
+    with pytest.raises(
+        ValueError, match="model must have CausalMultiHeadSelfAttention layers, Linear has none"
+    ):
         split_context(torch.nn.Linear(2, 2))
 
 
 def ring_on_gpu_rank(rank: int, num_ranks: int, backend: str) -> list[Tensor]:
     device = torch.device("cuda", torch.cuda.current_device())
-    whole = [draw(1, 4, 512 * num_ranks, 64, seed=seed).to(device, torch.bfloat16) for seed in range(4)]
+    whole = [
+        draw(1, 4, 512 * num_ranks, 64, seed=seed).to(device, torch.bfloat16) for seed in range(4)
+    ]
     q, k, v, grad_output = (zigzag_split(x, rank, num_ranks, dim=-2) for x in whole)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     output = ring_attention(*leaves, is_causal=True, backend=backend)
@@ -223,7 +252,9 @@ def test_the_ring_on_nccl_is_one_gpus_attention(backend: str):
     if num_ranks < 2:
         pytest.skip("needs two GPUs")
     results = run_ranks(ring_on_gpu_rank, num_ranks, backend, backend="nccl", device="cuda")
-    whole = [draw(1, 4, 512 * num_ranks, 64, seed=seed).to("cuda", torch.bfloat16) for seed in range(4)]
+    whole = [
+        draw(1, 4, 512 * num_ranks, 64, seed=seed).to("cuda", torch.bfloat16) for seed in range(4)
+    ]
 
     def attended(dtype: torch.dtype) -> list[Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in whole[:3]]

@@ -16,7 +16,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.distributed import FSDP, BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP, Zero1Optimizer
+from cs336_systems.distributed import (
+    FSDP,
+    BucketedDDP,
+    FlatDDP,
+    NaiveDDP,
+    OverlapDDP,
+    Zero1Optimizer,
+)
 from cs336_systems.distributed.ddp import DataParallel, dense_gradient
 from cs336_systems.distributed.ddp_bucketed import plan_buckets
 from cs336_systems.distributed.fsdp import unit
@@ -40,8 +47,11 @@ WRAPPERS: dict[str, Callable[..., DataParallel]] = {
 count_messages_once = cache(count_messages)
 
 
-def record_sends(rank: int, ranks: int, order: tuple[int, ...]) -> dict[str, list[tuple[list[int], list[int]]]]:
-    """For each wrapper and each of two steps the elements of every all-reduce: during the backward, and after it.
+def record_sends(
+    rank: int, ranks: int, order: tuple[int, ...]
+) -> dict[str, list[tuple[list[int], list[int]]]]:
+    """For each wrapper and each of two steps the elements of every all-reduce: during the backward,
+    and after it.
 
     The layers run in `order`.
     """
@@ -71,7 +81,9 @@ def sent_sizes() -> list[int]:
 
 
 def skip_what_one_rank_raised_in(rank: int, ranks: int) -> dict[str, list[list[float]]]:
-    """The gradients of three steps of which the second raises on rank 1, which has sent less then than rank 0."""
+    """The gradients of three steps of which the second raises on rank 1, which has sent less then
+    than rank 0.
+    """
     found: dict[str, list[list[float]]] = {}
     for name, wrap in WRAPPERS.items():
         wrapped = wrap(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))
@@ -90,7 +102,9 @@ def skip_what_one_rank_raised_in(rank: int, ranks: int) -> dict[str, list[list[f
     return found
 
 
-TWO_RANKS = OneJob(2, (record_sends, (0, 1, 2)), (record_sends, (2, 1, 0)), (skip_what_one_rank_raised_in,))
+TWO_RANKS = OneJob(
+    2, (record_sends, (0, 1, 2)), (record_sends, (2, 1, 0)), (skip_what_one_rank_raised_in,)
+)
 
 
 def test_a_step_that_raised_on_one_rank_is_skipped_on_all():
@@ -111,29 +125,43 @@ def test_one_collective_a_tensor_a_dtype_or_a_bucket_and_as_early_as_possible():
         assert first[name][0] == (sizes[::-1], []), "the last layer's come first"
         assert {*first[name][1][0][:2]} == {4, 128} and not first[name][1][1]
     assert first["bucketed, one"] == [([sum(sizes)], [])] * 2
-    # At most 1048 bytes, 262 floats: the last layer with the bias before it, then what is too large to share.
+    # At most 1048 bytes, 262 floats: the last layer with the bias before it, then what is too large
+    # to share.
     assert first["bucketed, several"] == [([4 + 128 + 32, 16 * 32, 16 + 8 * 16], [])] * 2
 
 
 def test_the_second_step_sends_in_the_order_of_the_first_ones_gradients():
-    """Where layers do not run in the order of parameters, the first step can send little before its backward's end."""
+    """Where layers do not run in the order of parameters, the first step can send little before its
+    backward's end.
+    """
     (first, second) = TWO_RANKS.results(record_sends, (2, 1, 0))
     assert first == second
     for name in ("overlap", "bucketed, one a parameter"):
         (early, late), (early_again, late_again) = first[name]
         assert early[:2] == [4, 128] and not late
-        assert {*early_again[:2]} == {16, 8 * 16} and {*early_again[-2:]} == {4, 128} and not late_again
+        assert (
+            {*early_again[:2]} == {16, 8 * 16}
+            and {*early_again[-2:]} == {4, 128}
+            and not late_again
+        )
 
 
 @TWO_RANKS.check
-def test_a_module_that_is_cast_between_steps_is_averaged_or_refused_by_name(rank: int, ranks: int) -> None:
-    """Buckets trusted that a gradient is their view, which had memory of its own now: 0 and 2 in the place of 1."""
+def test_a_module_that_is_cast_between_steps_is_averaged_or_refused_by_name(
+    rank: int, ranks: int
+) -> None:
+    """Buckets trusted that a gradient is their view, which had memory of its own now: 0 and 2 in
+    the place of 1.
+    """
     for name, wrap in WRAPPERS.items():
         wrapped = wrap(nn.Linear(2, 2))
-        for mean, dtype in ((1.0, torch.float32), (2.0, torch.float64)):  # the second is added to the first
+        # the second is added to the first
+        for mean, dtype in ((1.0, torch.float32), (2.0, torch.float64)):
             wrapped.to(dtype)
             refused = "bucketed" in name and dtype == torch.float64
-            message = r"parameter '(weight|bias)' was moved or cast after it was wrapped: wrap again"
+            message = (
+                r"parameter '(weight|bias)' was moved or cast after it was wrapped: wrap again"
+            )
             with pytest.raises(RuntimeError, match=message) if refused else nullcontext():
                 wrapped(torch.full((1, 2), 2.0 * rank, dtype=dtype)).sum().backward()
                 wrapped.finish_gradient_synchronization()
@@ -141,7 +169,9 @@ def test_a_module_that_is_cast_between_steps_is_averaged_or_refused_by_name(rank
 
 
 @TWO_RANKS.check
-def test_a_gradient_that_is_replaced_after_it_was_sent_is_refused_by_name(rank: int, ranks: int) -> None:
+def test_a_gradient_that_is_replaced_after_it_was_sent_is_refused_by_name(
+    rank: int, ranks: int
+) -> None:
     """The mean went to a tensor that nobody saw, and each rank stepped by its own."""
 
     def cast(module: nn.Module) -> None:
@@ -157,7 +187,11 @@ def test_a_gradient_that_is_replaced_after_it_was_sent_is_refused_by_name(rank: 
         wrapped(torch.full((1, 2), 2.0 * rank)).sum().backward()
         change(wrapped.module)
         message = r"gradient of parameter '(weight|bias)' was moved, cast or replaced between the backward"
-        with nullcontext() if name in ("naive", "flat") else pytest.raises(RuntimeError, match=message):
+        with (
+            nullcontext()
+            if name in ("naive", "flat")
+            else pytest.raises(RuntimeError, match=message)
+        ):
             wrapped.finish_gradient_synchronization()
             assert wrapped.module.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]], name
 
@@ -166,7 +200,14 @@ def test_buckets_go_backwards_fill_up_and_do_not_mix_dtypes():
     def parameter(size: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
         return nn.Parameter(torch.zeros(size, dtype=dtype))
 
-    parameters = [parameter(8), parameter(8), parameter(100), parameter(3), parameter(8, torch.float16), parameter(8)]
+    parameters = [
+        parameter(8),
+        parameter(8),
+        parameter(100),
+        parameter(3),
+        parameter(8, torch.float16),
+        parameter(8),
+    ]
     assert plan_buckets(parameters, limit_bytes=64) == [[5], [4], [3], [2], [1, 0]]
     assert plan_buckets(parameters, limit_bytes=63) == [[5], [4], [3], [2], [1], [0]]
     assert plan_buckets(parameters, float("inf")) == [[5], [4], [3, 2, 1, 0]]
@@ -213,7 +254,9 @@ def test_a_wrapper_can_be_copied_between_steps(wrapper, alone_in_a_group):
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_D1_an_unused_parameter_is_named(wrapper, alone_in_a_group):
-    """By default there is no vote, and a rank that went on without the gradient would leave the others waiting."""
+    """By default there is no vote, and a rank that went on without the gradient would leave the
+    others waiting.
+    """
     wrapped = WRAPPERS[wrapper](nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)}))
     message = r"'unused.weight' has no gradient on this rank, as 2 of 4: use .* or pass find_unused_parameters=True"
     wrapped.module["used"](torch.ones(1, 2)).sum().backward()
@@ -224,12 +267,16 @@ def test_D1_an_unused_parameter_is_named(wrapper, alone_in_a_group):
 @pytest.mark.parametrize("change", ["frozen", "made trainable"])
 @pytest.mark.parametrize("scheme", [*WRAPPERS, "fsdp", "zero1"])
 def test_what_is_frozen_or_thawed_after_wrapping_is_refused(scheme, change, alone_in_a_group):
-    """A thawed parameter was trained on each rank's own gradients, or not at all; a frozen one went on."""
+    """A thawed parameter was trained on each rank's own gradients, or not at all; a frozen one went
+    on.
+    """
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     plain[0].weight.requires_grad_(change == "frozen")
     wrap = FSDP if scheme == "fsdp" else WRAPPERS.get(scheme, nn.Sequential)
     model = wrap(plain)
-    optimizer: Any = Zero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1) if scheme == "zero1" else None
+    optimizer: Any = (
+        Zero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1) if scheme == "zero1" else None
+    )
     plain[0].weight.requires_grad_(change != "frozen")
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match=f"parameter '(0.weight|0)' was {change} after wrapping"):
@@ -240,7 +287,8 @@ def test_what_is_frozen_or_thawed_after_wrapping_is_refused(scheme, change, alon
 def test_a_step_on_gradients_that_were_never_averaged_is_refused(wrapper, alone_in_a_group):
     """The ranks of naive and flat trained apart in silence, and FSDP's replicated parameters.
 
-    A backward may be forgotten, one that warms up: a load of parameters was then taken for a step without averages.
+    A backward may be forgotten, one that warms up: a load of parameters was then taken for a step
+    without averages.
     """
     wrapped: Any = WRAPPERS.get(wrapper, FSDP)(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
     state, optimizer = deepcopy(wrapped.state_dict()), torch.optim.AdamW(wrapped.parameters())
@@ -249,7 +297,8 @@ def test_a_step_on_gradients_that_were_never_averaged_is_refused(wrapper, alone_
         wrapped(torch.ones(1, 2)).sum().backward()
 
     backward()
-    if wrapper in ("overlap", "bucketed, one", "bucketed, one a parameter", "bucketed, several"):  # which send it
+    # which send it
+    if wrapper in ("overlap", "bucketed, one", "bucketed, one a parameter", "bucketed, several"):
         wrapped.skip_step()
     else:
         wrapped.zero_grad()
@@ -263,11 +312,16 @@ def test_a_step_on_gradients_that_were_never_averaged_is_refused(wrapper, alone_
         with pytest.raises(RuntimeError, match=r"must be outside of no_sync\(\)"):
             wrapped.finish_gradient_synchronization()
     if isinstance(wrapped, FSDP):
-        with pytest.raises(RuntimeError, match=r"gradients wait that no_sync put aside: call finish_gradient_sync"):
+        with pytest.raises(
+            RuntimeError, match=r"gradients wait that no_sync put aside: call finish_gradient_sync"
+        ):
             wrapped.clip_grad_norm_(1.0)
     backward()
     torch.optim.SGD(nn.Linear(2, 2).parameters()).step()  # of another model
-    with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after the backward, before step"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"call finish_gradient_synchronization\(\) after the backward, before step",
+    ):
         optimizer.step()
     wrapped.finish_gradient_synchronization()
     optimizer.step()
@@ -299,7 +353,10 @@ def test_whichever_gradients_wait_a_step_is_refused(wrapper, case, alone_in_a_gr
         if not wrapped.sends:
             norms.step()  # of this rank alone, as it says
     for optimizer in (norms,) if case == "all but norms frozen" else (norms, linears):
-        with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after the backward, before"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"call finish_gradient_synchronization\(\) after the backward, before",
+        ):
             optimizer.step()
 
 
@@ -326,13 +383,16 @@ def test_what_is_frozen_for_one_backward_gets_no_gradient(wrapper, thawed, alone
 
 def test_an_optimizer_that_searches_is_refused_over_rows(alone_in_a_group):
     wrapped = FSDP(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="LBFGS cannot be sharded: it searches along all parameters at once"):
+    with pytest.raises(
+        TypeError, match="LBFGS cannot be sharded: it searches along all parameters at once"
+    ):
         torch.optim.LBFGS(wrapped.parameters()).step(lambda: torch.zeros(()))
 
 
 @pytest.mark.parametrize(
     ("wrapper", "case"),
-    [*product([*WRAPPERS, "fsdp"], ["closure", "compiled"]), *product(WRAPPERS, ["copy"])],  # FSDP's cannot be copied
+    # FSDP's cannot be copied
+    [*product([*WRAPPERS, "fsdp"], ["closure", "compiled"]), *product(WRAPPERS, ["copy"])],
 )
 def test_every_kind_of_step_is_refused(wrapper, case, alone_in_a_group):
     wrapped: Any = WRAPPERS.get(wrapper, FSDP)(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
@@ -344,12 +404,19 @@ def test_every_kind_of_step_is_refused(wrapper, case, alone_in_a_group):
         loss.backward()
         return loss
 
-    with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after the backward, before step"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"call finish_gradient_synchronization\(\) after the backward, before step",
+    ):
         if case == "closure":
             optimizer.step(closure)
         else:
             closure()
-            (torch.compile(optimizer.step, backend="eager") if case == "compiled" else optimizer.step)()
+            (
+                torch.compile(optimizer.step, backend="eager")
+                if case == "compiled"
+                else optimizer.step
+            )()
 
 
 @pytest.mark.parametrize("wrapper", [*WRAPPERS, "fsdp"])
@@ -374,7 +441,9 @@ def test_a_step_within_a_backward_gathers_nothing(alone_in_a_group, monkeypatch)
 
 
 def test_a_compiled_wrapper_is_compiled_once(alone_in_a_group):
-    """Checks in its forward once made later steps compile the whole model again, also of those that accumulate."""
+    """Checks in its forward once made later steps compile the whole model again, also of those that
+    accumulate.
+    """
     frames: list[Any] = []
 
     def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -382,7 +451,10 @@ def test_a_compiled_wrapper_is_compiled_once(alone_in_a_group):
         return graph
 
     wrapped = NaiveDDP(nn.Linear(2, 2))
-    compiled, optimizer = torch.compile(wrapped, backend=count), torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    compiled, optimizer = (
+        torch.compile(wrapped, backend=count),
+        torch.optim.SGD(wrapped.parameters(), lr=0.1),
+    )
     for _ in range(3):
         for _ in range(2):
             compiled(torch.ones(1, 2)).sum().backward()
@@ -404,7 +476,9 @@ def test_a_module_has_one_wrapper(wrapper, alone_in_a_group):
     second(torch.ones(1, 2)).sum().backward()
     second.finish_gradient_synchronization()
     assert plain.bias.grad.tolist() == [1.0, 1.0]
-    with pytest.raises(RuntimeError, match=r"must be outside of no_sync\(\), of the latest wrapper"):
+    with pytest.raises(
+        RuntimeError, match=r"must be outside of no_sync\(\), of the latest wrapper"
+    ):
         first.finish_gradient_synchronization()
     del first, second, wrapped
     assert not plain.weight._post_accumulate_grad_hooks  # which FSDP would refuse
@@ -413,7 +487,9 @@ def test_a_module_has_one_wrapper(wrapper, alone_in_a_group):
 
 @pytest.mark.parametrize("wrapper", [*WRAPPERS, "fsdp"])
 @pytest.mark.parametrize("change", ["added", "replaced", "a module of its own"])
-def test_a_parameter_that_comes_after_wrapping_is_refused_by_name(wrapper, change, alone_in_a_group):
+def test_a_parameter_that_comes_after_wrapping_is_refused_by_name(
+    wrapper, change, alone_in_a_group
+):
     """It had gradients of its own on each rank, and the ranks parted without a word."""
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     wrapped: Any = WRAPPERS.get(wrapper, FSDP)(plain)
@@ -434,7 +510,9 @@ def test_a_parameter_that_comes_after_wrapping_is_refused_by_name(wrapper, chang
 
 @pytest.mark.parametrize("wrapper", [*WRAPPERS, "fsdp"])
 def test_a_lazy_module_is_refused_with_what_to_do(wrapper, alone_in_a_group):
-    with pytest.raises(ValueError, match="parameter '0.weight' has no shape yet: call the module once before it is"):
+    with pytest.raises(
+        ValueError, match="parameter '0.weight' has no shape yet: call the module once before it is"
+    ):
         WRAPPERS.get(wrapper, FSDP)(nn.Sequential(nn.LazyLinear(2)))
 
 
@@ -446,7 +524,10 @@ def test_a_second_backward_is_refused_and_the_way_out_is_told(wrapper, alone_in_
     with pytest.raises(ArithmeticError, match="planted"):
         last(RaiseInBackward.apply(first(torch.ones(1, 2)))).sum().backward()
     wrapped.zero_grad()
-    for message in (r"call skip_step\(\) .* after one that", r"gradient of parameter '1\.\w+' arrived twice in a"):
+    for message in (
+        r"call skip_step\(\) .* after one that",
+        r"gradient of parameter '1\.\w+' arrived twice in a",
+    ):
         with pytest.raises(RuntimeError, match=message):
             wrapped(torch.ones(1, 2)).sum().backward()
         wrapped.skip_step()

@@ -1,4 +1,6 @@
-"""Data parallelism on GPUs: NCCL equals one process, a killed rank ends the job, overlap is read from a real trace."""
+"""Data parallelism on GPUs: NCCL equals one process, a killed rank ends the job, overlap is read
+from a real trace.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from cs336_systems.distributed.collectives import (
 )
 from cs336_systems.distributed.spawn import RankError, run_ranks
 from cs336_systems.measure.overlap import trace_lanes
-from cs336_systems.subjects.parallel_step import OURS, DataParallelCase, ParallelStep, check_gradients, plain_mean
+from cs336_systems.subjects.parallel_step import (
+    OURS,
+    DataParallelCase,
+    ParallelStep,
+    check_gradients,
+    plain_mean,
+)
 from tests.module_kinds import KINDS, double
 from tests.sharding_models import part, seeded
 from tests.test_ddp import WRAPPERS
@@ -30,7 +38,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.several_gpus]
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 RUN = RunConfig(scale="handout", device="cuda")
 # Wide enough that a layer's backward and its all-reduce take comparable times.
-MODEL = ModelConfig(name="wide", d_model=2048, d_ff=8192, num_layers=6, num_heads=16, vocab_size=1000)
+MODEL = ModelConfig(
+    name="wide", d_model=2048, d_ff=8192, num_layers=6, num_heads=16, vocab_size=1000
+)
 
 
 def collectives_on_gpu(rank: int, ranks: int) -> None:
@@ -75,10 +85,18 @@ def train_on_gpu(rank: int, ranks: int) -> None:
                 mean_loss(alone(*inputs)).backward()
                 mean_loss(wrapped(*(part(one, rank, ranks).cuda() for one in inputs))).backward()
                 wrapped.finish_gradient_synchronization()
-                for (parameter_name, parameter), expected in zip(module.named_parameters(), alone.parameters()):
-                    assert (parameter.grad is None) == (expected.grad is None), (name, kind, parameter_name)
+                for (parameter_name, parameter), expected in zip(
+                    module.named_parameters(), alone.parameters()
+                ):
+                    assert (parameter.grad is None) == (expected.grad is None), (
+                        name,
+                        kind,
+                        parameter_name,
+                    )
                     if expected.grad is not None:
-                        torch.testing.assert_close(parameter.grad.cpu(), expected.grad, atol=1e-6, rtol=1e-6)
+                        torch.testing.assert_close(
+                            parameter.grad.cpu(), expected.grad, atol=1e-6, rtol=1e-6
+                        )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +119,9 @@ def fail_on_gpu(rank: int, ranks: int, how: str) -> None:
 
 
 @needs_two
-@pytest.mark.parametrize(("how", "message"), [("raises", "ArithmeticError: planted"), ("dies", "signal SIGKILL")])
+@pytest.mark.parametrize(
+    ("how", "message"), [("raises", "ArithmeticError: planted"), ("dies", "signal SIGKILL")]
+)
 def test_a_failing_rank_ends_the_job(how, message):
     start = time.monotonic()
     with pytest.raises(RankError, match=rf"rank 1 of 2 .*{message}"):

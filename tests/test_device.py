@@ -1,4 +1,6 @@
-"""Device facts, peaks, compilers and the interpreter, with the GPUs replaced by what torch would say of them."""
+"""Device facts, peaks, compilers and the interpreter, with the GPUs replaced by what torch would
+say of them.
+"""
 
 import json
 import os
@@ -20,11 +22,20 @@ UUID = "7e1d4c2a-0000-1111-2222-333344445555"
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
-    """Makes torch report one H200 and nvidia-smi give an answer; returns the list of the commands it was asked."""
+    """Makes torch report one H200 and nvidia-smi give an answer; returns the list of the commands
+    it was asked.
+    """
 
-    def install(answer: str | Exception | None = "570.86.15, 1980 MHz\n", hip: str | None = None) -> list[list[str]]:
+    def install(
+        answer: str | Exception | None = "570.86.15, 1980 MHz\n", hip: str | None = None
+    ) -> list[list[str]]:
         properties = SimpleNamespace(
-            name="NVIDIA H200", major=9, minor=0, total_memory=150_000_000_000, multi_processor_count=132, uuid=UUID
+            name="NVIDIA H200",
+            major=9,
+            minor=0,
+            total_memory=150_000_000_000,
+            multi_processor_count=132,
+            uuid=UUID,
         )
         commands: list[list[str]] = []
 
@@ -39,7 +50,9 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
         monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(device.shutil, "which", lambda name: None if answer is None else f"/usr/bin/{name}")
+        monkeypatch.setattr(
+            device.shutil, "which", lambda name: None if answer is None else f"/usr/bin/{name}"
+        )
         monkeypatch.setattr(subprocess, "run", run)
         return commands
 
@@ -49,7 +62,9 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
 # Facts
 
 
-def test_facts_of_a_gpu_come_from_torch_and_nvidia_smi(fake_gpu: Callable[..., list[list[str]]]) -> None:
+def test_facts_of_a_gpu_come_from_torch_and_nvidia_smi(
+    fake_gpu: Callable[..., list[list[str]]],
+) -> None:
     commands = fake_gpu()
     info = device.get_device_info()
     assert info == DeviceInfo(
@@ -79,7 +94,10 @@ def test_facts_of_a_gpu_come_from_torch_and_nvidia_smi(fake_gpu: Callable[..., l
     ],
 )
 def test_what_nvidia_smi_does_not_tell_is_none(
-    fake_gpu: Callable[..., list[list[str]]], answer: str | Exception | None, driver: str | None, clock: int | None
+    fake_gpu: Callable[..., list[list[str]]],
+    answer: str | Exception | None,
+    driver: str | None,
+    clock: int | None,
 ) -> None:
     fake_gpu(answer)
     info = device.get_device_info("cuda")
@@ -91,7 +109,13 @@ def test_facts_of_this_cpu() -> None:
     assert info.kind == "cpu" and info.name
     assert info.num_cores is not None and 1 <= info.num_cores <= (os.cpu_count() or 1)
     assert info.memory_bytes > 2**28
-    assert info.compute_capability is info.driver is info.max_sm_clock_mhz is info.num_multiprocessors is None
+    assert (
+        info.compute_capability
+        is info.driver
+        is info.max_sm_clock_mhz
+        is info.num_multiprocessors
+        is None
+    )
     json.dumps(info.to_dict())
     assert platform.node() not in info.to_dict().values()
 
@@ -105,16 +129,27 @@ def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatc
     assert device._usable_cores() == 64
 
 
-def test_resolve_device(fake_gpu: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_device(
+    fake_gpu: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_gpu()
-    assert [device.resolve_device(name) for name in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+    assert [device.resolve_device(name) for name in ("auto", "cuda", "cpu")] == [
+        "cuda",
+        "cuda",
+        "cpu",
+    ]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert [device.resolve_device(name) for name in ("auto", "cpu")] == ["cpu", "cpu"]
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(ValueError, match=r"^--device cuda: no CUDA device is available \(torch .*, built for CPU\)$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^--device cuda: no CUDA device is available \(torch .*, built for CPU\)$",
+    ):
         device.resolve_device("cuda")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    with pytest.raises(ValueError, match=r"^--device cuda: .*built for CUDA 12.8, no driver or device\)$"):
+    with pytest.raises(
+        ValueError, match=r"^--device cuda: .*built for CUDA 12.8, no driver or device\)$"
+    ):
         device.get_device_info("cuda")
     for name in ("mps", "cuda:0", ""):
         with pytest.raises(ValueError, match=f"^--device must be auto, cpu or cuda, got '{name}'$"):
@@ -127,7 +162,8 @@ def test_resolve_device(fake_gpu: Callable[..., list[list[str]]], monkeypatch: p
 def test_peaks_are_plausible_and_say_where_from() -> None:
     for name, peak in device.PEAKS.items():
         assert "NVIDIA" in peak.source, name
-        # Tensor cores are faster than the rest by no more than 40; no sheet's sparse rate slipped in.
+        # Tensor cores are faster than the rest by no more than 40; no sheet's sparse rate slipped
+        # in.
         assert 1.5 < peak.bf16_tflops / peak.fp32_tflops < 40, name
         assert 100 < peak.memory_gb_per_s < 10_000, name
 
@@ -148,7 +184,9 @@ def test_peaks_are_plausible_and_say_where_from() -> None:
         ("cpu", "L4", None),
     ],
 )
-def test_known_gpus_have_their_peak_and_other_devices_none(kind: Any, name: str, bf16: float | None) -> None:
+def test_known_gpus_have_their_peak_and_other_devices_none(
+    kind: Any, name: str, bf16: float | None
+) -> None:
     peak = device.device_peak(DeviceInfo(name=name, kind=kind, memory_bytes=2**30))
     assert (peak and peak.bf16_tflops) == bf16
 
@@ -157,7 +195,13 @@ def test_known_gpus_have_their_peak_and_other_devices_none(kind: Any, name: str,
 
 
 def test_g9_the_recommended_dtype_is_the_fastest_to_trust() -> None:
-    by_capability = {(6, 1): "float32", (7, 0): "float16", (7, 5): "float16", (8, 0): "bfloat16", (9, 0): "bfloat16"}
+    by_capability = {
+        (6, 1): "float32",
+        (7, 0): "float16",
+        (7, 5): "float16",
+        (8, 0): "bfloat16",
+        (9, 0): "bfloat16",
+    }
     for capability, dtype in by_capability.items():
         assert device.recommended_dtype(capability) == dtype
     assert device.recommended_dtype(None) == "float32"
@@ -166,7 +210,9 @@ def test_g9_the_recommended_dtype_is_the_fastest_to_trust() -> None:
 def test_compilers_are_looked_for_and_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("CC", "CXX"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(device.shutil, "which", lambda name: name if name in ("g++", "icpx", "clang") else None)
+    monkeypatch.setattr(
+        device.shutil, "which", lambda name: name if name in ("g++", "icpx", "clang") else None
+    )
     monkeypatch.setattr(sys, "platform", "linux")
     assert device.has_cxx_compiler() and device.has_c_compiler()
     monkeypatch.setenv("CXX", "icpx")
@@ -176,7 +222,9 @@ def test_compilers_are_looked_for_and_may_be_named(monkeypatch: pytest.MonkeyPat
     assert not device.has_cxx_compiler() and not device.has_c_compiler()
 
 
-@pytest.mark.parametrize(("value", "on"), [("1", True), ("true", True), ("0", False), ("", False), (None, False)])
+@pytest.mark.parametrize(
+    ("value", "on"), [("1", True), ("true", True), ("0", False), ("", False), (None, False)]
+)
 def test_the_interpreter_s_variable_decides_until_triton_is_imported(
     value: str | None, on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

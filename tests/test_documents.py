@@ -1,4 +1,6 @@
-"""The README and the pages of docs/: their snippets run as pasted, and the API page is what the code says."""
+"""The README and the pages of docs/: their snippets run as pasted, and the API page is what the
+code says.
+"""
 
 import importlib
 import json
@@ -19,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MOST_WORDS = 1_300  # of the README, with its tables
 
+
 @pytest.mark.parametrize("document", ["README.md", "docs/package.md", "docs/sinks.md"])
 def test_the_snippet_runs_as_pasted(document, tmp_path):
     snippets = PYTHON.findall((ROOT / document).read_text(encoding="utf-8"))
@@ -33,7 +36,9 @@ def test_the_fsdp_script_trains_goes_on_and_exports(tmp_path):
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     (tmp_path / "train.py").write_text(PYTHON.findall(page)[0])
     said = [
-        subprocess.check_output([sys.executable, "train.py"], cwd=tmp_path, timeout=120, text=True).splitlines()
+        subprocess.check_output(
+            [sys.executable, "train.py"], cwd=tmp_path, timeout=120, text=True
+        ).splitlines()
         for _ in range(2)
     ]
     assert [line[: line.index(" loss ")] for line in said[0][:-1]] == ["step 10:", "step 20:"]
@@ -43,8 +48,13 @@ def test_the_fsdp_script_trains_goes_on_and_exports(tmp_path):
     assert said[1] == said[0][-1:] and whole + norms == 2 * own
     load = 'TransformerLM(**SIZE).load_state_dict(torch.load("model.pt"))'
     assert f"`{load}`" in page
-    subprocess.run([sys.executable, "-c", f"from train import *\n{load}"], cwd=tmp_path, check=True, timeout=60)
-    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000010", "step-00000020"]
+    subprocess.run(
+        [sys.executable, "-c", f"from train import *\n{load}"], cwd=tmp_path, check=True, timeout=60
+    )
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == [
+        "step-00000010",
+        "step-00000020",
+    ]
 
 
 def test_the_script_for_transformers_trains_and_saves(tmp_path):
@@ -53,13 +63,17 @@ def test_the_script_for_transformers_trains_and_saves(tmp_path):
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     (script,) = (text for text in PYTHON.findall(page) if "import AutoModelForCausalLM" in text)
     (tmp_path / "hf.py").write_text(script)
-    said = subprocess.check_output([sys.executable, "hf.py"], cwd=tmp_path, timeout=300, text=True).splitlines()
+    said = subprocess.check_output(
+        [sys.executable, "hf.py"], cwd=tmp_path, timeout=300, text=True
+    ).splitlines()
     sharded, whole = (
-        [float(line.split()[-1]) for line in said if line.startswith(f"{name}, step")] for name in ("fsdp", "ddp")
+        [float(line.split()[-1]) for line in said if line.startswith(f"{name}, step")]
+        for name in ("fsdp", "ddp")
     )
     assert len(whole) == 3 and sharded == pytest.approx(whole, abs=2e-4)
     states = [
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("fsdp", "ddp")
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        for name in ("fsdp", "ddp")
     ]
     assert states[0].keys() == states[1].keys()
     for name, weight in states[0].items():
@@ -69,7 +83,9 @@ def test_the_script_for_transformers_trains_and_saves(tmp_path):
 def test_the_script_for_a_long_sequence_trains(tmp_path):
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     (tmp_path / "long.py").write_text(PYTHON.findall(page)[-1])
-    losses = subprocess.check_output([sys.executable, "long.py"], cwd=tmp_path, timeout=120, text=True)
+    losses = subprocess.check_output(
+        [sys.executable, "long.py"], cwd=tmp_path, timeout=120, text=True
+    )
     assert all(5 < loss < 6 for loss in json.loads(losses))  # about ln 256
 
 
@@ -90,15 +106,23 @@ def chapters():
 
 
 def test_the_api_page_and_its_pictures_are_fresh():
-    """`tools/api_docs.py` writes them; it runs every example but Triton's, and fails where one does."""
+    """`tools/api_docs.py` writes them; it runs every example but Triton's, and fails where one
+    does.
+    """
     assert api_docs.stale(api_docs.build()) == []
 
 
 def test_methods_are_listed_with_their_meaning():
     """A wrapper's page named its constructor only."""
-    assert api_docs.methods(api_docs.BlockMask, {"BlockMask.causal"}) != api_docs.methods(api_docs.BlockMask, set())
+    assert api_docs.methods(api_docs.BlockMask, {"BlockMask.causal"}) != api_docs.methods(
+        api_docs.BlockMask, set()
+    )
     listed = "\n".join(api_docs.methods(FSDP, set()))
-    for name in ("no_sync()", "finish_gradient_synchronization()", "clip_grad_norm_(max_norm, eps)"):
+    for name in (
+        "no_sync()",
+        "finish_gradient_synchronization()",
+        "clip_grad_norm_(max_norm, eps)",
+    ):
         assert f"- `{name}`: " in listed
     assert "__init__" not in listed and "register_buffer" not in listed
 
@@ -108,19 +132,29 @@ def test_the_example_of_the_triton_function_runs(chapters):
     if not has_triton:
         pytest.skip("triton does not run here")
     attention = chapters[0]
-    attention.sections = [section for section in attention.sections if section.name == "FlashAttentionTriton"]
+    attention.sections = [
+        section for section in attention.sections if section.name == "FlashAttentionTriton"
+    ]
     assert api_docs.run_examples(attention)[1] == []
 
 
 @pytest.mark.parametrize("module", ["attention", "attention.masks", "model", "analysis"])
 def test_every_export_has_an_example(chapters, module):
     chapter = next(chapter for chapter in chapters if chapter.title == f"cs336_systems.{module}")
-    exported = {name for name in importlib.import_module(chapter.title).__all__ if name != "MAX_LIST_DENSITY"}
-    assert exported <= {section.name for section in chapter.sections if section.examples} | {"BlockMask"}
+    exported = {
+        name
+        for name in importlib.import_module(chapter.title).__all__
+        if name != "MAX_LIST_DENSITY"
+    }
+    assert exported <= {section.name for section in chapter.sections if section.examples} | {
+        "BlockMask"
+    }
 
 
 def test_every_mask_constructor_is_in_the_gallery(chapters):
-    made = {name for name, value in vars(api_docs.BlockMask).items() if isinstance(value, classmethod)}
+    made = {
+        name for name, value in vars(api_docs.BlockMask).items() if isinstance(value, classmethod)
+    }
     shown = {section.name for chapter in chapters for section in chapter.sections}
     assert {f"BlockMask.{name}" for name in made if not name.startswith("_")} <= shown
 
@@ -131,6 +165,10 @@ def test_an_example_with_a_wrong_result_is_found():
 
 
 def test_the_matrix_follows_the_rules():
-    assert api_docs.takes("hopper", (9, 0), "bfloat16", 256) and not api_docs.takes("hopper", (9, 0), "bfloat16", 257)
+    assert api_docs.takes("hopper", (9, 0), "bfloat16", 256) and not api_docs.takes(
+        "hopper", (9, 0), "bfloat16", 257
+    )
     assert not api_docs.takes("hopper", (9, 0), "bfloat16", 129, "block_mask")
-    assert not api_docs.takes("hopper", (8, 0), "bfloat16") and not api_docs.takes("triton", (8, 0), "float64")
+    assert not api_docs.takes("hopper", (8, 0), "bfloat16") and not api_docs.takes(
+        "triton", (8, 0), "float64"
+    )

@@ -1,4 +1,6 @@
-"""A cell begins with an empty device: what the cells before it made is gone, and what is not is seen."""
+"""A cell begins with an empty device: what the cells before it made is gone, and what is not is
+seen.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -22,9 +24,14 @@ from cs336_systems.measure.allocations import (
 )
 from cs336_systems.subjects import attention_passes as attention
 
-COVERS = ("cs336_systems/measure", "cs336_systems/subjects/attention_passes.py", "cs336_systems/bench/worker.py")
+COVERS = (
+    "cs336_systems/measure",
+    "cs336_systems/subjects/attention_passes.py",
+    "cs336_systems/bench/worker.py",
+)
 TINY = RunConfig(scale="tiny", device="cpu")
-# Of a CPU's memory, what a cell may leave: Python's own tensors of a few elements, such as a generator's state.
+# Of a CPU's memory, what a cell may leave: Python's own tensors of a few elements, such as a
+# generator's state.
 MOST_LEFT_BYTES = 64 * 1024
 
 
@@ -59,17 +66,25 @@ def measure_like_the_worker(cell: Cell) -> None:
         pass
 
 
-@pytest.mark.parametrize("cell", list(kinds()), ids=lambda cell: f"{cell.problem}-{type(cell.case).__name__}")
+@pytest.mark.parametrize(
+    "cell", list(kinds()), ids=lambda cell: f"{cell.problem}-{type(cell.case).__name__}"
+)
 def test_a_cell_leaves_no_memory(cell):
-    """Plain attention on 32,768 tokens did not fit an H200, of which earlier cells still held 11 to 53 GiB."""
+    """Plain attention on 32,768 tokens did not fit an H200, of which earlier cells still held 11 to
+    53 GiB.
+    """
     measure_like_the_worker(cell)  # what is loaded and compiled at first use stays
     assert bytes_left_by(lambda: measure_like_the_worker(cell)) <= MOST_LEFT_BYTES
 
 
 @pytest.mark.parametrize("call", ["forward", "output", "both", "backward"])
 def test_a_cell_that_runs_out_of_memory_leaves_none(call, monkeypatch):
-    """Whichever pass does not fit: its error holds the frames, and they the tensors, until the error is handled."""
-    cell = replace(planned_cells("pytorch_attention", TINY)[0], rows=load("pytorch_attention").rows[:4])
+    """Whichever pass does not fit: its error holds the frames, and they the tensors, until the
+    error is handled.
+    """
+    cell = replace(
+        planned_cells("pytorch_attention", TINY)[0], rows=load("pytorch_attention").rows[:4]
+    )
     cell = replace(cell, rows=tuple(row for row in cell.rows if not row.gpu_only))
 
     def full(*_):
@@ -81,7 +96,9 @@ def test_a_cell_that_runs_out_of_memory_leaves_none(call, monkeypatch):
 
 
 def test_what_is_counted_as_saved_is_not_kept():
-    """The hook gave autograd a softmax's output itself, whose graph then kept it, and nothing could collect the two."""
+    """The hook gave autograd a softmax's output itself, whose graph then kept it, and nothing could
+    collect the two.
+    """
     q, k, v = (torch.randn(2, 256, 16, requires_grad=True) for _ in range(3))
     left = bytes_left_by(lambda: saved_for_backward(lambda: attention_reference(q, k, v)))
     assert left < 2 * 256 * 256 * 4
@@ -117,7 +134,11 @@ class UsedUp(Worker):
 
             def recv(self):
                 answer = answers.pop(0)
-                return Sample(row=owner.sent[-1].rows[0], samples=[1.0]) if answer == "sample" else answer
+                return (
+                    Sample(row=owner.sent[-1].rows[0], samples=[1.0])
+                    if answer == "sample"
+                    else answer
+                )
 
             def close(self):
                 pass

@@ -1,12 +1,14 @@
-"""Every kind of module × wrapper × use either trains as one process does, or is refused by a named reason.
+"""Every kind of module × wrapper × use either trains as one process does, or is refused by a named
+reason.
 
     pytest tests/test_equality.py                        # ALWAYS, and a sixtieth of all others, drawn by their names
     pytest tests/test_equality.py -m slow                # all of them
     python -m tests.test_equality fsdp "tied*" "*"       # some, with what went wrong
 
-One process trains on the whole batch, ranks train on parts of it, in float64: losses of each step and parameters after
-three steps of SGD with momentum must agree within 1e-9. A refusal is a ValueError, TypeError or RuntimeError that this
-package raises, and stands in REFUSED: any other one fails, and so does an entry that nothing needs.
+One process trains on the whole batch, ranks train on parts of it, in float64: losses of each step
+and parameters after three steps of SGD with momentum must agree within 1e-9. A refusal is a
+ValueError, TypeError or RuntimeError that this package raises, and stands in REFUSED: any other one
+fails, and so does an entry that nothing needs.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ from cs336_systems.distributed.zero1 import Zero1Optimizer
 from tests.module_kinds import KINDS, Kind, Net, double
 from tests.sharding_models import RaiseInBackward, whole
 
-UNUSED_PARAMETERS = [KINDS[name] for name in ("unused layer", "alternating branches", "routed samples")]  # in a step
+# in a step
+UNUSED_PARAMETERS = [
+    KINDS[name] for name in ("unused layer", "alternating branches", "routed samples")
+]
 COVERS = ("cs336_systems/distributed", "tests/module_kinds.py")
 SAMPLES, STEPS = 6, 3
 SAMPLED = 60  # one case in so many is no slow test
@@ -55,20 +60,36 @@ OURS = str(Path(cs336_systems.__file__).parent)
 
 DDP = "naive|flat|overlap|bucketed|sharded-optimizer"
 TWICE = "arrived twice in a step"
-# (wrappers, kinds, uses, what the refusal says): patterns of names, of which the first that fits counts; "" is served.
+# (wrappers, kinds, uses, what the refusal says): patterns of names, of which the first that fits
+# counts; "" is served.
 REFUSED: list[tuple[str, str, str, str]] = [
     ("*", "sparse embedding", "frozen parameter", ""),
     ("*", "sparse embedding", "*", "gradients must be dense, got torch.sparse_coo"),
     (DDP, "max norm", "*", r"module '(inner\.)?0' has max_norm"),
-    ("fsdp, *", "max norm", "*", r"parameter '(inner\.)?0\.weight' must not be changed in a forward, as max_norm does"),
-    ("fsdp, *", "gradient hook", "*", r"parameter '(inner\.)?0\.weight' must have no gradient hooks"),
+    (
+        "fsdp, *",
+        "max norm",
+        "*",
+        r"parameter '(inner\.)?0\.weight' must not be changed in a forward, as max_norm does",
+    ),
+    (
+        "fsdp, *",
+        "gradient hook",
+        "*",
+        r"parameter '(inner\.)?0\.weight' must have no gradient hooks",
+    ),
     # A weight that reentrant checkpoints reach more than once has its gradient more than once.
     ("overlap|bucketed|zero1", "reentrantly checkpointed shared block", "input gradients", ""),
     ("overlap|bucketed|zero1", "reentrantly checkpointed shared block", "*", TWICE),
     ("overlap|bucketed|zero1", "*checkpointed reentrantly*", "two forwards, one backward", TWICE),
     ("overlap|bucketed|zero1", "reentrantly checkpointed*", "two forwards, one backward", TWICE),
     # These have one parameter, and so no later group.
-    ("zero1", "parameter dict|linear without bias|own matrix|complex", "parameters in a later group", ""),
+    (
+        "zero1",
+        "parameter dict|linear without bias|own matrix|complex",
+        "parameters in a later group",
+        "",
+    ),
     ("zero1", "function that keeps its weight", "parameters in a later group", ""),
     ("zero1", "*", "parameters in a later group", r"Zero1Optimizer cannot add a group"),
     ("zero1", "*", "gradient scaler", "Zero1Optimizer needs LossScaler"),
@@ -76,10 +97,13 @@ REFUSED: list[tuple[str, str, str, str]] = [
 ]
 # Not compared: (wrappers, kinds, uses).
 LEFT_OUT: list[tuple[str, str, str]] = [
-    ("zero1", "max norm", "*"),  # it sees parameters, not the modules that rescale them by their batch
-    ("zero1", "alternating branches", "*"),  # its momentum goes on in steps that do not use a parameter, as it says
+    # it sees parameters, not the modules that rescale them by their batch
+    ("zero1", "max norm", "*"),
+    # its momentum goes on in steps that do not use a parameter, as it says
+    ("zero1", "alternating branches", "*"),
     ("*", "routed samples", "thrown away"),  # a rank would raise alone
-    ("fsdp, *", "routed samples", "*"),  # refuses steps in which ranks run other modules: test_s7_fsdp.py
+    # refuses steps in which ranks run other modules: test_s7_fsdp.py
+    ("fsdp, *", "routed samples", "*"),
 ]
 # What once went wrong, in silence or by a crash, is tried in every run: (wrappers, kinds, uses).
 ALWAYS: list[tuple[str, str, str]] = [
@@ -104,11 +128,15 @@ class Side:
     kind: Kind
     module: nn.Module  # the raw one, for modes and for what the uses set
     model: Any  # what the inputs go into
-    make_optimizer: Callable[[list[nn.Parameter]], Any] = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    make_optimizer: Callable[[list[nn.Parameter]], Any] = partial(
+        torch.optim.SGD, lr=0.1, momentum=0.9
+    )
     rank: int | None = None  # None: alone
     optimizer: Any = None
     losses: list[Tensor] = field(default_factory=list)
-    scaler: LossScaler = field(default_factory=lambda: LossScaler("cpu", init_scale=8.0, growth_interval=1))
+    scaler: LossScaler = field(
+        default_factory=lambda: LossScaler("cpu", init_scale=8.0, growth_interval=1)
+    )
 
     @property
     def averages(self) -> Any:
@@ -130,12 +158,17 @@ class Side:
         if isinstance(self.model, FSDP):
             self.model.load_full_params(state)
         else:
-            self.module.load_state_dict(state, strict=False)  # without buffers, and a tied weight by one of its names
+            # without buffers, and a tied weight by one of its names
+            self.module.load_state_dict(state, strict=False)
 
     def inputs(self, batch: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(100 + batch)
         whole = self.kind.inputs(generator, SAMPLES)
-        return whole if self.rank is None else tuple(one.chunk(dist.get_world_size())[self.rank] for one in whole)
+        return (
+            whole
+            if self.rank is None
+            else tuple(one.chunk(dist.get_world_size())[self.rank] for one in whole)
+        )
 
     def loss(self, batch: int, *more: Any) -> Tensor:
         return mean_loss(self.model(*self.inputs(batch), *more))
@@ -239,7 +272,9 @@ def scale(side: Side, step: int) -> None:
 
 
 def scale_for_all(side: Side, step: int) -> None:
-    """The second step overflows on the last rank, and all skip it; every other one unscales early, as for clipping."""
+    """The second step overflows on the last rank, and all skip it; every other one unscales early,
+    as for clipping.
+    """
     loss = side.loss(step)
     if step == 1 and side.rank in (None, dist.get_world_size() - 1):
         loss = loss * torch.inf
@@ -365,11 +400,15 @@ def freeze_for_a_backward(side: Side, step: int) -> None:
 
 
 def behind_a_checkpoint(inner: nn.Module, use_reentrant: bool) -> nn.Module:
-    """The whole model behind one checkpoint, with an input that makes a reentrant one differentiable."""
+    """The whole model behind one checkpoint, with an input that makes a reentrant one
+    differentiable.
+    """
 
     def run(model: Any, *inputs: Tensor) -> Any:
         handle = torch.zeros((), requires_grad=True)
-        return checkpoint(lambda _, *args: model.inner(*args), handle, *inputs, use_reentrant=use_reentrant)
+        return checkpoint(
+            lambda _, *args: model.inner(*args), handle, *inputs, use_reentrant=use_reentrant
+        )
 
     return Net(run, inner=inner)
 
@@ -395,7 +434,9 @@ def freeze_first(module: nn.Module) -> nn.Module:
 USES: dict[str, Use] = {
     "plain": Use(plain),
     "accumulation": Use(accumulate),
-    "two forwards, one backward": Use(lambda side, step: side.backward(side.loss(step) + side.loss(step + 10))),
+    "two forwards, one backward": Use(
+        lambda side, step: side.backward(side.loss(step) + side.loss(step + 10))
+    ),
     "forward without backward": Use(forward_without_backward, updates=False),
     "evaluation between": Use(evaluate_between, updates=False),
     "evaluation before finishing": Use(evaluate_before_finishing),
@@ -425,7 +466,9 @@ INITIAL: dict[Kind, dict[str, Tensor]] = {}  # the parameters that `load` starts
 
 
 def data_parallel(kind: Kind, module: nn.Module, wrap: Any, **options: Any) -> Side:
-    return Side(kind, module, wrap(module, find_unused_parameters=kind in UNUSED_PARAMETERS), **options)
+    return Side(
+        kind, module, wrap(module, find_unused_parameters=kind in UNUSED_PARAMETERS), **options
+    )
 
 
 SGD: dict[str, Any] = {"optimizer_cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
@@ -442,7 +485,9 @@ WRAPPERS: dict[str, Callable[[Kind, nn.Module], Side]] = {
     "flat": partial(data_parallel, wrap=FlatDDP),
     "overlap": partial(data_parallel, wrap=OverlapDDP),
     "bucketed": partial(data_parallel, wrap=partial(BucketedDDP, bucket_size_mb=2e-4)),
-    "sharded-optimizer": partial(data_parallel, wrap=NaiveDDP, make_optimizer=partial(ShardedOptimizer, **SGD)),
+    "sharded-optimizer": partial(
+        data_parallel, wrap=NaiveDDP, make_optimizer=partial(ShardedOptimizer, **SGD)
+    ),
     "zero1": zero1,
     "fsdp, blocks": lambda kind, module: Side(kind, module, FSDP(module, granularity="block")),
     "fsdp, layers": lambda kind, module: Side(kind, module, FSDP(module, granularity="layer")),
@@ -492,9 +537,18 @@ def attempt(wrapper: str, name: str, use: str) -> Outcome:
     assert not isinstance(one_process, str)
     try:
         found, losses = train(name, USES[use], wrapper)
-    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        LookupError,
+        AttributeError,
+        AssertionError,
+    ) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        if frames[-1].filename.startswith(OURS) and isinstance(error, ValueError | TypeError | RuntimeError):
+        if frames[-1].filename.startswith(OURS) and isinstance(
+            error, ValueError | TypeError | RuntimeError
+        ):
             return Outcome(wrapper, name, use, refusal=str(error))
         return Outcome(wrapper, name, use, failure="".join(traceback.format_exception(error)))
     parameters, whole_losses = one_process
@@ -506,8 +560,12 @@ def attempt(wrapper: str, name: str, use: str) -> Outcome:
         assert found.keys() == parameters.keys()
         for key, value in parameters.items():
             bound = coarse if value.dtype == torch.float32 else tolerance
-            torch.testing.assert_close(found[key], value, **bound, msg=lambda text, key=key: f"{key}: {text}")
-        torch.testing.assert_close(mean / dist.get_world_size(), torch.stack(whole_losses), **tolerance)
+            torch.testing.assert_close(
+                found[key], value, **bound, msg=lambda text, key=key: f"{key}: {text}"
+            )
+        torch.testing.assert_close(
+            mean / dist.get_world_size(), torch.stack(whole_losses), **tolerance
+        )
     except AssertionError as error:
         return Outcome(wrapper, name, use, failure=str(error))
     return Outcome(wrapper, name, use)
@@ -530,7 +588,9 @@ def make(rank: int, num_ranks: int, cases: list[Case]) -> list[Outcome]:
             if "gloo/" in (said := outcome.refusal or outcome.failure):
                 raise  # it waited for the other rank, whose own account is to be told
             raise AssertionError(f"{outcome}: ranks parted; this one: {said}") from error
-        failures = [f"rank {place}: {one.failure}" for place, one in enumerate(everyone) if one.failure]
+        failures = [
+            f"rank {place}: {one.failure}" for place, one in enumerate(everyone) if one.failure
+        ]
         if not failures and len({bool(one.refusal) for one in everyone}) > 1:
             failures = [f"refused by a rank alone: {everyone}"]
         outcomes.append(replace(outcome, failure="\n".join(failures)))
@@ -566,7 +626,9 @@ def judge(outcomes: list[Outcome]) -> list[str]:
 
 def all_cases(wrapper: str) -> list[Case]:
     cases = [(wrapper, kind, use) for kind in KINDS for use in USES]
-    return [case for case in cases if not any(all(map(fits, case, patterns)) for patterns in LEFT_OUT)]
+    return [
+        case for case in cases if not any(all(map(fits, case, patterns)) for patterns in LEFT_OUT)
+    ]
 
 
 def sampled(cases: list[Case]) -> list[Case]:
@@ -574,7 +636,8 @@ def sampled(cases: list[Case]) -> list[Case]:
     return [
         case
         for case in cases
-        if zlib.crc32("/".join(case).encode()) % SAMPLED == 0 or any(all(map(fits, case, one)) for one in ALWAYS)
+        if zlib.crc32("/".join(case).encode()) % SAMPLED == 0
+        or any(all(map(fits, case, one)) for one in ALWAYS)
     ]
 
 
@@ -586,7 +649,9 @@ def check(outcomes: list[Outcome], at_least: int) -> None:
 
 @cache
 def sampled_outcomes() -> list[Outcome]:
-    """Of all wrappers in one job: starting ranks, and one process to compare with, take most of the time."""
+    """Of all wrappers in one job: starting ranks, and one process to compare with, take most of the
+    time.
+    """
     cases = [case for wrapper in WRAPPERS for case in sampled(all_cases(wrapper))]
     return run_ranks(make, 2, cases, timeout_s=60)[0]
 
@@ -598,8 +663,15 @@ def test_D2_D4_D14_a_wrapper_trains_as_one_process(wrapper):
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_D3_D9_any_number_of_ranks(num_ranks):
-    kinds = "mlp|tied and deep|only the head trained|scalar|empty|buffer|routed samples|mixed dtypes"
-    cases = [case for wrapper in WRAPPERS for case in all_cases(wrapper) if all(map(fits, case[1:], (kinds, "acc*")))]
+    kinds = (
+        "mlp|tied and deep|only the head trained|scalar|empty|buffer|routed samples|mixed dtypes"
+    )
+    cases = [
+        case
+        for wrapper in WRAPPERS
+        for case in all_cases(wrapper)
+        if all(map(fits, case[1:], (kinds, "acc*")))
+    ]
     check(run_ranks(make, num_ranks, cases)[0], at_least=60)
 
 
@@ -612,7 +684,9 @@ def test_D2_D4_D14_every_kind_in_every_use(wrapper, part):
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_what_is_dropped_is_gone_and_its_model_trains_on(wrapper, alone_in_a_group):
-    """Parameters once held it through hooks, a cycle that no collector sees: both of two trainings stayed."""
+    """Parameters once held it through hooks, a cycle that no collector sees: both of two trainings
+    stayed.
+    """
     for name in ("mlp", "checkpointed", "checkpointed reentrantly"):
         kind = KINDS[name]
         module = double(kind.build())
@@ -630,7 +704,9 @@ def test_what_is_dropped_is_gone_and_its_model_trains_on(wrapper, alone_in_a_gro
             for one in (module, fresh):
                 one.zero_grad()
                 mean_loss(one(*inputs)).backward()
-            gradients, expected = ([parameter.grad for parameter in one.parameters()] for one in (module, fresh))
+            gradients, expected = (
+                [parameter.grad for parameter in one.parameters()] for one in (module, fresh)
+            )
             torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
             del one
         del module
@@ -639,10 +715,16 @@ def test_what_is_dropped_is_gone_and_its_model_trains_on(wrapper, alone_in_a_gro
 
 
 def test_wrong_outcomes_are_told():
-    """So that the comparison can fail: differences, refusals that nobody expects, expected ones that do not come."""
+    """So that the comparison can fail: differences, refusals that nobody expects, expected ones
+    that do not come.
+    """
     assert judge([Outcome("naive", "mlp", "plain")]) == []
-    assert judge([Outcome("naive", "mlp", "plain", failure="differs")]) == ["naive × mlp × plain: differs"]
-    assert judge([Outcome("naive", "mlp", "plain", refusal="no")]) == ["naive × mlp × plain: refused: no"]
+    assert judge([Outcome("naive", "mlp", "plain", failure="differs")]) == [
+        "naive × mlp × plain: differs"
+    ]
+    assert judge([Outcome("naive", "mlp", "plain", refusal="no")]) == [
+        "naive × mlp × plain: refused: no"
+    ]
     differs = Outcome("naive", "mlp", "plain", failure="differs")
     refused = Outcome("naive", "mlp", "plain", refusal="no")
     assert [verdict(one) for one in (differs, refused)] == ["wrong", "refused"]
@@ -655,7 +737,12 @@ def verdict(outcome: Outcome) -> str:
 
 def main() -> None:
     patterns = (sys.argv[1:] + ["*"] * 3)[:3]
-    cases = [case for wrapper in WRAPPERS for case in all_cases(wrapper) if all(map(fits, case, patterns))]
+    cases = [
+        case
+        for wrapper in WRAPPERS
+        for case in all_cases(wrapper)
+        if all(map(fits, case, patterns))
+    ]
     outcomes = run_ranks(make, 2, cases, timeout_s=120)[0]
     print("\n\n".join(judge(outcomes)))
     print(len(outcomes), "cases,", Counter(map(verdict, outcomes)))

@@ -20,7 +20,15 @@ from cs336_systems.attention import attention_reference, contract
 from cs336_systems.bench import harness as sweep_module
 from cs336_systems.bench.harness import Provenance, Sweep, find_provenance, planned_cells
 from cs336_systems.bench.records import append_records, read_records
-from cs336_systems.bench.spec import Cell, Disagreement, Row, Sample, Unsupported, load, measured_problems
+from cs336_systems.bench.spec import (
+    Cell,
+    Disagreement,
+    Row,
+    Sample,
+    Unsupported,
+    load,
+    measured_problems,
+)
 from cs336_systems.bench.worker import Worker
 from cs336_systems.commands.sweeps import measuring
 from cs336_systems.config import HANDOUT_SIZES, MODEL_SIZES, SIZES_2025, SIZES_OF_BOTH, RunConfig
@@ -72,9 +80,18 @@ def test_handout_grids_are_the_handouts():
     }
     assert all(shape.batch == 8 and not shape.is_causal for shape in plain)
     script = planned_cells("benchmarking_script", HANDOUT)
-    assert {cell.case.model.name for cell in script} == set(SIZES_OF_BOTH) == {*HANDOUT_SIZES, *SIZES_2025}
-    assert replace(MODEL_SIZES["2.7b-2025"], name="xl") == MODEL_SIZES["xl"], "measured under one name"
-    assert all({row.case.warmup for row in cell.rows} == {0, 1, 2, 5} and cell.fresh_process for cell in script)
+    assert (
+        {cell.case.model.name for cell in script}
+        == set(SIZES_OF_BOTH)
+        == {*HANDOUT_SIZES, *SIZES_2025}
+    )
+    assert replace(MODEL_SIZES["2.7b-2025"], name="xl") == MODEL_SIZES["xl"], (
+        "measured under one name"
+    )
+    assert all(
+        {row.case.warmup for row in cell.rows} == {0, 1, 2, 5} and cell.fresh_process
+        for cell in script
+    )
     (leader,) = {cell.case for cell in planned_cells("leaderboard_2025", HANDOUT)}
     assert (leader.batch, leader.heads, leader.seqlen_q, leader.head_dim) == (1, 16, 16384, 64)
     assert leader.dtype == "bfloat16" and leader.is_causal
@@ -82,11 +99,18 @@ def test_handout_grids_are_the_handouts():
 
 @pytest.mark.parametrize(
     "implementation, reason",
-    [("triton", "the interpreter is run up to 256 tokens"), ("flex", "it compiles anew for each length: up to 128")],
+    [
+        ("triton", "the interpreter is run up to 256 tokens"),
+        ("flex", "it compiles anew for each length: up to 128"),
+    ],
 )
 def test_what_takes_long_is_skipped_on_long_sequences_with_the_reason(implementation, reason):
     problem = load("flash_benchmarking")
-    long = [cell for cell in problem.cells(SMOKE) if cell.implementation == implementation and cell.case.seqlen_q > 256]
+    long = [
+        cell
+        for cell in problem.cells(SMOKE)
+        if cell.implementation == implementation and cell.case.seqlen_q > 256
+    ]
     assert {cell.case.seqlen_q for cell in long} == {512, 1024}
     for cell in long:
         with pytest.raises(Unsupported, match=f"^{reason}"):
@@ -109,7 +133,9 @@ def test_what_takes_long_is_skipped_on_long_sequences_with_the_reason(implementa
     ],
 )
 def test_a_broken_cell_costs_itself_only(model, status, message, tmp_path, at_root):
-    run = RunConfig(scale="tiny", device="cpu", model=f"tests.broken_models:{model}", cell_timeout_s=3)
+    run = RunConfig(
+        scale="tiny", device="cpu", model=f"tests.broken_models:{model}", cell_timeout_s=3
+    )
     sweep = Sweep(run, tmp_path, PROVENANCE)
     bad = planned_cells("benchmarking_script", run)[0]
     good = planned_cells("pytorch_attention", run)[0]  # no model in it
@@ -141,8 +167,14 @@ class OddCase:
         ({"samples": ["fast"]}, "Unknown format code 'g' for object of type 'str'"),
         ({"samples": None}, "'NoneType' object is not iterable"),
         ({"samples": [1.0], "kernel": None}, "Expected `str`, got `null` - at `$.kernel`"),
-        ({"samples": [1.0, 2.0, 3.0], "row": LANES}, "samples of compute_intervals must be starts and ends by turns"),
-        ({"status": "ok", "message": "why"}, "samples must be there if status is ok and only then, got 0"),
+        (
+            {"samples": [1.0, 2.0, 3.0], "row": LANES},
+            "samples of compute_intervals must be starts and ends by turns",
+        ),
+        (
+            {"status": "ok", "message": "why"},
+            "samples must be there if status is ok and only then, got 0",
+        ),
         ({"status": "broken", "message": "why"}, "Invalid enum value 'broken'"),
     ],
 )
@@ -159,14 +191,21 @@ def test_a_sample_that_no_record_can_hold_is_a_failed_row(sample, message, tmp_p
 
 
 def test_half_a_surrogate_pair_in_a_message_is_written_as_its_escape(tmp_path):
-    """As an undecodable byte of a file name becomes: no reader of JSON took the row, which was lost for good."""
+    """As an undecodable byte of a file name becomes: no reader of JSON took the row, which was lost
+    for good.
+    """
     sweep = Sweep(TINY, tmp_path, PROVENANCE)
     cell = Cell(case=OddCase(), implementation="eager \udcff", rows=(TIME,), problem="odd")
-    sweep.record(cell, sweep_module.Outcome(status="failed", message="no file x\ud800.pt, \U0001f600"))
+    sweep.record(
+        cell, sweep_module.Outcome(status="failed", message="no file x\ud800.pt, \U0001f600")
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         (found,) = read_records(sweep.record_file("odd"))
-    assert (found.message, found.implementation) == ("no file x\\ud800.pt, \U0001f600", "eager \\udcff")
+    assert (found.message, found.implementation) == (
+        "no file x\\ud800.pt, \U0001f600",
+        "eager \\udcff",
+    )
 
 
 def test_a_row_of_a_release_whose_case_had_fewer_fields_is_finished(tmp_path):
@@ -191,14 +230,24 @@ def test_a_process_that_cannot_start_says_where_to_look(tmp_path):
 
 def test_a_wrong_result_is_not_timed(monkeypatch):
     """An implementation that leaves the mask out is fast and wrong; its row must say wrong."""
-    cell = next(cell for cell in planned_cells("flash_benchmarking", TINY) if cell.implementation == "tiled")
-    monkeypatch.setattr(attention, "build_case", lambda *_: Built(attend=lambda q, k, v: attention_reference(q, k, v)))
-    with pytest.raises(Disagreement, match=r"^output is off by [\d.e+]+ times the numerical contract's bound"):
+    cell = next(
+        cell for cell in planned_cells("flash_benchmarking", TINY) if cell.implementation == "tiled"
+    )
+    monkeypatch.setattr(
+        attention,
+        "build_case",
+        lambda *_: Built(attend=lambda q, k, v: attention_reference(q, k, v)),
+    )
+    with pytest.raises(
+        Disagreement, match=r"^output is off by [\d.e+]+ times the numerical contract's bound"
+    ):
         list(load(cell.problem).measure(cell, TINY))
 
 
 def test_wrong_gradients_stop_after_the_forward(monkeypatch):
-    cell = next(cell for cell in planned_cells("flash_benchmarking", TINY) if cell.implementation == "eager")
+    cell = next(
+        cell for cell in planned_cells("flash_benchmarking", TINY) if cell.implementation == "eager"
+    )
 
     def detached_keys(q, k, v):
         return attention_reference(q, k.detach() + 0 * k, v, is_causal=True)
@@ -214,7 +263,9 @@ def test_wrong_gradients_stop_after_the_forward(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [None, "own_model:Own"], ids=["ours", "own"])
 def test_files_beside_the_command_do_not_replace_packages(model, tmp_path, monkeypatch):
-    """The current folder came first on the search path, so a user's `sympy.py` there broke every cell."""
+    """The current folder came first on the search path, so a user's `sympy.py` there broke every
+    cell.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(ROOT), *(path for path in sys.path if path)])
     (tmp_path / "sympy.py").write_text("raise RuntimeError('not the package')\n")
@@ -238,7 +289,8 @@ def plant(sweep: Sweep, cell: Cell, status: str) -> None:
     [
         pytest.param("skipped", {"rerun": "all"}, {}, id="all"),
         pytest.param("failed", {"rerun": "failed"}, {}, id="failed"),
-        pytest.param("skipped", {}, {"seed": 5}, id="another seed"),  # which once called every cell finished
+        # which once called every cell finished
+        pytest.param("skipped", {}, {"seed": 5}, id="another seed"),
     ],
 )
 def test_finished_cells_are_measured_again_only_when_asked(status, again, changes, tmp_path):
@@ -247,7 +299,12 @@ def test_finished_cells_are_measured_again_only_when_asked(status, again, change
     assert len(listed) == 2 and not finished
     plant(sweep, listed[0], status)
     assert sweep.pending("pytorch_attention") == (listed[1:], {status: 1})
-    assert Sweep(replace(TINY, **changes), tmp_path, PROVENANCE, **again).pending("pytorch_attention")[0] == listed
+    assert (
+        Sweep(replace(TINY, **changes), tmp_path, PROVENANCE, **again).pending("pytorch_attention")[
+            0
+        ]
+        == listed
+    )
 
 
 def test_a_time_budget_leaves_the_rest_for_later(tmp_path):
@@ -273,7 +330,9 @@ def test_a_users_model_has_records_of_its_own(tmp_path, at_root):
         (records,) = sweep.measure(sweep.pending("benchmarking_script")[0][:1])
     assert {record.implementation for record in records} == {"eager tests.broken_models:Bigram"}
     assert all(record.status == "ok" and len(record.samples) == 5 for record in records)
-    assert len(Sweep(TINY, tmp_path, PROVENANCE).pending("benchmarking_script")[0]) == 3, "ours are not done"
+    assert len(Sweep(TINY, tmp_path, PROVENANCE).pending("benchmarking_script")[0]) == 3, (
+        "ours are not done"
+    )
     by_warmup = {record.case["warmup"]: record.samples for record in records}
     assert sorted(by_warmup) == [0, 1, 2, 5]
     assert by_warmup[0][1:] == by_warmup[1][:-1] and by_warmup[1][1:] == by_warmup[2][:-1]
@@ -293,7 +352,9 @@ def test_provenance_comes_from_git_or_the_command_line(monkeypatch):
 
 
 def test_records_hold_no_paths_of_the_machine():
-    text = sweep_module._without_paths(f"failed in {ROOT}/cs336_systems/x.py and {os.path.expanduser('~')}/.cache")
+    text = sweep_module._without_paths(
+        f"failed in {ROOT}/cs336_systems/x.py and {os.path.expanduser('~')}/.cache"
+    )
     assert text == "failed in ./cs336_systems/x.py and ~/.cache"
 
 
@@ -302,20 +363,29 @@ def test_a_cell_that_broke_midway_does_not_count_as_ok():
     assert sweep_module.cell_status(["ok", "ok"]) == "ok"
     assert sweep_module.cell_status(["ok", "oom", "oom"]) == "partly oom"
     assert sweep_module.cell_status(["failed", "failed"]) == "failed"
-    assert sweep_module.cell_status(["skipped", "ok", "failed"]) == "partly failed"  # of several by turns
+    # of several by turns
+    assert sweep_module.cell_status(["skipped", "ok", "failed"]) == "partly failed"
 
 
 @pytest.mark.parametrize("masking", ["full", "causal", "token mask"])
 def test_yardstick_fits_its_share_of_memory(masking: str) -> None:
-    """Blocks take an eighth of free memory, so plain attention on one may hold fewer than six of them at once."""
+    """Blocks take an eighth of free memory, so plain attention on one may hold fewer than six of
+    them at once.
+    """
     heads, seqlen = 8, 1024
     scores_bytes = heads * seqlen * seqlen * torch.bfloat16.itemsize
     with FakeTensorMode():
-        q, k, v, grad_output = (torch.empty(1, heads, seqlen, 16, dtype=torch.bfloat16) for _ in range(4))
-        mask = torch.ones(1, 1, seqlen, seqlen, dtype=torch.bool) if masking == "token mask" else None
+        q, k, v, grad_output = (
+            torch.empty(1, heads, seqlen, 16, dtype=torch.bfloat16) for _ in range(4)
+        )
+        mask = (
+            torch.ones(1, 1, seqlen, seqlen, dtype=torch.bool) if masking == "token mask" else None
+        )
         with AllocationRecorder("cuda") as recorder:
             recorder.phase("forward")
-            contract._blockwise(q, k, v, grad_output, torch.bfloat16, masking == "causal", mask, None)
+            contract._blockwise(
+                q, k, v, grad_output, torch.bfloat16, masking == "causal", mask, None
+            )
     assert 3 * scores_bytes < recorder.trace().peak_bytes() < 6 * scores_bytes
 
 
@@ -329,10 +399,18 @@ def test_sdpa_is_told_its_kernel_once_where_calls_are_timed(monkeypatch):
         yield
 
     monkeypatch.setattr(implementations, "sdpa_kernel", naming)
-    cell = next(cell for cell in planned_cells("leaderboard_2025", TINY) if cell.implementation == "sdpa_flash")
+    cell = next(
+        cell
+        for cell in planned_cells("leaderboard_2025", TINY)
+        if cell.implementation == "sdpa_flash"
+    )
     measured = list(load(cell.problem).measure(cell, TINY))
     assert sum(len(one.samples) for one in measured) > len(entered) == 1
     (cell,) = planned_cells("short_calls", TINY)
-    assert all(one.samples for one in load("short_calls").measure(cell, TINY) if "flash" in one.row.implementation)
+    assert all(
+        one.samples
+        for one in load("short_calls").measure(cell, TINY)
+        if "flash" in one.row.implementation
+    )
     turns = (load("short_calls").rounds["cpu"] + 1) * len({row.mode for row in cell.rows})
     assert len(entered) == 1 + 1 + turns, "for the check and in each turn"

@@ -1,7 +1,8 @@
 """The record of GPU tests, and the pytest plugin that writes and judges it.
 
-The plugin is tested as it is used: pytest runs in a process of its own over a small repository that holds copies of
-conftest.py and gpu_record.py, with a stand-in for torch that says whether there is a GPU.
+The plugin is tested as it is used: pytest runs in a process of its own over a small repository that
+holds copies of conftest.py and gpu_record.py, with a stand-in for torch that says whether there is
+a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from tests.gpu_record import (
 )
 
 TESTS = Path(__file__).resolve().parent
-TEST = GpuTest(test="tests/test_kernel.py::test_forward[64]", covers=("kernel.py",), source_hash="abc")
+TEST = GpuTest(
+    test="tests/test_kernel.py::test_forward[64]", covers=("kernel.py",), source_hash="abc"
+)
 ROW = GpuRow(
     test=TEST.test,
     outcome="passed",
@@ -77,7 +80,9 @@ def test_source_hash_passes_over_what_only_readers_see(sources):
         return source_hash(sources, "test_x.py", ["table.py"])
 
     plain = digest('def f(x):\n    y = "# no comment"\n    return y\n')
-    told = digest('"""A.\n\nB."""\n\n# C\ndef f(x):  # D\n    """E."""\n\n    y = "# no comment"  # F\n    return y\n')
+    told = digest(
+        '"""A.\n\nB."""\n\n# C\ndef f(x):  # D\n    """E."""\n\n    y = "# no comment"  # F\n    return y\n'
+    )
     assert told == plain
     assert digest('def f(x):\n    y = "# a comment"\n    return y\n') != plain
     assert digest('def f(x): "E."\n') != digest('def g(x): "E."\n')
@@ -109,7 +114,10 @@ def test_a_hash_of_kernels_is_that_of_their_ptx_and_unknown_of_other_sources(sou
 
     def compiled(**kernels: str) -> str:
         ptx.sources_digest.cache_clear()
-        found = {"sources": ptx.sources_digest(sources), "kernels": {"triton": {"dense d64": kernels}}}
+        found = {
+            "sources": ptx.sources_digest(sources),
+            "kernels": {"triton": {"dense d64": kernels}},
+        }
         (sources / ptx.FILE).write_text(json.dumps(found))
         return digest()
 
@@ -130,7 +138,9 @@ def test_a_hash_of_kernels_is_that_of_their_ptx_and_unknown_of_other_sources(sou
 
 
 def test_what_is_unknown_twice_is_stale():
-    """A run on a GPU whose kernels nobody had compiled offline held for any kernels that came after them."""
+    """A run on a GPU whose kernels nobody had compiled offline held for any kernels that came after
+    them.
+    """
     unknown = replace(TEST, source_hash=ptx.UNKNOWN)
     assert stale_reason(unknown, replace(ROW, source_hash=ptx.UNKNOWN)) == f"{CHANGED} {ROW.date}"
 
@@ -138,7 +148,9 @@ def test_what_is_unknown_twice_is_stale():
 def test_ptx_json_is_of_the_kernels_of_this_checkout():
     """Else `make ptx` has to run, and what it says is to be committed."""
     ptx.sources_digest.cache_clear()
-    assert {ptx.digest_of(ptx.ROOT, family) for family in ("triton", "hopper")}.isdisjoint({ptx.UNKNOWN})
+    assert {ptx.digest_of(ptx.ROOT, family) for family in ("triton", "hopper")}.isdisjoint(
+        {ptx.UNKNOWN}
+    )
 
 
 def _add_rows(path: Path, worker: int) -> None:
@@ -149,7 +161,9 @@ def _add_rows(path: Path, worker: int) -> None:
 
 
 def test_processes_that_share_a_record_lose_no_row(tmp_path):
-    """Each once wrote back all that it had read at its start, over what the others had found out since."""
+    """Each once wrote back all that it had read at its start, over what the others had found out
+    since.
+    """
     path = tmp_path / "tests.jsonl"
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_add_rows, args=(path, worker)) for worker in range(3)]
@@ -163,7 +177,10 @@ def test_processes_that_share_a_record_lose_no_row(tmp_path):
 def test_rows_of_removed_tests_are_dropped_and_of_other_files_kept(sources):
     names = ("test_x.py::here", "test_x.py::removed", "other.py::not_collected", "gone.py::removed")
     collected = {names[0]: replace(TEST, test=names[0])}
-    assert set(drop_removed(dict.fromkeys(names, ROW), collected, {"test_x.py"}, sources)) == {names[0], names[2]}
+    assert set(drop_removed(dict.fromkeys(names, ROW), collected, {"test_x.py"}, sources)) == {
+        names[0],
+        names[2],
+    }
     # The last GPU test of a file that has others still.
     assert set(drop_removed(dict.fromkeys(names, ROW), {}, {"test_x.py"}, sources)) == {names[2]}
 
@@ -208,23 +225,36 @@ def repository(tmp_path: Path) -> Path:
     (tmp_path / "kernel.py").write_text("VALUE = 1\n")
     (tmp_path / "pyproject.toml").write_text(SETTINGS)
     (tmp_path / "stand_in/torch/__init__.py").write_text(TORCH)
-    (tmp_path / "stand_in/triton-3.6.0.dist-info/METADATA").write_text("Name: triton\nVersion: 3.6.0\n")
+    (tmp_path / "stand_in/triton-3.6.0.dist-info/METADATA").write_text(
+        "Name: triton\nVersion: 3.6.0\n"
+    )
     return tmp_path
 
 
-def run_pytest(repository: Path, *arguments: str, gpu: str | None = None, **variables: str) -> tuple[int, str]:
+def run_pytest(
+    repository: Path, *arguments: str, gpu: str | None = None, **variables: str
+) -> tuple[int, str]:
     """pytest's exit code and output in `repository`, on a machine whose GPU is named `gpu`."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(repository / "stand_in")} | variables
-    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins that happen to be installed: slow, and not tested
+    # plugins that happen to be installed: slow, and not tested
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     if gpu is not None:
         environment["STAND_IN_GPU"] = gpu
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    process = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, timeout=180)
+    process = subprocess.run(
+        command, cwd=repository, env=environment, capture_output=True, text=True, timeout=180
+    )
     return process.returncode, process.stdout + process.stderr
 
 
-RECORD = ("-m", "gpu", "--gpu-record=results/nvidia-h200/tests.jsonl", "--gpu-commit=abc123", "--gpu-clean")
+RECORD = (
+    "-m",
+    "gpu",
+    "--gpu-record=results/nvidia-h200/tests.jsonl",
+    "--gpu-commit=abc123",
+    "--gpu-clean",
+)
 
 
 def test_a_run_on_a_gpu_is_recorded_and_holds_until_a_source_changes(repository):
@@ -235,7 +265,9 @@ def test_a_run_on_a_gpu_is_recorded_and_holds_until_a_source_changes(repository)
     record = repository / "results/nvidia-h200/tests.jsonl"
     code, output = run_pytest(repository, *RECORD, gpu="NVIDIA H200")
     assert code == 1, output
-    rows = {row["test"].split("::")[1]: row for row in map(json.loads, record.read_text().splitlines())}
+    rows = {
+        row["test"].split("::")[1]: row for row in map(json.loads, record.read_text().splitlines())
+    }
     assert {name: (row["outcome"], row["message"]) for name, row in rows.items()} == {
         "test_on_gpu": ("passed", ""),
         "test_wrong_on_gpu": ("failed", "AssertionError: boom"),
@@ -249,7 +281,9 @@ def test_a_run_on_a_gpu_is_recorded_and_holds_until_a_source_changes(repository)
     tests.write_text(tests.read_text().replace('assert False, "boom"', "pass"))
     code, output = run_pytest(repository, *RECORD, "-k", "test_wrong_on_gpu", gpu="NVIDIA H200")
     assert code == 0 and len(record.read_text().splitlines()) == 2
-    assert re.search(r"tests/test_kernel\.py: sources changed since 20\S+, when they passed \(1 test\)", output)
+    assert re.search(
+        r"tests/test_kernel\.py: sources changed since 20\S+, when they passed \(1 test\)", output
+    )
     run_pytest(repository, *RECORD, gpu="NVIDIA H200")
     _, output = run_pytest(repository)
     assert "all 2 GPU tests are up to date (NVIDIA H200)" in output
@@ -263,7 +297,8 @@ def test_a_run_on_a_gpu_is_recorded_and_holds_until_a_source_changes(repository)
     others = [argument.replace("h200", "a100") for argument in RECORD]
     run_pytest(repository, *others, "-k", "test_on_gpu", gpu="NVIDIA A100")
     newer = repository / "results/nvidia-a100/tests.jsonl"
-    newer.write_text(newer.read_text().replace('"date": "20', '"date": "21'))  # not of the same second
+    # not of the same second
+    newer.write_text(newer.read_text().replace('"date": "20', '"date": "21'))
     _, output = run_pytest(repository)
     assert "all 2 GPU tests are up to date (NVIDIA A100, NVIDIA H200)" in output
     (repository / "kernel.py").write_text("VALUE = 2\n")
@@ -282,7 +317,10 @@ def test_several_processes_share_the_record_and_print_the_same(repository):
     tests = repository / "tests/test_kernel.py"
     tests.write_text(tests.read_text().replace('("kernel.py",)', '""'))
     code, output = run_pytest(repository, *processes)
-    assert code == pytest.ExitCode.USAGE_ERROR and "COVERS of tests/test_kernel.py must be a non-empty" in output
+    assert (
+        code == pytest.ExitCode.USAGE_ERROR
+        and "COVERS of tests/test_kernel.py must be a non-empty" in output
+    )
 
 
 def test_slow_if_and_parts_choose_tests(repository):
@@ -297,12 +335,20 @@ def test_slow_if_and_parts_choose_tests(repository):
         + "".join(f"@pytest.mark.parametrize('a', [1, 2])\ndef {name}(a): pass\n" for name in names)
     )
     code, output = run_pytest(repository, "-v", "-m", "slow", "tests/test_many.py")
-    assert code == 0 and sorted(re.findall(r"test_pair\[(\S+)\] PASSED", output)) == ["x-1", "x-3", "y-3"]
+    assert code == 0 and sorted(re.findall(r"test_pair\[(\S+)\] PASSED", output)) == [
+        "x-1",
+        "x-3",
+        "y-3",
+    ]
     parts = []
     for part in range(2):
-        _, output = run_pytest(repository, "-v", f"--part={part}/2", "-k", "not pair", "tests/test_many.py")
+        _, output = run_pytest(
+            repository, "-v", f"--part={part}/2", "-k", "not pair", "tests/test_many.py"
+        )
         ran = re.findall(r"(test_\d+)\[(\d)\] PASSED", output)
-        assert {name: [a for one, a in ran if one == name] for name, _ in ran} == {name: ["1", "2"] for name, _ in ran}
+        assert {name: [a for one, a in ran if one == name] for name, _ in ran} == {
+            name: ["1", "2"] for name, _ in ran
+        }
         parts.append({name for name, _ in ran})
     assert sorted(parts[0] | parts[1]) == sorted(names) and not parts[0] & parts[1] and all(parts)
     code, output = run_pytest(repository, "--at-most=0", "-rs", "tests/test_many.py")

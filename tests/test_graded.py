@@ -1,4 +1,6 @@
-"""What the grade consists of, run on tests/adapters.py: one test a check of `cs336_systems.grading`."""
+"""What the grade consists of, run on tests/adapters.py: one test a check of
+`cs336_systems.grading`.
+"""
 
 from __future__ import annotations
 

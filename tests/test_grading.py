@@ -17,7 +17,15 @@ import pytest
 import torch
 
 from cs336_systems.grading.formats import lines, reasons
-from cs336_systems.grading.points import HUNG, Grade, Grader, Result, checks_of, chosen_problems, grade
+from cs336_systems.grading.points import (
+    HUNG,
+    Grade,
+    Grader,
+    Result,
+    checks_of,
+    chosen_problems,
+    grade,
+)
 from cs336_systems.grading.project import COURSE_PACKAGES
 from cs336_systems.grading.reference_training import largest_difference
 from cs336_systems.grading.registry import CHECKS
@@ -29,7 +37,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SOLUTIONS = ROOT / "tests/solutions"
 GRADED = problems_of(answer="graded")
 
-# The problem that each wrong solution gets wrong, the points that are left there, and what says so; the
+# The problem that each wrong solution gets wrong, the points that are left there, and what says so;
+# the
 # rest is minimal.py's.
 WRONG = {
     "causal_off_by_one": (
@@ -119,7 +128,10 @@ def test_the_empty_solution_earns_nothing(grader: Grader):
     assert found.points == 0 and statuses == {"not begun"}
     told = lines(found)
     assert told[-1] == "total: 0 of 63 points"
-    assert "fsdp                               0 of 15     not begun: get_fsdp is not implemented" in told
+    assert (
+        "fsdp                               0 of 15     not begun: get_fsdp is not implemented"
+        in told
+    )
 
 
 def test_a_minimal_correct_solution_earns_everything(minimal: Grade):
@@ -156,7 +168,9 @@ def test_a_mutant_of_the_minimal_solution_is_told(name: str, grader: Grader, tmp
         ("get_fsdp = lambda module, compute_dtype=None: Nothing(module)", "fsdp"),
     ],
 )  # fmt: skip
-def test_a_wrapper_that_does_nothing_earns_nothing(adapter: str, problem: str, grader: Grader, tmp_path: Path):
+def test_a_wrapper_that_does_nothing_earns_nothing(
+    adapter: str, problem: str, grader: Grader, tmp_path: Path
+):
     path = solution(
         tmp_path,
         (SOLUTIONS / "minimal.py").read_text(),
@@ -211,8 +225,12 @@ def test_a_wrapper_may_have_names_of_its_own(grader: Grader, tmp_path: Path):
         assert result.status == "passed", f"{check.id}: {result.message}"
 
 
-@pytest.mark.parametrize("body", ["", "def ddp_bucketed_on_train_batch_start(*_, **__): raise NotImplementedError"])
-def test_an_adapter_that_the_handout_makes_optional_may_be_missing(body: str, grader: Grader, tmp_path: Path):
+@pytest.mark.parametrize(
+    "body", ["", "def ddp_bucketed_on_train_batch_start(*_, **__): raise NotImplementedError"]
+)
+def test_an_adapter_that_the_handout_makes_optional_may_be_missing(
+    body: str, grader: Grader, tmp_path: Path
+):
     source = (SOLUTIONS / "minimal.py").read_text()
     start = "def ddp_bucketed_on_train_batch_start(ddp_model, optimizer):\n    pass\n"
     assert source.count(start) == 1
@@ -234,20 +252,26 @@ def solution(folder: Path, *lines: str) -> Path:
 BROADCASTS = CHECKS["ddp_overlap_individual_parameters.broadcasts_the_parameters"]
 
 
-def test_what_hangs_ends_at_the_time_limit_and_is_told_where(tmp_path: Path, grader: Grader, monkeypatch):
+def test_what_hangs_ends_at_the_time_limit_and_is_told_where(
+    tmp_path: Path, grader: Grader, monkeypatch
+):
     path = solution(tmp_path, "import time", "def get_ddp(module):", "    time.sleep(60)")
     monkeypatch.setattr(grader, "time_limit_s", 1.0)
     started = time.monotonic()
     result = grader.run(BROADCASTS, path)
     assert result.status == "failed"
-    assert result.message == "has not ended after 1 s (rank 0: adapters.py:3, rank 1: adapters.py:3)"
+    assert (
+        result.message == "has not ended after 1 s (rank 0: adapters.py:3, rank 1: adapters.py:3)"
+    )
     assert "line 3 in get_ddp" in result.detail
     assert time.monotonic() - started < 50
 
 
 @pytest.mark.slow
 def test_what_ends_the_process_that_runs_the_checks_costs_one_check(tmp_path: Path):
-    """It ended the grade, at once or when it was ended between two checks; and a rank that went on was waited for."""
+    """It ended the grade, at once or when it was ended between two checks; and a rank that went on
+    was waited for.
+    """
     ends = solution(
         tmp_path, "import os, signal, time", "import torch.distributed as dist", "def get_ddp(module):",
         "    if dist.get_rank() == 0:", "        os.kill(os.getppid(), signal.SIGKILL)", "    time.sleep(60)",
@@ -298,18 +322,29 @@ def test_no_check_begins_after_the_total_time_limit(monkeypatch):
 
 
 def test_a_folder_of_modules_that_import_each_other(tmp_path: Path, grader: Grader, monkeypatch):
-    """As in the course's tests, where adapters.py is a module of a package; and what is written is nobody else's."""
+    """As in the course's tests, where adapters.py is a module of a package; and what is written is
+    nobody else's.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ddp.py").write_text("from .base import DDP\n")
     (tmp_path / "base.py").write_text((SOLUTIONS / "minimal.py").read_text())
-    result = grader.run(BROADCASTS, solution(tmp_path, "from .ddp import DDP as get_ddp", "open('log', 'w').write('')"))
+    result = grader.run(
+        BROADCASTS,
+        solution(tmp_path, "from .ddp import DDP as get_ddp", "open('log', 'w').write('')"),
+    )
     assert result.status == "passed", result.detail
-    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"adapters.py", "base.py", "ddp.py"}
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {
+        "adapters.py",
+        "base.py",
+        "ddp.py",
+    }
 
 
 def test_a_rank_that_dies_is_told_and_not_the_other_that_misses_it(tmp_path: Path, grader: Grader):
     rank_0_dies = "    os._exit(3) if dist.get_rank() == 0 else dist.barrier()"
-    path = solution(tmp_path, "import os, torch.distributed as dist", "def get_ddp(module):", rank_0_dies)
+    path = solution(
+        tmp_path, "import os, torch.distributed as dist", "def get_ddp(module):", rank_0_dies
+    )
     assert grader.run(BROADCASTS, path).message == "the process died (exit code 3)"
 
 
@@ -319,7 +354,9 @@ def test_a_file_that_cannot_be_loaded_says_why_in_one_line(tmp_path: Path, grade
         "ModuleNotFoundError: No module named 'no_such_package' (adapters.py:1); it is neither in "
         f"{tmp_path} nor installed for {sys.executable}"
     )
-    result = grader.run(BROADCASTS, solution(tmp_path, "def get_ddp(module):", "    return module.nothing"))
+    result = grader.run(
+        BROADCASTS, solution(tmp_path, "def get_ddp(module):", "    return module.nothing")
+    )
     assert "has no attribute 'nothing' (adapters.py:2)" in result.message
     assert "Traceback" in result.detail
     result = grader.run(BROADCASTS, solution(tmp_path, ""))
@@ -330,9 +367,12 @@ def test_a_file_that_cannot_be_loaded_says_why_in_one_line(tmp_path: Path, grade
 
 
 @pytest.mark.parametrize(
-    ("package", "install"), [("submitit", "'cs336-systems[course]'"), ("nowhere_else", "nowhere_else")]
+    ("package", "install"),
+    [("submitit", "'cs336-systems[course]'"), ("nowhere_else", "nowhere_else")],
 )
-def test_a_package_that_is_declared_and_missing_is_skipped(package: str, install: str, tmp_path: Path, grader: Grader):
+def test_a_package_that_is_declared_and_missing_is_skipped(
+    package: str, install: str, tmp_path: Path, grader: Grader
+):
     """The machine lacks it, and the student is not at fault; nothing said what to install where."""
     declared = "[project]\ndependencies = [\"nowhere-else>=2; python_version > '3'\"]\n"
     (tmp_path / "pyproject.toml").write_text(declared)
@@ -344,7 +384,9 @@ def test_a_package_that_is_declared_and_missing_is_skipped(package: str, install
 
 
 def test_the_extra_course_names_what_is_told_to_be_in_it():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     named = {re.match("[a-z]+", requirement).group() for requirement in extras["course"]}
     assert named | {"numpy", "einops", "jaxtyping", "pandas", "matplotlib"} == set(COURSE_PACKAGES)
 
@@ -363,7 +405,9 @@ def test_what_refuses_a_cpu_needs_a_gpu(body: str, tmp_path: Path, grader: Grade
     """The handout's own example asserts that its tensors are on a GPU; it lost 20 points."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    path = solution(tmp_path, "def get_ddp(module):", "    module.weight = next(module.parameters())", body)
+    path = solution(
+        tmp_path, "def get_ddp(module):", "    module.weight = next(module.parameters())", body
+    )
     result = grader.run(BROADCASTS, path)
     assert (result.status, result.message) == ("skipped", "needs a GPU (adapters.py:3)"), result
 
@@ -388,7 +432,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_packages_of_the_project_are_found(layout: str, tmp_path: Path, grader: Grader):
-    """Her package is called as ours, which was imported in its place where no pyproject.toml was found."""
+    """Her package is called as ours, which was imported in its place where no pyproject.toml was
+    found.
+    """
     place, pyproject = LAYOUTS[layout]
     files = {
         "minimal.py": (SOLUTIONS / "minimal.py").read_text(),
@@ -418,7 +464,9 @@ def test_the_packages_of_the_project_are_found(layout: str, tmp_path: Path, grad
 def test_our_package_is_not_imported_in_the_place_of_hers(tmp_path: Path, grader: Grader):
     """It could give points: its wrappers are right."""
     (tmp_path / "tests").mkdir()
-    path = solution(tmp_path / "tests", "from cs336_systems.distributed import OverlapDDP as get_ddp")
+    path = solution(
+        tmp_path / "tests", "from cs336_systems.distributed import OverlapDDP as get_ddp"
+    )
     result = grader.run(BROADCASTS, path)
     assert result.message == (
         f"ModuleNotFoundError: {tmp_path} has no folder cs336_systems, and the grade's own is not served "
@@ -453,7 +501,9 @@ def test_adapters_may_call_their_arguments_what_they_like(tmp_path: Path, grader
 
 
 def test_a_parameter_that_is_no_number_differs_by_more_than_any_bound():
-    ones, broken = ({name: torch.tensor([1.0, value]) for name in "ab"} for value in (1.0, torch.nan))
+    ones, broken = (
+        {name: torch.tensor([1.0, value]) for name in "ab"} for value in (1.0, torch.nan)
+    )
     assert largest_difference(ones | {"b": broken["b"]}, ones) == (float("inf"), "b")
 
 
@@ -469,7 +519,9 @@ def test_every_required_check_has_its_share_and_none_beyond():
     for check in (first, second):
         results[check.id] = Result(check=check, status="skipped", message="needs a GPU (a.py:3)")
     assert found.is_complete
-    assert lines(found)[-1] == "total: 12.7 of 12.7 points that this machine can grade, 2.3 need a GPU"
+    assert (
+        lines(found)[-1] == "total: 12.7 of 12.7 points that this machine can grade, 2.3 need a GPU"
+    )
     results[third.id] = Result(check=third, status="failed", message="wrong")
     results[second.id] = Result(check=second, status="not begun", message="it is missing")
     assert not found.is_complete and found.points == pytest.approx(15 * 10 / 13)
@@ -491,7 +543,9 @@ def test_what_does_not_shard_earns_nothing_by_training_right():
 
 
 def test_the_command_prints_json_and_exits_by_the_points(grader: Grader, monkeypatch):
-    monkeypatch.setattr("cs336_systems.grading.points.Grader", lambda time_limit_s: nullcontext(grader))
+    monkeypatch.setattr(
+        "cs336_systems.grading.points.Grader", lambda time_limit_s: nullcontext(grader)
+    )
     arguments = ["grade", str(SOLUTIONS / "bucket_ignored.py"), "--json", "--problem"]
     full = invoke(*arguments, "optimizer_state_sharding", "--no-beyond")
     assert full.exit_code == 0, full.stderr
@@ -538,7 +592,9 @@ def test_a_class_is_graded_in_one_call(tmp_path: Path):
 
 def test_ctrl_c_keeps_the_submissions_that_are_graded(tmp_path: Path, monkeypatch):
     """All were lost, after an hour of a class."""
-    paths = [solution(tmp_path / name, "") for name in ("ann", "bob") if not (tmp_path / name).mkdir()]
+    paths = [
+        solution(tmp_path / name, "") for name in ("ann", "bob") if not (tmp_path / name).mkdir()
+    ]
 
     def grade_or_interrupt(adapters, problems, others, **_):
         if adapters == paths[1]:
@@ -551,7 +607,10 @@ def test_ctrl_c_keeps_the_submissions_that_are_graded(tmp_path: Path, monkeypatc
     assert told.exit_code == 128 + signal.SIGINT
     assert told.stderr == "interrupted: 1 of 2 submissions are graded\n"
     assert told.stdout.splitlines()[0] == str(paths[0]) and str(paths[1]) not in told.stdout
-    assert [row[0] for row in csv.reader(table.read_text().splitlines())] == ["submission", str(paths[0])]
+    assert [row[0] for row in csv.reader(table.read_text().splitlines())] == [
+        "submission",
+        str(paths[0]),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -566,8 +625,14 @@ def test_ctrl_c_keeps_the_submissions_that_are_graded(tmp_path: Path, monkeypatc
          "not begun", "shards is not implemented (adapters.py:4)"),
     ],
 )  # fmt: skip
-def test_what_is_missing_is_named(body: str, status: str, message: str, tmp_path: Path, grader: Grader):
-    check = BROADCASTS if "shards" not in body else CHECKS["ddp_overlap_individual_parameters.equals_one_process"]
+def test_what_is_missing_is_named(
+    body: str, status: str, message: str, tmp_path: Path, grader: Grader
+):
+    check = (
+        BROADCASTS
+        if "shards" not in body
+        else CHECKS["ddp_overlap_individual_parameters.equals_one_process"]
+    )
     result = grader.run(check, solution(tmp_path, body))
     assert (result.status, result.message) == (status, message)
 
@@ -578,13 +643,28 @@ def test_what_is_missing_is_named(body: str, status: str, message: str, tmp_path
         (["nowhere.py"], "nowhere.py does not exist"),
         (["Makefile"], "Makefile is not a .py file"),
         (["tests/adapters.py", "--csv", "docs"], "--csv: docs cannot be written: Is a directory"),
-        (["tests/adapters.py", "--gradescope", "no/x.json"], "--gradescope: no/x.json cannot be written: No such file"),
+        (
+            ["tests/adapters.py", "--gradescope", "no/x.json"],
+            "--gradescope: no/x.json cannot be written: No such file",
+        ),
         (["docs"], "docs has neither tests/adapters.py nor adapters.py"),
         (["tests/adapters.py", "--jobs", "0"], "--jobs must be positive, got 0"),
-        (["tests/adapters.py", "--edition", "2024"], "--edition must be one of 2025, 2026, got 2024"),
-        (["tests/adapters.py", "--problem", "nsys_profile"], "nsys_profile is measured, not graded by running"),
-        (["tests/adapters.py", "--problem", "flash"], "unknown problem 'flash'; graded are flash_forward"),
-        (["tests/adapters.py", "--problem", "fsdp", "--edition", "2025"], "fsdp is a problem of 2026, not of 2025"),
+        (
+            ["tests/adapters.py", "--edition", "2024"],
+            "--edition must be one of 2025, 2026, got 2024",
+        ),
+        (
+            ["tests/adapters.py", "--problem", "nsys_profile"],
+            "nsys_profile is measured, not graded by running",
+        ),
+        (
+            ["tests/adapters.py", "--problem", "flash"],
+            "unknown problem 'flash'; graded are flash_forward",
+        ),
+        (
+            ["tests/adapters.py", "--problem", "fsdp", "--edition", "2025"],
+            "fsdp is a problem of 2026, not of 2025",
+        ),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments, message, monkeypatch):
@@ -603,5 +683,7 @@ def test_the_page_says_what_each_check_requires():
 def test_a_whole_grade_names_what_has_no_points_here():
     others = [problem for problem in problems_of(2026) if problem.answer != "graded"]
     told = lines(Grade(chosen_problems("fsdp", 2026), others))
-    assert any(line.startswith("written, no points here: naive_ddp, alternate_ring") for line in told)
+    assert any(
+        line.startswith("written, no points here: naive_ddp, alternate_ring") for line in told
+    )
     assert told[-1] == "total: 0 of 15 points"

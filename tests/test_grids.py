@@ -7,7 +7,9 @@ from cs336_systems.grids import hilbert_order, neighbourhood_block_density, row_
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8, 64])
 def test_the_curve_visits_every_token_goes_to_neighbours_and_fills_squares(n: int):
-    """Z-order and Gray-code curves jump; this one never does, and each aligned run of 4ᵏ tokens is a square."""
+    """Z-order and Gray-code curves jump; this one never does, and each aligned run of 4ᵏ tokens is
+    a square.
+    """
     order = hilbert_order(n)
     assert order.sort().values.tolist() == list(range(n * n))
     distance = (order // n).diff().abs() + (order % n).diff().abs()

@@ -1,7 +1,8 @@
-"""The Hopper back end: how it is chosen and refused, on every machine; its kernels, on a GPU of sm_90.
+"""The Hopper back end: how it is chosen and refused, on every machine; its kernels, on a GPU of
+sm_90.
 
-Its kernels have no interpreter. What a CPU can test of them is in `test_hopper_schedule` and in what is compiled
-offline; here the dispatch runs with the tiled stage in the kernels' place.
+Its kernels have no interpreter. What a CPU can test of them is in `test_hopper_schedule` and in
+what is compiled offline; here the dispatch runs with the tiled stage in the kernels' place.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.attention import BlockMask, api, attention_reference, flash_attention, flash_attention_varlen, replay
+from cs336_systems.attention import (
+    BlockMask,
+    api,
+    attention_reference,
+    flash_attention,
+    flash_attention_varlen,
+    replay,
+)
 from cs336_systems.attention import choose as backends
 from cs336_systems.attention.call import Call, Documents, Saved
 from cs336_systems.attention.contract import compute_oracle, contract_errors
@@ -63,7 +71,9 @@ WIDTHS = pytest.mark.parametrize("head_dim", (64, 96, 128, 256))  # columns that
 
 def on_hopper(test: Any) -> Any:
     """A GPU test, of sm_90 alone."""
-    return pytest.mark.gpu(pytest.mark.skipif(not HAS_HOPPER, reason="hopper kernels need an sm_90 GPU")(test))
+    return pytest.mark.gpu(
+        pytest.mark.skipif(not HAS_HOPPER, reason="hopper kernels need an sm_90 GPU")(test)
+    )
 
 
 # Chosen, refused: on every machine
@@ -71,8 +81,9 @@ def on_hopper(test: Any) -> Any:
 
 @pytest.fixture
 def replaced(monkeypatch) -> list[str]:
-    """`flash_attention(backend="hopper")` on this machine's CPU, the tiled stage in the place of all kernels; which of
-    them were launched, in order."""
+    """`flash_attention(backend="hopper")` on this machine's CPU, the tiled stage in the place of
+    all kernels; which of them were launched, in order.
+    """
     calls = []
 
     def forward(q, k, v, is_causal, scale, config):
@@ -115,7 +126,9 @@ def test_gradients_are_deterministic_if_asked_or_torch_is(replaced, deterministi
 
 def test_key_heads_are_not_repeated_and_leading_dimensions_come_back(replaced, monkeypatch):
     q, k, v, _ = cpu_inputs(4, 2)
-    monkeypatch.setattr(function, "hopper_forward", lambda q, k, *_: (torch.full_like(q, k.shape[1]), q.sum(-1)))
+    monkeypatch.setattr(
+        function, "hopper_forward", lambda q, k, *_: (torch.full_like(q, k.shape[1]), q.sum(-1))
+    )
     output, lse = flash_attention(*(x[None] for x in (q, k, v)), enable_gqa=True, return_lse=True)
     assert output.shape == (1, 2, 4, 20, 16) and lse.shape == (1, 2, 4, 20) and (output == 2).all()
 
@@ -138,11 +151,15 @@ def test_empty_inputs_launch_nothing(replaced, empty):
     batch, seqlen_q, seqlen_k = (0 if empty == name else 5 for name in ("batch", "queries", "keys"))
     results = run(*inputs(batch, 2, 2, seqlen_q, seqlen_k, 16, torch.float32, "cpu"))
     assert replaced == []
-    assert (results["lse"] == -math.inf).all() and not any(results[f"grad_{name}"].any() for name in "qkv")
+    assert (results["lse"] == -math.inf).all() and not any(
+        results[f"grad_{name}"].any() for name in "qkv"
+    )
 
 
 def test_compile_takes_it_whole(replaced):
-    """And what PyTorch checks of an operator: its schema, and that it is never launched with fake tensors."""
+    """And what PyTorch checks of an operator: its schema, and that it is never launched with fake
+    tensors.
+    """
     *tensors, grad_output = cpu_inputs()
 
     def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -163,8 +180,13 @@ def test_what_only_the_reference_has_is_refused(replaced):
     q, k, v, _ = cpu_inputs()
     with pytest.raises(NotImplementedError, match="forward-mode AD is not supported here"):
         torch.func.jvp(lambda q: flash_attention(q, k, v), (q,), (q,))
-    (grad_q,) = torch.autograd.grad(flash_attention(q.requires_grad_(), k, v).sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="double backward is not supported here; backend='reference' has it"):
+    (grad_q,) = torch.autograd.grad(
+        flash_attention(q.requires_grad_(), k, v).sum(), q, create_graph=True
+    )
+    with pytest.raises(
+        NotImplementedError,
+        match="double backward is not supported here; backend='reference' has it",
+    ):
         grad_q.sum().backward()
 
 
@@ -180,7 +202,9 @@ def test_calls_that_hopper_does_not_serve_are_refused():
         lambda: model(tokens),
         lambda: function.OPERATORS["dense"](q, k, v, Call(True, 0.25)),
     ):
-        with pytest.raises(ValueError, match="(cannot be used|by the Hopper kernels): hopper kernels need a GPU"):
+        with pytest.raises(
+            ValueError, match="(cannot be used|by the Hopper kernels): hopper kernels need a GPU"
+        ):
             call()
 
 
@@ -191,13 +215,19 @@ def test_calls_that_hopper_does_not_serve_are_refused():
         ([600, 300], 136, False, "triton"),
     ],
 )  # fmt: skip
-def test_documents_that_are_short_on_average_are_not_padded(monkeypatch, lengths, head_dim, deterministic, kernel):
-    """To blocks of 128 rows of a float32 dQ: a thousand documents of one token would take the memory of 128,000."""
+def test_documents_that_are_short_on_average_are_not_padded(
+    monkeypatch, lengths, head_dim, deterministic, kernel
+):
+    """To blocks of 128 rows of a float32 dQ: a thousand documents of one token would take the
+    memory of 128,000.
+    """
     monkeypatch.setattr(function, "refuse_hopper", lambda q: None)
     monkeypatch.setattr(function, "hopper_packed_backward", lambda *_: "hopper")
     monkeypatch.setattr(function, "triton_backward", lambda *_: "triton")
     q, ends = torch.empty(sum(lengths), 1, head_dim), torch.tensor([0, *lengths]).cumsum(0).int()
-    call = Call(True, 0.125, deterministic, documents=Documents(ends, ends, max(lengths), max(lengths)))
+    call = Call(
+        True, 0.125, deterministic, documents=Documents(ends, ends, max(lengths), max(lengths))
+    )
     assert function._backward(Saved(q, q, q, q, torch.empty(1, len(q)), q), call) == kernel
 
 
@@ -206,7 +236,9 @@ def test_the_operator_asks_for_what_the_inputs_are(monkeypatch):
     monkeypatch.setattr(backends, "available_here", lambda *_: found)
 
     def refusal(dtype: torch.dtype, head_dim: int) -> str | None:
-        q: Any = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype, shape=(2, 3, 20, head_dim))
+        q: Any = SimpleNamespace(
+            device=torch.device("cuda", 0), dtype=dtype, shape=(2, 3, 20, head_dim)
+        )
         return backends.hopper_refusal(q)
 
     assert refusal(torch.bfloat16, 256) is refusal(torch.float16, 1) is None
@@ -222,13 +254,18 @@ def test_records_name_the_tiles(monkeypatch):
     forward, backward = function.kernel_names(q, q, is_causal=True).split()
     assert forward == "hopper_forward_192x128_dynamic" and backward == "hopper_backward_128x128"
     q = torch.empty(1, 16, 8192, 160, dtype=torch.bfloat16, device="meta")
-    assert function.kernel_names(q, q, is_causal=True) == "hopper_forward_128x64_tiles hopper_wide_backward_128x64"
+    assert (
+        function.kernel_names(q, q, is_causal=True)
+        == "hopper_forward_128x64_tiles hopper_wide_backward_128x64"
+    )
 
 
 # Inside the model
 
 
-MODEL = ModelConfig(name="tiny", d_model=32, d_ff=48, num_layers=2, num_heads=2, vocab_size=31, context_length=20)
+MODEL = ModelConfig(
+    name="tiny", d_model=32, d_ff=48, num_layers=2, num_heads=2, vocab_size=31, context_length=20
+)
 
 
 def tiny_model(attention: str) -> tuple[TransformerLM, Tensor]:
@@ -271,11 +308,14 @@ SHAPES = [  # batch, heads, key heads, queries, keys, head dim
 
 @pytest.fixture
 def each_schedule(monkeypatch) -> Callable[[int], Iterator[str]]:
-    """`for name in each_schedule(head_dim)`: the calls of the loop run as they choose, then with each schedule by name.
+    """`for name in each_schedule(head_dim)`: the calls of the loop run as they choose, then with
+    each schedule by name.
 
     Calls as small as those here would choose one for small grids.
     """
-    kernels = {name: getattr(function, name) for name in ("hopper_forward", "hopper_packed_forward")}
+    kernels = {
+        name: getattr(function, name) for name in ("hopper_forward", "hopper_packed_forward")
+    }
 
     def each(head_dim: int) -> Iterator[str]:
         for name in ("", *(schedule.name("tiles") for schedule in SCHEDULES[head_tile(head_dim)])):
@@ -305,7 +345,9 @@ def test_contract(shape, dtype, is_causal):
 @MASKS
 @WIDTHS
 def test_contract_of_a_long_sequence(head_dim, is_causal, each_schedule):
-    """Many tiles a program and several waves of programs; the order of tiles and both phases of each barrier."""
+    """Many tiles a program and several waves of programs; the order of tiles and both phases of
+    each barrier.
+    """
     tensors = inputs(1, 4, 4, 8192 + 77, 8192 + 77, head_dim, torch.bfloat16, "cuda")
     for _ in each_schedule(head_dim):
         assert_contract(*tensors, is_causal=is_causal, backend="hopper")
@@ -313,9 +355,13 @@ def test_contract_of_a_long_sequence(head_dim, is_causal, each_schedule):
 
 @on_hopper
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
-@pytest.mark.parametrize("is_causal, kv_heads, length", [(False, 0, 1101), (True, 1, 9000), (True, 3, 1101)])
+@pytest.mark.parametrize(
+    "is_causal, kv_heads, length", [(False, 0, 1101), (True, 1, 9000), (True, 3, 1101)]
+)
 def test_divided_walks(is_causal, kv_heads, length, head_dim):
-    """Without a mask those of a few tiles more than multiprocessors, beside whole ones. Sums have one order."""
+    """Without a mask those of a few tiles more than multiprocessors, beside whole ones. Sums have
+    one order.
+    """
     places = torch.cuda.get_device_properties(0).multi_processor_count
     key_tiles, kv_heads = -(-length // 128), kv_heads or places // 9 + 1
     division = divide_walks(
@@ -333,10 +379,13 @@ def test_divided_walks(is_causal, kv_heads, length, head_dim):
 @on_hopper
 @pytest.mark.parametrize("head_dim, is_causal, heads, length", [
     *((width, *call) for width in (64, 128) for call in ((True, 1, 1024), (True, 2, 3001), (False, 1, 3001))),
-    (64, False, 9, 2700), (128, False, 17, 1000), (64, False, 37, 2000),  # the last: behind whole heads
+    # the last: behind whole heads
+    (64, False, 9, 2700), (128, False, 17, 1000), (64, False, 37, 2000),
 ])  # fmt: skip
 def test_divided_walks_of_the_forward(head_dim, is_causal, heads, length):
-    """Small and large tiles, all in parts; or those of the last round, beside whole ones. Sums have one order."""
+    """Small and large tiles, all in parts; or those of the last round, beside whole ones. Sums have
+    one order.
+    """
     places = torch.cuda.get_device_properties(0).multi_processor_count
     launch = plan_forward(
         head_dim=head_dim, is_causal=is_causal, num_queries=length, num_keys=length, batch_heads=heads, group=1,
@@ -361,7 +410,9 @@ def test_the_order_of_tiles_changes_no_bit(head_dim, number, is_causal):
     assert 24 * -(-2500 // schedule.query_tile) > 2.5 * 132 * schedule.resident
     with torch.no_grad():
         tiles, *others = (
-            function.OPERATORS["dense"](q, k, v, Call(is_causal, head_dim**-0.5, config=schedule.name(order)))
+            function.OPERATORS["dense"](
+                q, k, v, Call(is_causal, head_dim**-0.5, config=schedule.name(order))
+            )
             for order in ORDERS
         )
     for other in others:
@@ -398,12 +449,19 @@ def test_scale(head_dim, scale, each_schedule):
 @WIDTHS
 def test_the_deterministic_backward(head_dim, dtype, is_causal, each_schedule):
     """Additions to dQ in turn: of programs that fit on the GPU together, and of more."""
-    options: dict[str, Any] = {"is_causal": is_causal, "backend": "hopper", "enable_gqa": True, "deterministic": True}
+    options: dict[str, Any] = {
+        "is_causal": is_causal,
+        "backend": "hopper",
+        "enable_gqa": True,
+        "deterministic": True,
+    }
     many = inputs(1, 2, 1, 18000 if is_causal else 1000, 18000, head_dim, DTYPES[dtype], "cuda")
     first = run(*many, **options)
     assert_same(run(*many, **options), first, deterministic=True)
     for name, result in run(*many, **(options | {"deterministic": False})).items():
-        assert (result.float() - first[name].float()).norm() <= 1e-3 * first[name].float().norm(), name
+        assert (result.float() - first[name].float()).norm() <= 1e-3 * first[name].float().norm(), (
+            name
+        )
     tensors = inputs(1, 4, 2, 450, 420, head_dim, DTYPES[dtype], "cuda")
     for _ in each_schedule(head_dim):
         assert_contract(*tensors, **options)
@@ -416,26 +474,35 @@ def test_the_deterministic_backward(head_dim, dtype, is_causal, each_schedule):
 @MASKS
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_deterministic_backward_ends_on_the_multiprocessors_that_are_free(head_dim, is_causal):
-    """64 programs a head; without a mask they waited for others that had not started, as long as something else held
-    one multiprocessor of the 64 that they need at once."""
+    """64 programs a head; without a mask they waited for others that had not started, as long as
+    something else held one multiprocessor of the 64 that they need at once.
+    """
     from tests.spin_kernel import hold_multiprocessors
 
     q, k, v, grad = inputs(1, 2, 1, 8192, 8192, head_dim, torch.bfloat16, "cuda")
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    options: dict[str, Any] = {"is_causal": is_causal, "backend": "hopper", "enable_gqa": True, "deterministic": True}
+    options: dict[str, Any] = {
+        "is_causal": is_causal,
+        "backend": "hopper",
+        "enable_gqa": True,
+        "deterministic": True,
+    }
     output = flash_attention(*leaves, **options)
 
     def gradients() -> tuple[Tensor, ...]:
         return torch.autograd.grad(output, leaves, grad, retain_graph=True)
 
     expected = gradients()
-    gradients()  # so that there is memory for others, which could not be had while multiprocessors are held
+    # so that there is memory for others, which could not be had while multiprocessors are held
+    gradients()
     hold_multiprocessors(1, 0.001)
     torch.cuda.synchronize()
     for free in (63, 1):
         holder, held = torch.cuda.Stream(), torch.cuda.Event()
         with torch.cuda.stream(holder):
-            hold_multiprocessors(torch.cuda.get_device_properties(0).multi_processor_count - free, 2000)
+            hold_multiprocessors(
+                torch.cuda.get_device_properties(0).multi_processor_count - free, 2000
+            )
             held.record()
         time.sleep(0.1)
         ours = gradients()
@@ -448,7 +515,9 @@ def test_the_deterministic_backward_ends_on_the_multiprocessors_that_are_free(he
 # Along the lists of a mask, and within packed documents
 
 
-def of_blocks(num_queries: int, num_keys: int, block_size: tuple[int, int], batch: int = 2, heads: int = 4):
+def of_blocks(
+    num_queries: int, num_keys: int, block_size: tuple[int, int], batch: int = 2, heads: int = 4
+):
     """Random tiles, with rows and columns of tiles that are all dead."""
     sizes = (batch, heads, -(-num_queries // block_size[0]), -(-num_keys // block_size[1]))
     blocks = torch.rand(*sizes, generator=torch.Generator().manual_seed(0)) < 0.4
@@ -477,10 +546,13 @@ LISTED = [*((head_dim, dtype) for head_dim in (64, 128) for dtype in ("bfloat16"
           (96, "bfloat16")]  # fmt: skip
 
 
-IN_ORDER = ("output", "lse", "grad_k", "grad_v")  # whose sums have one order; dQ's have it if deterministic
+# whose sums have one order; dQ's have it if deterministic
+IN_ORDER = ("output", "lse", "grad_k", "grad_v")
 
 
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], deterministic: bool = False) -> None:
+def assert_same(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], deterministic: bool = False
+) -> None:
     """Bit for bit, but dQ up to the last bits of sums in another order."""
     for name, result in ours.items():
         if name in IN_ORDER or deterministic:
@@ -495,8 +567,13 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], deterministi
 @pytest.mark.parametrize(("head_dim", "dtype"), LISTED)
 @pytest.mark.parametrize("make", TILE_MASKS.values(), ids=TILE_MASKS.keys())
 def test_masks(make, head_dim, dtype, deterministic):
-    """Both passes, the same in 20 repeats, and keys of dead tiles that are not numbers reach nothing."""
-    mask, options = make(), {"backend": "hopper", "enable_gqa": True, "deterministic": deterministic}
+    """Both passes, the same in 20 repeats, and keys of dead tiles that are not numbers reach
+    nothing.
+    """
+    mask, options = (
+        make(),
+        {"backend": "hopper", "enable_gqa": True, "deterministic": deterministic},
+    )
     q, k, v, grad_output = inputs(2, 4, 2, *mask.seq_lengths, head_dim, DTYPES[dtype], "cuda")
     assert worst_error(q, k, v, grad_output, mask, **options) <= 1
     call = partial(run, q, k, v, grad_output, block_mask=mask, **options)
@@ -505,7 +582,9 @@ def test_masks(make, head_dim, dtype, deterministic):
         assert_same(call(), clean, deterministic)
     columns = mask.block_size[1]
     seen = mask.to_dense().flatten(0, 2).any(0)
-    dead = ~torch.stack([part.any() for part in seen.split(columns)]).repeat_interleave(columns)[: len(seen)]
+    dead = ~torch.stack([part.any() for part in seen.split(columns)]).repeat_interleave(columns)[
+        : len(seen)
+    ]
     k[:, :, dead], v[:, :, dead] = math.nan, math.nan
     assert_same(call(), clean, deterministic)
     assert not clean["grad_k"][:, :, dead].any() and not clean["grad_v"][:, :, dead].any()
@@ -540,18 +619,28 @@ def test_packed_documents(case, deterministic, head_dim, dtype, is_causal, each_
         for _ in range(20):
             assert_same(call(), clean, deterministic)
         (first_q, end_q), (first_k, end_k) = (ends[1:3].tolist() for ends in documents[:2])
-        for x, rows in zip(tensors, (slice(first_q, end_q), *[slice(first_k, end_k)] * 2, slice(first_q, end_q))):
+        for x, rows in zip(
+            tensors, (slice(first_q, end_q), *[slice(first_k, end_k)] * 2, slice(first_q, end_q))
+        ):
             x[rows] = math.nan
         dirty = call()
         for others in ((slice(first_q), slice(first_k)), (slice(end_q, None), slice(end_k, None))):
-            assert_same(varlen.document_of(dirty, *others), varlen.document_of(clean, *others), deterministic)
+            assert_same(
+                varlen.document_of(dirty, *others),
+                varlen.document_of(clean, *others),
+                deterministic,
+            )
 
 
 @on_hopper
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_packed_documents_of_many_tiles(head_dim):
-    """Enough for programs to take several, where schedule, order and way of dQ are left to the launcher."""
-    tensors, documents = varlen.packed([2048, 1999], None, 0, 16, 16, head_dim, torch.bfloat16, "cuda")
+    """Enough for programs to take several, where schedule, order and way of dQ are left to the
+    launcher.
+    """
+    tensors, documents = varlen.packed(
+        [2048, 1999], None, 0, 16, 16, head_dim, torch.bfloat16, "cuda"
+    )
     for longest in (2048, 8192):
         said = (*documents[:2], longest, longest)
         results = varlen.run_packed(tensors, said, is_causal=True, backend="hopper")
@@ -568,7 +657,9 @@ def test_a_head_that_is_not_numbers_reaches_no_other(rows, head_dim):
     clean = run(q, k, v, grad_output, backend="hopper", block_mask=mask)
     v[:, 0, 280] = math.nan
     dirty = run(q, k, v, grad_output, backend="hopper", block_mask=mask)
-    assert_same(*({name: x[:, 1] for name, x in results.items()} for results in (dirty, clean)), False)
+    assert_same(
+        *({name: x[:, 1] for name, x in results.items()} for results in (dirty, clean)), False
+    )
 
 
 @on_hopper
@@ -578,11 +669,19 @@ def test_the_log_says_which_walk_was_launched(capfd, monkeypatch):
     monkeypatch.setattr(launch, "_log_is_on", lambda: True)
     launch._print_once.cache_clear()
     q, k, v, _ = inputs(1, 2, 2, 300, 300, 128, torch.bfloat16, "cuda")
-    flash_attention(q, k, v, block_mask=BlockMask.sliding_window(300, window=99, device="cuda"), backend="hopper")
+    flash_attention(
+        q,
+        k,
+        v,
+        block_mask=BlockMask.sliding_window(300, window=99, device="cuda"),
+        backend="hopper",
+    )
     tensors, documents = varlen.packed([171, 129], None, 0, 2, 2, 128, torch.bfloat16, "cuda")
     flash_attention_varlen(*tensors[:3], *documents, backend="hopper")
     listed, of_documents = capfd.readouterr().err.splitlines()
-    assert "kernel=listed_forward" in listed and listed.endswith("config=hopper_forward_128x128_tiles")
+    assert "kernel=listed_forward" in listed and listed.endswith(
+        "config=hopper_forward_128x128_tiles"
+    )
     assert "kernel=packed_forward" in of_documents and "config=hopper_forward_" in of_documents
 
 
@@ -599,7 +698,9 @@ def test_any_strides_equal_contiguous(layout, head_dim, each_schedule):
     for _ in each_schedule(head_dim):
         ours = run(*given, backend="hopper", is_causal=True)
         assert_same(ours, run(*(x.contiguous() for x in given), backend="hopper", is_causal=True))
-    errors = contract_errors(compute_oracle(*tensors, is_causal=True), {"grad_q": ours["grad_q"].view_as(tensors[0])})
+    errors = contract_errors(
+        compute_oracle(*tensors, is_causal=True), {"grad_q": ours["grad_q"].view_as(tensors[0])}
+    )
     assert errors["grad_q"] <= 1
 
 
@@ -609,8 +710,10 @@ def test_any_strides_equal_contiguous(layout, head_dim, each_schedule):
 @pytest.mark.parametrize("kind", [*HARD_VALUES, "some-huge-logits"])
 @WIDTHS
 def test_hard_values(head_dim, kind, dtype, is_causal, each_schedule):
-    """Huge logits in the median of five draws: of one draw in ten, attention in float64 with only the scores in
-    float32 and P, O and dS in bfloat16 has a dQ that is over its bound, by up to a half."""
+    """Huge logits in the median of five draws: of one draw in ten, attention in float64 with only
+    the scores in float32 and P, O and dS in bfloat16 has a dQ that is over its bound, by up to a
+    half.
+    """
     draws = [
         hard_inputs(kind, dtype, "cuda", seqlen=430, head_dim=head_dim, seed=seed)
         for seed in range(5 if "logits" in kind else 1)
@@ -628,11 +731,14 @@ def test_hard_values(head_dim, kind, dtype, is_causal, each_schedule):
 
 @on_hopper
 @pytest.mark.parametrize(
-    ("head_dim", "offset"), [(64, 0.0), (64, 64.0), (64, 180.0), (64, 900.0), (128, 0.0), (256, 0.0)]
+    ("head_dim", "offset"),
+    [(64, 0.0), (64, 64.0), (64, 180.0), (64, 900.0), (128, 0.0), (256, 0.0)],
 )
 def test_a_query_that_sees_one_key_has_its_value(head_dim, offset, each_schedule):
-    """Its probability is 1. A maximum that was scaled, and rounded, before it was subtracted made it another number
-    where scores were huge, which bfloat16 rounded again: O was off by up to 2^-9, and so was delta of its gradient."""
+    """Its probability is 1. A maximum that was scaled, and rounded, before it was subtracted made
+    it another number where scores were huge, which bfloat16 rounded again: O was off by up to 2^-9,
+    and so was delta of its gradient.
+    """
     q, k, v, _ = inputs(2, 16, 16, 200, 200, head_dim, torch.bfloat16, "cuda")
     q[..., 0] += offset
     k[..., 0] += offset
@@ -649,7 +755,9 @@ def test_a_first_key_tile_of_scores_of_minus_infinity(head_dim, each_schedule):
     k[:, :, :256, 0] = -math.inf
     for schedule in each_schedule(head_dim):
         output, lse = flash_attention(q, k, v, backend="hopper", return_lse=True)
-        errors = contract_errors(compute_oracle(q, k[:, :, 256:], v[:, :, 256:]), {"output": output, "lse": lse})
+        errors = contract_errors(
+            compute_oracle(q, k[:, :, 256:], v[:, :, 256:]), {"output": output, "lse": lse}
+        )
         assert max(errors.values()) <= 1, (schedule, errors)
 
 
@@ -682,14 +790,20 @@ def test_gradients_flow_through_the_lse(head_dim):
 
     def gradients(attention: Any, dtype: torch.dtype) -> list[Tensor]:
         def attend(q: Tensor, *keys: Tensor) -> tuple[Tensor, Tensor]:
-            return attention(q, *(x.repeat_interleave(2, dim=1) for x in keys), is_causal=True, return_lse=True)
+            return attention(
+                q, *(x.repeat_interleave(2, dim=1) for x in keys), is_causal=True, return_lse=True
+            )
 
         upstream = grad_output.to(dtype), grad_lse.to(torch.promote_types(dtype, torch.float32))
         results = all_results(attend, [x.to(dtype) for x in (q, k, v)], *upstream)
         return [results[name].double() for name in ("grad_q", "grad_k", "grad_v")]
 
-    exact, eager = (gradients(attention_reference, dtype) for dtype in (torch.float64, torch.bfloat16))
-    ours = gradients(lambda *x, **options: flash_attention(*x, backend="hopper", **options), torch.bfloat16)
+    exact, eager = (
+        gradients(attention_reference, dtype) for dtype in (torch.float64, torch.bfloat16)
+    )
+    ours = gradients(
+        lambda *x, **options: flash_attention(*x, backend="hopper", **options), torch.bfloat16
+    )
     for mine, theirs, true in zip(ours, eager, exact):
         assert (mine - true).abs().max() <= 2 * (theirs - true).abs().max() + 1e-5
 
@@ -699,7 +813,9 @@ def test_gradients_flow_through_the_lse(head_dim):
 def test_offsets_beyond_32_bits(each_schedule):
     storage = torch.empty(130 * 2**25, dtype=torch.bfloat16, device="cuda")  # 8.1 GiB
     dense = inputs(1, 1, 1, 129, 129, 64, torch.bfloat16, "cuda")
-    spread = [storage.as_strided((1, 1, 129, 64), (1, 1, 2**25, 1), 64 * index) for index in range(4)]
+    spread = [
+        storage.as_strided((1, 1, 129, 64), (1, 1, 2**25, 1), 64 * index) for index in range(4)
+    ]
     for x, y in zip(spread, dense):
         x.copy_(y)
     for _ in each_schedule(64):
@@ -709,14 +825,20 @@ def test_offsets_beyond_32_bits(each_schedule):
 @on_hopper
 @pytest.mark.alone
 def test_more_than_2_to_the_31_elements(each_schedule):
-    """The last head lies behind 2^31 elements of q, k, v, O and, in float32, of the accumulator of dQ. Alone it would
-    choose another schedule than among the others, and with it other last bits."""
+    """The last head lies behind 2^31 elements of q, k, v, O and, in float32, of the accumulator of
+    dQ. Alone it would choose another schedule than among the others, and with it other last bits.
+    """
     heads, seqlen = 1026, 32768
-    tensors = [torch.randn(1, heads, seqlen, 64, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
-    # A sample of the last head's queries against the oracle: dQ has another order of sums each time.
+    tensors = [
+        torch.randn(1, heads, seqlen, 64, dtype=torch.bfloat16, device="cuda") for _ in range(4)
+    ]
+    # A sample of the last head's queries against the oracle: dQ has another order of sums each
+    # time.
     rows = slice(seqlen - 512, seqlen)
     q, k, v, grad_output = (x[:, -1:] for x in tensors)
-    visible = torch.arange(seqlen - 512, seqlen, device="cuda")[:, None] >= torch.arange(seqlen, device="cuda")
+    visible = torch.arange(seqlen - 512, seqlen, device="cuda")[:, None] >= torch.arange(
+        seqlen, device="cuda"
+    )
     oracle = compute_oracle(q[:, :, rows], k, v, grad_output[:, :, rows], mask=visible)
     for schedule in each_schedule(64):
         results = run(*tensors, backend="hopper", is_causal=True)
@@ -730,7 +852,9 @@ def test_more_than_2_to_the_31_elements(each_schedule):
 @on_hopper
 @pytest.mark.alone
 def test_more_batches_than_a_grid_dimension_of_65535():
-    assert_contract(*inputs(70_000, 1, 1, 3, 5, 16, torch.bfloat16, "cuda"), backend="hopper", is_causal=True)
+    assert_contract(
+        *inputs(70_000, 1, 1, 3, 5, 16, torch.bfloat16, "cuda"), backend="hopper", is_causal=True
+    )
 
 
 # The same bits, wherever it runs
@@ -738,14 +862,23 @@ def test_more_batches_than_a_grid_dimension_of_65535():
 
 @on_hopper
 def test_maxima_rise_by_more_than_the_lag_or_not_at_all():
-    """Row by row, though a warp of sixteen rows decides together whether to look, and any thread's score counts."""
+    """Row by row, though a warp of sixteen rows decides together whether to look, and any thread's
+    score counts.
+    """
     from cs336_systems.attention.hopper.builtins import LAG
     from tests.hopper_instructions import COLUMNS, ROWS, raised_maxima
 
     torch.manual_seed(0)
     maxima = torch.randn(ROWS, device="cuda")
     scores = maxima[:, None] - torch.rand(ROWS, COLUMNS, device="cuda")
-    excesses = {(3, 0): 9.0, (5, 127): 100.0, (6, 64): 7.5, (20, 2): 7.5, (40, 33): 8.5, (47, 70): 1e30}
+    excesses = {
+        (3, 0): 9.0,
+        (5, 127): 100.0,
+        (6, 64): 7.5,
+        (20, 2): 7.5,
+        (40, 33): 8.5,
+        (47, 70): 1e30,
+    }
     for (row, column), excess in excesses.items():
         scores[row, column] = maxima[row] + excess
     scores[10], scores[41, 4], scores[63] = -torch.inf, torch.inf, torch.nan
@@ -784,7 +917,8 @@ def test_on_a_stream_of_its_own(head_dim):
     stream.wait_stream(torch.cuda.current_stream())
     late = [torch.empty_like(x) for x in tensors]
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # 10 ms: kernels on another stream would read what is not yet there
+        # 10 ms: kernels on another stream would read what is not yet there
+        torch.cuda._sleep(20_000_000)
         for x, y in zip(late, tensors):
             x.copy_(y)
         results = run(*late, backend="hopper", is_causal=True)
@@ -821,7 +955,10 @@ def test_a_cuda_graph_replays_it(head_dim, each_schedule):
         with torch.cuda.graph(graph):
             captured = run(*static, **options)
         for seed in (20, 30):
-            fresh = [draw(*x.shape, dtype=x.dtype, device="cuda", seed=seed + index) for index, x in enumerate(static)]
+            fresh = [
+                draw(*x.shape, dtype=x.dtype, device="cuda", seed=seed + index)
+                for index, x in enumerate(static)
+            ]
             for x, y in zip(static, fresh):
                 x.copy_(y)
             graph.replay()
@@ -836,7 +973,12 @@ def test_compile_fullgraph(deterministic):
     q, k, v, grad_output = inputs(1, 2, 2, 270, 270, 64, torch.bfloat16, "cuda")
 
     def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attention(q * 0.5, k, v, is_causal=True, backend="hopper", deterministic=deterministic) * 2
+        return (
+            flash_attention(
+                q * 0.5, k, v, is_causal=True, backend="hopper", deterministic=deterministic
+            )
+            * 2
+        )
 
     compiled = torch.compile(block, fullgraph=True)
     output, grad_q, grad_k, grad_v = with_gradients(compiled, (q, k, v), grad_output)

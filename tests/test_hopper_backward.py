@@ -1,7 +1,9 @@
-"""The Hopper backward as far as a CPU can judge it: which tiles are visited and masked, and whether barriers can hang.
+"""The Hopper backward as far as a CPU can judge it: which tiles are visited and masked, and whether
+barriers can hang.
 
-The kernel's own integer functions run here as Python; around them stands a model of what a program does with each tile
-and of the order in which its partitions wait. The kernel itself is checked on a GPU, in `test_hopper.py`.
+The kernel's own integer functions run here as Python; around them stands a model of what a program
+does with each tile and of the order in which its partitions wait. The kernel itself is checked on a
+GPU, in `test_hopper.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("hypothesis")  # a GPU machine may lack it
-pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper")
+pytest.importorskip(
+    "cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper"
+)
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,28 +91,42 @@ class Walks:
         return [plain(walk.query_of_step.fn(step, first_tile, *call)) for step in range(steps)]
 
 
-LENGTHS = st.integers(1, 300) | st.sampled_from((63, 64, 65, 127, 128, 129, 192, 193, 255, 256, 257, 640))
+LENGTHS = st.integers(1, 300) | st.sampled_from(
+    (63, 64, 65, 127, 128, 129, 192, 193, 255, 256, 257, 640)
+)
 each_problem = given(
     queries=LENGTHS, keys=LENGTHS, is_causal=st.booleans(), group=st.sampled_from((1, 3)), together=st.integers(1, 5),
     head_dim=st.sampled_from((64, 128)),
 )  # fmt: skip
 
 
-# (key head, its first key, [(query head, its first query, (keys, queries): which of the tile are seen)]) of a program
+# (key head, its first key, [(query head, its first query, (keys, queries): which of the tile are
+# seen)]) of a program
 Program = tuple[int, int, list[tuple[int, int, Tensor]]]
 
 
 def assert_gradients(
-    programs: Iterable[Program], queries: int, keys: int, group: int, is_causal: bool, key_tile: int, *, sums_dq: bool
+    programs: Iterable[Program],
+    queries: int,
+    keys: int,
+    group: int,
+    is_causal: bool,
+    key_tile: int,
+    *,
+    sums_dq: bool,
 ) -> None:
-    """Of four key heads, the tiles of all programs add up to the gradients, in float64, and none is written twice.
+    """Of four key heads, the tiles of all programs add up to the gradients, in float64, and none is
+    written twice.
 
-    Reads past the end are zeros, and L past the end is +inf. Scores are near -1e3, where a key that does not exist and
-    scores 0 has a P of exp(1e3) = inf. Key tiles that no query sees are NaN, and 0 · NaN in dQ if they are visited.
+    Reads past the end are zeros, and L past the end is +inf. Scores are near -1e3, where a key that
+    does not exist and scores 0 has a P of exp(1e3) = inf. Key tiles that no query sees are NaN, and
+    0 · NaN in dQ if they are visited.
     """
     generator = torch.Generator().manual_seed(queries * 1000 + keys)
     sizes = [(4 * group, queries)] * 2 + [(4, keys)] * 2
-    q, do, k, v = (torch.randn(*size, 8, generator=generator, dtype=torch.float64) for size in sizes)
+    q, do, k, v = (
+        torch.randn(*size, 8, generator=generator, dtype=torch.float64) for size in sizes
+    )
     q[..., 0], k[..., 0] = 100.0, -10.0
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     repeated = [leaves[0], *(x.repeat_interleave(group, dim=0) for x in leaves[1:])]
@@ -126,8 +144,13 @@ def assert_gradients(
     for kv_head, first_key, steps in programs:
         sum_k = sum_v = 0
         for head, first_query, mask in steps:
-            own, streamed = slice(first_key, first_key + len(mask)), slice(first_query, first_query + mask.shape[1])
-            p = torch.where(mask, (k[kv_head, own] @ q[head, streamed].T - lse[head, streamed]).exp(), 0.0)
+            own, streamed = (
+                slice(first_key, first_key + len(mask)),
+                slice(first_query, first_query + mask.shape[1]),
+            )
+            p = torch.where(
+                mask, (k[kv_head, own] @ q[head, streamed].T - lse[head, streamed]).exp(), 0.0
+            )
             ds = p * (v[kv_head, own] @ do[head, streamed].T - delta[head, streamed])
             sum_k, sum_v = sum_k + ds @ q[head, streamed], sum_v + p @ do[head, streamed]
             dq[head, streamed] += ds.T @ k[kv_head, own]
@@ -146,13 +169,21 @@ def test_the_tiles_add_up_to_the_gradients(queries, keys, is_causal, group, toge
     """Those of the grid that is launched, by the plan that the kernel is compiled for."""
     with pytest.MonkeyPatch.context() as patch:
         launched = record_launches(patch, backward, light)
-        q, k = (torch.empty(2, heads, rows, head_dim).bfloat16() for heads, rows in ((2 * group, queries), (2, keys)))
-        backward.hopper_backward(q, k, k, q, torch.empty(q.shape[:3]), q, None, False, is_causal, 1.0)
+        q, k = (
+            torch.empty(2, heads, rows, head_dim).bfloat16()
+            for heads, rows in ((2 * group, queries), (2, keys))
+        )
+        backward.hopper_backward(
+            q, k, k, q, torch.empty(q.shape[:3]), q, None, False, is_causal, 1.0
+        )
     (num_programs,), _, _, options = launched["backward"]
     plan = options["PLAN"]
     walks = Walks(queries, keys, is_causal, plan.query_tile)
-    assert plan.whole_key_tiles == (walks.key_tiles * KEY_TILE <= keys or (is_causal and queries <= keys))
-    masked_steps = walk.least_steps(plan) if is_causal else 0  # which a causal program runs without a bound
+    assert plan.whole_key_tiles == (
+        walks.key_tiles * KEY_TILE <= keys or (is_causal and queries <= keys)
+    )
+    # which a causal program runs without a bound
+    masked_steps = walk.least_steps(plan) if is_causal else 0
 
     def steps_of(program: int) -> Program:
         kv_head, key_tile = divmod(program, walks.key_tiles)
@@ -163,34 +194,52 @@ def test_the_tiles_add_up_to_the_gradients(queries, keys, is_causal, group, toge
         assert len(starts) >= max(1, masked_steps)
         steps = []
         for member, (step, start) in itertools.product(range(group), enumerate(starts)):
-            key, query = key_tile * KEY_TILE + torch.arange(KEY_TILE)[:, None], start + torch.arange(plan.query_tile)
-            mask = (query >= key if step < masked_steps else query >= 0) & (plan.whole_key_tiles | (key < keys))
+            key, query = (
+                key_tile * KEY_TILE + torch.arange(KEY_TILE)[:, None],
+                start + torch.arange(plan.query_tile),
+            )
+            mask = (query >= key if step < masked_steps else query >= 0) & (
+                plan.whole_key_tiles | (key < keys)
+            )
             steps.append((kv_head * group + member, start, mask))
         return kv_head, key_tile * KEY_TILE, steps
 
-    assert_gradients(map(steps_of, range(num_programs)), queries, keys, group, is_causal, KEY_TILE, sums_dq=True)
+    assert_gradients(
+        map(steps_of, range(num_programs)), queries, keys, group, is_causal, KEY_TILE, sums_dq=True
+    )
 
 
 @given(
     queries=LENGTHS, keys=LENGTHS, is_causal=st.booleans(), group=st.sampled_from((1, 3)),
     head_dim=st.sampled_from((64, 128)), parts=st.integers(1, 9), last=st.integers(1, 30),
 )  # fmt: skip
-def test_parts_of_walks_add_up_to_the_gradients(queries, keys, is_causal, group, head_dim, parts, last):
+def test_parts_of_walks_add_up_to_the_gradients(
+    queries, keys, is_causal, group, head_dim, parts, last
+):
     """Without a mask those of the last tiles, beside whole walks of the others."""
     keys = queries if is_causal else keys
 
     def divide(*, key_tiles: int, batch_heads: int, steps: int, **_: Any) -> Division:
         tiles = key_tiles * batch_heads
         if is_causal:
-            return Division(0, parts, batch_heads * sum(-(-length // parts) for length in range(1, key_tiles + 1)))
+            return Division(
+                0,
+                parts,
+                batch_heads * sum(-(-length // parts) for length in range(1, key_tiles + 1)),
+            )
         own, divided = min(parts, steps), min(last, tiles)
         return Division(tiles - divided, own, divided * own)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backward, "divide_walks", divide)
         launched = record_launches(patch, backward, light)
-        q, k = (torch.empty(2, heads, rows, head_dim).bfloat16() for heads, rows in ((2 * group, queries), (2, keys)))
-        _, *grads = backward.hopper_backward(q, k, k, q, torch.empty(q.shape[:3]), q, None, False, is_causal, 0.5)
+        q, k = (
+            torch.empty(2, heads, rows, head_dim).bfloat16()
+            for heads, rows in ((2 * group, queries), (2, keys))
+        )
+        _, *grads = backward.hopper_backward(
+            q, k, k, q, torch.empty(q.shape[:3]), q, None, False, is_causal, 0.5
+        )
     walks = Walks(queries, keys, is_causal, backward.QUERY_TILES[head_dim])
     (num_programs,), tensors, (*_, whole, size), options = launched["split_backward"]
     assert options["PLAN"].split and launched.get("backward", [(0,)])[0] == (whole,)
@@ -198,7 +247,9 @@ def test_parts_of_walks_add_up_to_the_gradients(queries, keys, is_causal, group,
     assert sums is tensors[-1] and sums.shape == (num_programs, 4, 64 * head_dim)
     assert all(x is grad for x, grad in zip(joined, grads, strict=True))
     assert grid == ((4 * walks.key_tiles - whole) * 4 * (head_dim // 16),)
-    assert numbers == (whole, size, keys, walks.key_tiles, 0.5) and joining["IS_CAUSAL"] == is_causal
+    assert (
+        numbers == (whole, size, keys, walks.key_tiles, 0.5) and joining["IS_CAUSAL"] == is_causal
+    )
     masked_steps = walk.least_steps(options["PLAN"]) if is_causal else 0
     steps_of: dict[tuple[int, int], list[tuple[int, int, Tensor]]] = {}
     for tile in range(whole):
@@ -210,7 +261,9 @@ def test_parts_of_walks_add_up_to_the_gradients(queries, keys, is_causal, group,
         for program in range(num_programs):
             found = walk.part_of_program.fn(program, walks.key_tiles, whole, size, is_causal)
             key_tile, kv_head, part, parts_of_walk = plain(found)
-            tile = SimpleNamespace(number=key_tile, query_tiles=walks.query_tiles, part=part, parts=parts_of_walk)
+            tile = SimpleNamespace(
+                number=key_tile, query_tiles=walks.query_tiles, part=part, parts=parts_of_walk
+            )
             _, first_tile, steps, *_ = plain(walk.walk_of.fn(0, tile, None, None, options["PLAN"]))
             assert steps >= max(1, masked_steps) and 0 <= part < parts_of_walk
             for step in range(steps):
@@ -221,14 +274,33 @@ def test_parts_of_walks_add_up_to_the_gradients(queries, keys, is_causal, group,
     def program_of(kv_head: int, key_tile: int) -> Program:
         """All parts of a tile as one program."""
         steps = []
-        for member, (start, is_masked) in itertools.product(range(group), steps_of[kv_head, key_tile]):
-            key, query = key_tile * KEY_TILE + torch.arange(KEY_TILE)[:, None], start + torch.arange(walks.query_tile)
+        for member, (start, is_masked) in itertools.product(
+            range(group), steps_of[kv_head, key_tile]
+        ):
+            key, query = (
+                key_tile * KEY_TILE + torch.arange(KEY_TILE)[:, None],
+                start + torch.arange(walks.query_tile),
+            )
             seen = (key <= query) if is_masked else (query >= 0)
-            steps.append((kv_head * group + member, start, seen & (options["PLAN"].whole_key_tiles | (key < keys))))
+            steps.append(
+                (
+                    kv_head * group + member,
+                    start,
+                    seen & (options["PLAN"].whole_key_tiles | (key < keys)),
+                )
+            )
         return kv_head, key_tile * KEY_TILE, steps
 
     tiles = list(itertools.product(range(4), range(walks.key_tiles)))
-    assert_gradients(itertools.starmap(program_of, tiles), queries, keys, group, is_causal, KEY_TILE, sums_dq=True)
+    assert_gradients(
+        itertools.starmap(program_of, tiles),
+        queries,
+        keys,
+        group,
+        is_causal,
+        KEY_TILE,
+        sums_dq=True,
+    )
 
 
 def test_what_has_one_order_or_sums_in_two_pieces_is_not_divided(monkeypatch):
@@ -239,7 +311,9 @@ def test_what_has_one_order_or_sums_in_two_pieces_is_not_divided(monkeypatch):
     for head_dim, keys, deterministic, is_causal in cases:
         launched.clear()
         q, k = low(1, 1, 900, head_dim), low(1, 1, keys, head_dim)
-        backward.hopper_backward(q, k, k, q, torch.randn(1, 1, 900), q, None, deterministic, is_causal, 1.0)
+        backward.hopper_backward(
+            q, k, k, q, torch.randn(1, 1, 900), q, None, deterministic, is_causal, 1.0
+        )
         assert launched.keys() == {"backward_preprocess", "backward", "backward_convert"}
 
 
@@ -247,7 +321,9 @@ def test_what_has_one_order_or_sums_in_two_pieces_is_not_divided(monkeypatch):
 @pytest.mark.parametrize("head_dim", [40, 128])
 @pytest.mark.parametrize(("whole", "parts"), [(0, 3), (4, 9)])
 def test_parts_are_joined_where_their_tiles_are(head_dim, whole, parts, is_causal):
-    """dK of two heads of 1100 keys, with its scale, and dV; what whole walks wrote stays. In the interpreter."""
+    """dK of two heads of 1100 keys, with its scale, and dV; what whole walks wrote stays. In the
+    interpreter.
+    """
     D_TILE, keys, key_tiles = 64 if head_dim <= 64 else 128, 1100, 9
     whole *= not is_causal
     tiles = [(head, number) for head in range(2) for number in range(key_tiles)][whole:]
@@ -262,13 +338,25 @@ def test_parts_are_joined_where_their_tiles_are(head_dim, whole, parts, is_causa
         for head, number in tiles:
             expected[:, head, number * 128 : (number + 1) * 128] = 0
         for program in range(num_programs):
-            number, head, *_ = plain(walk.part_of_program.fn(program, key_tiles, whole, parts, is_causal))
-            own = sums[program].transpose(0, 1).flatten(1, 2)[..., :head_dim]  # (dK and dV, keys, columns)
-            expected[:, head, number * 128 : (number + 1) * 128] += own * torch.tensor([0.5, 1.0])[:, None, None]
+            number, head, *_ = plain(
+                walk.part_of_program.fn(program, key_tiles, whole, parts, is_causal)
+            )
+            # (dK and dV, keys, columns)
+            own = sums[program].transpose(0, 1).flatten(1, 2)[..., :head_dim]
+            expected[:, head, number * 128 : (number + 1) * 128] += (
+                own * torch.tensor([0.5, 1.0])[:, None, None]
+            )
     in_threads = sums.view(-1, 4, 2, 8, D_TILE // 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6)
     grads = [torch.full((1, 2, keys, head_dim), 7.0, dtype=torch.float16) for _ in range(2)]
     division = Division(whole, parts, num_programs)
-    light.join(in_threads.reshape(num_programs, 4, 64 * D_TILE), *grads, key_tiles, division, is_causal, 0.5)
+    light.join(
+        in_threads.reshape(num_programs, 4, 64 * D_TILE),
+        *grads,
+        key_tiles,
+        division,
+        is_causal,
+        0.5,
+    )
     for grad, exact in zip(grads, expected):
         torch.testing.assert_close(grad[0].float(), exact[:, :keys], rtol=2**-10, atol=1e-5)
 
@@ -278,7 +366,9 @@ def test_parts_are_joined_where_their_tiles_are(head_dim, whole, parts, is_causa
     [
         pytest.param(64, 64, 128, False, 1, 132, (4092, 26, 104), id="four tiles in a last round"),
         pytest.param(1, 32, 64, False, 1, 132, (0, 4, 128), id="a head of 4,096 tokens"),
-        pytest.param(64, 16, 32, False, 1, 132, (1024, 1, 0), id="a last round that is nearly full"),
+        pytest.param(
+            64, 16, 32, False, 1, 132, (1024, 1, 0), id="a last round that is nearly full"
+        ),
         pytest.param(2, 2, 2, False, 1, 132, (4, 1, 0), id="walks too short to divide"),
         pytest.param(4, 66, 64, False, 1, 132, (264, 1, 0), id="full rounds"),
         pytest.param(2, 57, 64, False, 1, 114, (114, 1, 0), id="a full round of another GPU"),
@@ -295,24 +385,42 @@ def test_walks_are_divided_where_multiprocessors_would_be_idle(
     assert divide_walks(key_tiles=key_tiles, batch_heads=heads, steps=steps, **call) == divided
 
 
-@given(st.integers(1, 40), st.integers(1, 70), st.sampled_from((1, 2)), st.sampled_from((1, 4)), st.booleans())
-def test_every_part_has_a_step_and_whole_walks_fill_rounds(heads, key_tiles, tiles_of_block, group, is_causal):
+@given(
+    st.integers(1, 40),
+    st.integers(1, 70),
+    st.sampled_from((1, 2)),
+    st.sampled_from((1, 4)),
+    st.booleans(),
+)
+def test_every_part_has_a_step_and_whole_walks_fill_rounds(
+    heads, key_tiles, tiles_of_block, group, is_causal
+):
     call = {"group": group, "head_tile": 128, "is_causal": is_causal, "num_multiprocessors": 132}
     steps, tiles = key_tiles * tiles_of_block, heads * key_tiles
-    whole, parts, programs = divide_walks(key_tiles=key_tiles, batch_heads=heads, steps=steps, **call)
+    whole, parts, programs = divide_walks(
+        key_tiles=key_tiles, batch_heads=heads, steps=steps, **call
+    )
     assert programs <= 4 * 132
     if not programs:
         assert (whole, parts) == (tiles, 1)
     elif is_causal:
-        assert whole == 0 and programs == heads * sum(-(-length // parts) for length in range(1, key_tiles + 1))
+        assert whole == 0 and programs == heads * sum(
+            -(-length // parts) for length in range(1, key_tiles + 1)
+        )
     else:
-        assert whole == tiles // 132 * 132 < tiles and 2 <= parts <= steps and programs == (tiles - whole) * parts
+        assert (
+            whole == tiles // 132 * 132 < tiles
+            and 2 <= parts <= steps
+            and programs == (tiles - whole) * parts
+        )
 
 
 def test_long_causal_programs_start_first():
     """Within the heads that run together work never grows from one program to the next."""
     walks = Walks(1024, 1024, True, 64)
-    places = [plain(walk.tile_of_program.fn(program, 48, walks.key_tiles, 3)) for program in range(48)]
+    places = [
+        plain(walk.tile_of_program.fn(program, 48, walks.key_tiles, 3)) for program in range(48)
+    ]
     steps = [len(walks.starts(key_tile)) for key_tile, _ in places]
     assert all(some == sorted(some, reverse=True) for some in (steps[:24], steps[24:]))
 
@@ -320,12 +428,15 @@ def test_long_causal_programs_start_first():
 # Barriers: what each partition waits for and signals, in order. Every interleaving is tried.
 
 
-ALONE, BY_SENDERS, LATE = (way.value for way in (backward.ALONE, backward.BY_SENDERS, backward.LATE))
+ALONE, BY_SENDERS, LATE = (
+    way.value for way in (backward.ALONE, backward.BY_SENDERS, backward.LATE)
+)
 ASKED = {"asked": 1}  # one partition asks for a copy
 
 
 def slots(steps: int, producer_steps: int | None = None) -> list[Partition]:
-    """The ring of Q and dO in a program of so many steps in all, as `_produce` and `_consume` have it.
+    """The ring of Q and dO in a program of so many steps in all, as `_produce` and `_consume` have
+    it.
 
     A step waits for the next one's slot and reads it before it releases its own.
     """
@@ -334,21 +445,32 @@ def slots(steps: int, producer_steps: int | None = None) -> list[Partition]:
     num_produced = steps if producer_steps is None else producer_steps
     for step in range(num_produced):
         slot, phase = ring(step, SLOTS)
-        producer += [Wait(f"empty{slot}", phase ^ 1), Arrive(f"asked_q{step}"), Arrive(f"q_full{slot}")]
+        producer += [
+            Wait(f"empty{slot}", phase ^ 1),
+            Arrive(f"asked_q{step}"),
+            Arrive(f"q_full{slot}"),
+        ]
     for step in range(steps):
         slot, _ = ring(step, SLOTS)
         following = min(step + 1, steps - 1)
         next_slot, next_phase = ring(following, SLOTS)
         scores, own = Use(f"q{next_slot}", following), Use(f"q{slot}", step)
-        consumer += [own, Wait(f"q_full{next_slot}", next_phase), scores, own, Arrive(f"empty{slot}"), scores]
+        consumer += [
+            own,
+            Wait(f"q_full{next_slot}", next_phase),
+            scores,
+            own,
+            Arrive(f"empty{slot}"),
+            scores,
+        ]
     return [producer, copies("q", num_produced, SLOTS), consumer, [*consumer]]
 
 
 def gradients(steps: int, way: int, tiles: int | None = None) -> list[Partition]:
     """The way of dS and dQ through shared memory, as `_step`, `_consume` and `_send` have it.
 
-    What matmuls and the copy engine read they may read until they are waited for: such reads are there twice. Consumers
-    meet where both arrive and then wait.
+    What matmuls and the copy engine read they may read until they are waited for: such reads are
+    there twice. Consumers meet where both arrive and then wait.
     """
     tiles = tiles or (3 if way == LATE else 2)
     programs: list[Partition] = []
@@ -357,7 +479,9 @@ def gradients(steps: int, way: int, tiles: int | None = None) -> list[Partition]
         copied: Partition = []
 
         def read(step: int) -> Partition:
-            return [Use(f"dS{half}{step % tiles}", step if step >= 0 else ANYTHING) for half in (0, 1)]
+            return [
+                Use(f"dS{half}{step % tiles}", step if step >= 0 else ANYTHING) for half in (0, 1)
+            ]
 
         def hand_over(step: int) -> Partition:
             return [Await(f"sent{own}"), Write(part, step), Signal(f"written{own}")]  # noqa: B023
@@ -366,24 +490,47 @@ def gradients(steps: int, way: int, tiles: int | None = None) -> list[Partition]
         for step in range(steps):
             write = Write(f"dS{own}{step % tiles}", step)
             if way == LATE:
-                consumer += [Await(f"ready{1 - own}{(step + 1) & 1}"), write, Signal(f"ready{own}{step & 1}")]
+                consumer += [
+                    Await(f"ready{1 - own}{(step + 1) & 1}"),
+                    write,
+                    Signal(f"ready{own}{step & 1}"),
+                ]
                 consumer += [*read(step - 1), *read(step - 1), *hand_over(step - 1)]
             else:
-                consumer += [write, *copied, Arrive("dS"), Wait("dS", step & 1), *read(step), *read(step)]
+                consumer += [
+                    write,
+                    *copied,
+                    Arrive("dS"),
+                    Wait("dS", step & 1),
+                    *read(step),
+                    *read(step),
+                ]
                 if way == ALONE:
                     copied = [Use(part, step)]
                     consumer += [Write(part, step), *copied]
                 else:
                     consumer += hand_over(step)
         if way == LATE:
-            consumer += [Await(f"ready{1 - own}{(steps - 1) & 1}"), *read(steps - 1), *read(steps - 1)]
+            consumer += [
+                Await(f"ready{1 - own}{(steps - 1) & 1}"),
+                *read(steps - 1),
+                *read(steps - 1),
+            ]
             consumer += hand_over(steps - 1)
         sender: Partition = []
         if way != ALONE:
             consumer.append(Await(f"sent{own}"))
-            sender += [Signal(f"sent{own}"), *([Await(f"written{own}"), Signal(f"sent{own}")] if way == LATE else [])]
+            sender += [
+                Signal(f"sent{own}"),
+                *([Await(f"written{own}"), Signal(f"sent{own}")] if way == LATE else []),
+            ]
             for step in range(steps):
-                sender += [Await(f"written{own}"), Use(part, step), Use(part, step), Signal(f"sent{own}")]
+                sender += [
+                    Await(f"written{own}"),
+                    Use(part, step),
+                    Use(part, step),
+                    Signal(f"sent{own}"),
+                ]
         programs += [[*consumer, Arrive("read"), Wait("read", 0)], sender]
     return programs
 
@@ -438,10 +585,19 @@ class Sent(NamedTuple):
 
 
 class Senders:
-    """`_send` as Python, for the launch of an ordered backward of these heads, of one of the two consumers."""
+    """`_send` as Python, for the launch of an ordered backward of these heads, of one of the two
+    consumers.
+    """
 
     def __init__(
-        self, queries: int, keys: int, is_causal: bool, *, head_dim: int = 64, heads: int = 1, group: int = 1
+        self,
+        queries: int,
+        keys: int,
+        is_causal: bool,
+        *,
+        head_dim: int = 64,
+        heads: int = 1,
+        group: int = 1,
     ) -> None:
         with pytest.MonkeyPatch.context() as patch:
             launched = record_launches(patch, backward, light)
@@ -475,7 +631,10 @@ class Senders:
                 for module in (walk, backward):
                     if own is not value and name in vars(module):
                         patch.setattr(module, name, own)
-            numbers = {"program_id": lambda axis: program, "num_programs": lambda axis: self.num_programs}
+            numbers = {
+                "program_id": lambda axis: program,
+                "num_programs": lambda axis: self.num_programs,
+            }
             patch.setattr(walk, "gl", SimpleNamespace(**numbers))
             for name in ("wait_at", "arrive_at", "_await_preprocess", "as_block"):
                 patch.setattr(backward, name, lambda *_: None)
@@ -483,7 +642,8 @@ class Senders:
             patch.setattr(backward, "pass_turn", lambda counter: None)
             patch.setattr(backward, "tma_add", lambda desc, place, tile: note(False, place))
             copy = SimpleNamespace(
-                async_copy_shared_to_global=lambda desc, place, tile: note(True, place), store_wait=lambda count: None
+                async_copy_shared_to_global=lambda desc, place, tile: note(True, place),
+                store_wait=lambda count: None,
             )
             patch.setattr(backward, "tma", copy)
             shared = SimpleNamespace(dQ_tiles=SimpleNamespace(index=lambda number: None))
@@ -495,7 +655,9 @@ class Senders:
 
 
 class SendersOfOneSum(Senders):
-    """A known-wrong order: one sum for both laps, and programs from the first tile on, which wait for later ones."""
+    """A known-wrong order: one sum for both laps, and programs from the first tile on, which wait
+    for later ones.
+    """
 
     def additions(self, program: int) -> list[Addition]:
         head, tile = divmod(program, self.tiles_of_head)
@@ -517,10 +679,11 @@ ORDERED_LENGTHS = (1, 128, 129, 500, 900, 1500)
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_turns_are_of_programs_that_have_started(head_dim, group, is_causal):
-    """Each sum has all its turns, the first of which stores, and programs wait for lower ones alone.
+    """Each sum has all its turns, the first of which stores, and programs wait for lower ones
+    alone.
 
-    Without a mask they waited for higher ones, with no more programs than the GPU has multiprocessors; and where other
-    work held one of these, for ever.
+    Without a mask they waited for higher ones, with no more programs than the GPU has
+    multiprocessors; and where other work held one of these, for ever.
     """
     for queries, keys in itertools.product(ORDERED_LENGTHS, repeat=2):
         call = Senders(queries, keys, is_causal, head_dim=head_dim, heads=2, group=group)
@@ -539,10 +702,16 @@ def test_turns_are_of_programs_that_have_started(head_dim, group, is_causal):
         for turns in sums.values():
             assert sorted(turns) == list(range(len(turns)))
             in_order = [turns[turn] for turn in range(len(turns))]
-            assert [program for program, _ in in_order] == sorted(program for program, _ in in_order)
-            assert [sent.is_stored for _, sent in in_order] == [True] + [False] * (len(in_order) - 1)
+            assert [program for program, _ in in_order] == sorted(
+                program for program, _ in in_order
+            )
+            assert [sent.is_stored for _, sent in in_order] == [True] + [False] * (
+                len(in_order) - 1
+            )
         own_rows, laps = range(0, call.rows, call.plan.query_tile), 1 if is_causal else 2
-        second = [call.rows + row for row in own_rows if row % call.head_rows < (call.second_rows or 0)]
+        second = [
+            call.rows + row for row in own_rows if row % call.head_rows < (call.second_rows or 0)
+        ]
         assert {row for found in rows.values() for row in found} == {*own_rows, *second}
         assert (call.second_rows is None) == (laps == 1)
 
@@ -552,12 +721,16 @@ def test_turns_are_of_programs_that_have_started(head_dim, group, is_causal):
     queries=st.sampled_from(ORDERED_LENGTHS), keys=st.sampled_from((*ORDERED_LENGTHS, 2900)),
     heads=st.integers(1, 3), places=st.integers(1, 40), seed=st.integers(0, 9),
 )  # fmt: skip
-def test_additions_in_order_end_however_few_multiprocessors_are_free(is_causal, queries, keys, heads, places, seed):
+def test_additions_in_order_end_however_few_multiprocessors_are_free(
+    is_causal, queries, keys, heads, places, seed
+):
     """And come in one order at any pace."""
     call = Senders(queries, keys, is_causal, heads=heads)
     steps = [call.additions(program) for program in range(call.num_programs)]
     rng = random.Random(seed)
-    _, order = run_in_turns(steps.__getitem__, len(steps), places, lambda: rng.choice((0.1, 1.0, 7.0)))
+    _, order = run_in_turns(
+        steps.__getitem__, len(steps), places, lambda: rng.choice((0.1, 1.0, 7.0))
+    )
     assert order == run_in_turns(steps.__getitem__, len(steps), len(steps))[1]
     assert sum(map(len, order.values())) == sum(map(len, steps))
 
@@ -573,10 +746,19 @@ def test_the_model_finds_an_order_that_needs_a_free_multiprocessor_for_each_tile
 
 @pytest.mark.parametrize(
     ("heads", "queries", "keys"),
-    [(1, 2048, 2048), (4, 2048, 2048), (1, 8192, 8192), (3, 8192, 8192), (16, 4096, 4096), (2, 1024, 4096)],
+    [
+        (1, 2048, 2048),
+        (4, 2048, 2048),
+        (1, 8192, 8192),
+        (3, 8192, 8192),
+        (16, 4096, 4096),
+        (2, 1024, 4096),
+    ],
 )
 def test_turns_cost_no_more_than_where_programs_wait_for_later_ones(heads, queries, keys):
-    """The time of all programs on 132 multiprocessors, in steps, where a sum is handed over in half of one."""
+    """The time of all programs on 132 multiprocessors, in steps, where a sum is handed over in half
+    of one.
+    """
     wrong, right = (kind(queries, keys, False, heads=heads) for kind in (SendersOfOneSum, Senders))
     time, _ = run_in_turns(right.additions, right.num_programs, 132)
     assert time <= run_in_turns(wrong.additions, wrong.num_programs, 132)[0]
@@ -597,8 +779,8 @@ def test_programs_that_start_together_come_to_their_turns_in_step(is_causal):
 def record_launches(monkeypatch, *modules) -> dict[str, tuple]:
     """The launches of these modules from now on: name -> (grid, tensors, numbers, options).
 
-    What adds to dQ's accumulator adds 2, or stores it where additions have an order. One multiprocessor, on which no
-    walk is divided.
+    What adds to dQ's accumulator adds 2, or stores it where additions have an order. One
+    multiprocessor, on which no walk is divided.
     """
     calls: dict[str, tuple] = {}
     monkeypatch.setattr(backward, "num_multiprocessors", lambda device: 1)
@@ -626,7 +808,9 @@ def low(*shape: int) -> torch.Tensor:
 
 
 def assert_rows(rows: Tensor, lse: Tensor, output: Tensor, do: Tensor, dl: Tensor) -> None:
-    """`rows` (heads, 2, rows) are of L (heads, queries) in base 2, +inf past its end, and of delta less dL."""
+    """`rows` (heads, 2, rows) are of L (heads, queries) in base 2, +inf past its end, and of delta
+    less dL.
+    """
     queries = lse.shape[-1]
     torch.testing.assert_close(rows[:, 0, :queries], lse * 1.4426950408889634)
     torch.testing.assert_close(rows[:, 1, :queries], (output.float() * do.float()).sum(-1) - dl)
@@ -635,17 +819,24 @@ def assert_rows(rows: Tensor, lse: Tensor, output: Tensor, do: Tensor, dl: Tenso
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["", "ordered"])
 @pytest.mark.parametrize("head_dim", [59, 64, 96, 128])
-@pytest.mark.parametrize(("queries", "keys", "is_whole"), [(300, 200, False), (300, 300, True), (128, 384, True)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "is_whole"), [(300, 200, False), (300, 300, True), (128, 384, True)]
+)
 def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_whole, ordered):
     """Of any strides: what TMA cannot read is copied."""
     q, k, lse = low(2, 6, queries, head_dim), low(2, 3, keys, head_dim), torch.randn(2, 6, queries)
     output, grads = low(2, queries, 6, head_dim).transpose(1, 2), []
-    do, dl = low(2, 1, queries, head_dim).expand(q.shape), torch.randn(2, 1, queries).expand(lse.shape)
+    do, dl = (
+        low(2, 1, queries, head_dim).expand(q.shape),
+        torch.randn(2, 1, queries).expand(lse.shape),
+    )
     samples = time_stages(
         lambda: grads.extend(backward.hopper_backward(q, k, k, output, lse, do, dl, ordered, True, 0.5)),
         device="cpu", num_samples=1, warmup=0,
     )  # fmt: skip
-    assert list(samples) == ["preprocess", "dkv", "dq", TOTAL] and set(samples) - {TOTAL} < set(STAGES)
+    assert list(samples) == ["preprocess", "dkv", "dq", TOTAL] and set(samples) - {TOTAL} < set(
+        STAGES
+    )
     for grad, x in zip(grads, (q, k, k), strict=True):
         assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
 
@@ -656,10 +847,17 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
     grid, tensors, numbers, options = launched["backward"]
     assert grid == (key_tiles * 6,)
     *inputs, dq_tiles, dk_tiles, dv_tiles, rows, turns = tensors
-    assert [x.block_shape for x in inputs] == [[1, 1, n, width] for n in (query_tile, 128, 128, query_tile)]
+    assert [x.block_shape for x in inputs] == [
+        [1, 1, n, width] for n in (query_tile, 128, 128, query_tile)
+    ]
     for tiles, x in zip(inputs, (q, k, k, do), strict=True):
         assert torch.equal(tiles.base[..., :head_dim], x) and tiles.shape == [*x.shape[:3], padded]
-    assert dq_tiles.block_shape == [1, 1, 128, 32] and dq_tiles.shape == [1, 1, 12 * num_rows * width // 32, 32]
+    assert dq_tiles.block_shape == [1, 1, 128, 32] and dq_tiles.shape == [
+        1,
+        1,
+        12 * num_rows * width // 32,
+        32,
+    ]
     assert (grads[0] == 1).all(), "a zero, what was added, and the scale"
     for tiles, grad in zip((dk_tiles, dv_tiles), grads[1:]):
         assert tiles.block_shape == [1, 1, 64, width] and tiles.shape == [1, 6, keys, padded]
@@ -672,7 +870,11 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
     plan = options.pop("PLAN")
     assert plan[:6] == (width, 96 if head_dim == 96 else width, query_tile, 2, True, is_whole)
     assert plan.dq_way == (LATE if width == 64 or ordered else ALONE)
-    assert plan.ordered == ordered and not plan.packed and options == {"num_warps": 4, "launch_pdl": False}
+    assert (
+        plan.ordered == ordered
+        and not plan.packed
+        and options == {"num_warps": 4, "launch_pdl": False}
+    )
     if ordered:  # a counter for each consumer's part of each tile of dQ
         assert turns.dtype == torch.int32 and not turns.any()
         assert turns.numel() == 12 * num_rows * width // (64 * 64) * (128 // width)
@@ -680,12 +882,18 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_heads_take_turns_where_tiles_differ_in_length(launched, head_dim):
-    """Twelve heads, of 384 rows each in dQ's accumulator; behind these are the rows of second laps, where there are."""
+    """Twelve heads, of 384 rows each in dQ's accumulator; behind these are the rows of second laps,
+    where there are.
+    """
     q, mask = low(2, 6, 300, head_dim), BlockMask.sliding_window(300, window=9, block_size=128)
 
-    def turns(is_causal: bool, ordered: bool = False, lists: TileLists | None = None) -> tuple[int, int]:
+    def turns(
+        is_causal: bool, ordered: bool = False, lists: TileLists | None = None
+    ) -> tuple[int, int]:
         launched.clear()
-        backward.hopper_backward(q, q, q, q, torch.randn(2, 6, 300), q, None, ordered, is_causal, 0.5, lists)
+        backward.hopper_backward(
+            q, q, q, q, torch.randn(2, 6, 300), q, None, ordered, is_causal, 0.5, lists
+        )
         (numbers,) = (call[2] for name, call in launched.items() if not name.endswith("_dq"))
         return tuple(numbers[1 : 3 if head_dim == 64 else 2])
 
@@ -694,26 +902,46 @@ def test_heads_take_turns_where_tiles_differ_in_length(launched, head_dim):
     else:
         rows = 12 * 384
         assert turns(False) == turns(False, ordered=True) == (1, rows)
-        assert turns(True) == turns(True, ordered=True) == turns(False, lists=mask.lists) == (12, rows)
+        assert (
+            turns(True) == turns(True, ordered=True) == turns(False, lists=mask.lists) == (12, rows)
+        )
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("rows", [128, 256, 4096])
 def test_a_masks_last_tile_has_rows_of_its_own_head(launched, rows, head_dim):
-    """A walk along lists goes to the end of the mask's tile: past the padding it added to the next head's dQ."""
-    q, mask = low(2, 3, 300, head_dim), BlockMask.sliding_window(300, window=9, block_size=(rows, 128))
-    backward.hopper_backward(q, q, q, q, torch.randn(2, 3, 300), q, None, False, False, 0.5, mask.lists)
+    """A walk along lists goes to the end of the mask's tile: past the padding it added to the next
+    head's dQ.
+    """
+    q, mask = (
+        low(2, 3, 300, head_dim),
+        BlockMask.sliding_window(300, window=9, block_size=(rows, 128)),
+    )
+    backward.hopper_backward(
+        q, q, q, q, torch.randn(2, 3, 300), q, None, False, False, 0.5, mask.lists
+    )
     _, tensors, _, options = launched["listed_backward"]
-    plan, scratch = options["PLAN"], next(x for x in tensors if isinstance(x, Tensor) and x.ndim == 3)
+    plan, scratch = (
+        options["PLAN"],
+        next(x for x in tensors if isinstance(x, Tensor) and x.ndim == 3),
+    )
     padding = walk.query_padding(plan.query_block)
     kernels = plain(walk.query_tiles.fn(300, plan.query_tile, padding)) * plan.query_tile
-    assert kernels == scratch.shape[2] and -(-300 // rows) * rows <= kernels and kernels % KEY_TILE == 0
+    assert (
+        kernels == scratch.shape[2]
+        and -(-300 // rows) * rows <= kernels
+        and kernels % KEY_TILE == 0
+    )
 
 
 def test_strides_of_any_size_fit_32_bits():
-    """Counted in chunks of eight elements; a dimension of one element has whatever stride, and is not counted."""
+    """Counted in chunks of eight elements; a dimension of one element has whatever stride, and is
+    not counted.
+    """
     far = 2**31 + 64
-    x = torch.empty_strided((2, 1, 512, 64), (far, far * 64 * 8, 192, 1), dtype=torch.bfloat16, device="meta")
+    x = torch.empty_strided(
+        (2, 1, 512, 64), (far, far * 64 * 8, 192, 1), dtype=torch.bfloat16, device="meta"
+    )
     assert light._in_chunks(x) == (far // 8, 0, 24)
 
 
@@ -723,17 +951,24 @@ def test_every_list_of_a_mask_has_its_key_tile():
     for mask_batches, mask_heads in itertools.product((1, batches), (1, kv_heads * group)):
         numbers = torch.arange(mask_batches * mask_heads * 3).view(mask_batches, mask_heads, 3)
         numbers = numbers.expand(batches, kv_heads * group, 3).tolist()
-        for batch, kv_head, member, tile in itertools.product(*map(range, (batches, kv_heads, group, 6))):
+        for batch, kv_head, member, tile in itertools.product(
+            *map(range, (batches, kv_heads, group, 6))
+        ):
             number = walk.list_of_keys.fn(
                 tile, batch * kv_heads + kv_head, member, num_keys, kv_heads, mask_batches, mask_heads, group, columns
             )  # fmt: skip
-            assert plain(number) == numbers[batch][kv_head * group + member][tile * KEY_TILE // columns]
+            assert (
+                plain(number)
+                == numbers[batch][kv_head * group + member][tile * KEY_TILE // columns]
+            )
 
 
 @pytest.mark.parametrize("query_tile", backward.QUERY_TILES.values())
 @pytest.mark.parametrize("block_size", [(128, 128), (256, 64), (128, 512)])
 def test_bits_are_turned_to_keys(block_size, query_tile):
-    """(tiles of queries, keys, words of their queries) from (queries, words of their keys), in the interpreter."""
+    """(tiles of queries, keys, words of their queries) from (queries, words of their keys), in the
+    interpreter.
+    """
     tokens = torch.rand(3, *block_size, generator=torch.Generator().manual_seed(0)) < 0.5
     turned = light.transposed_words(pack_tokens(tokens), query_tile)
     parts, keys = block_size[0] // query_tile, block_size[1]
@@ -743,7 +978,9 @@ def test_bits_are_turned_to_keys(block_size, query_tile):
 
 @pytest.mark.parametrize("second_rows", [0, 128, 256])
 def test_sums_of_both_laps_make_one_gradient(second_rows):
-    """`convert` reads of second laps the rows that have sums, and not the others, which nothing has written."""
+    """`convert` reads of second laps the rows that have sums, and not the others, which nothing has
+    written.
+    """
     heads, queries, rows = 3, 300, 384
     sums = torch.randn(2, heads, rows, 64, generator=torch.Generator().manual_seed(0))
     results = [torch.empty(1, heads, queries, 40, dtype=torch.float16) for _ in range(2)]
@@ -755,7 +992,9 @@ def test_sums_of_both_laps_make_one_gradient(second_rows):
 
 
 def test_gradients_of_documents_come_from_their_slots_rows():
-    """`convert` of packed documents is `convert` of each, whose rows of the accumulator start where its slot does."""
+    """`convert` of packed documents is `convert` of each, whose rows of the accumulator start where
+    its slot does.
+    """
     ends, heads, width = [0, 70, 70, 198, 391], 2, 40
     slots = 400 // 128 + len(ends)
     sums = torch.randn(heads, slots * 128, 64, generator=torch.Generator().manual_seed(0))
@@ -773,9 +1012,15 @@ def test_gradients_of_documents_come_from_their_slots_rows():
 
 
 def test_the_launcher_of_documents_hands_over_their_slots(launched):
-    q, k, cu_seqlens = low(300, 4, 64), low(300, 2, 64), torch.tensor([0, 100, 300], dtype=torch.int32)
+    q, k, cu_seqlens = (
+        low(300, 4, 64),
+        low(300, 2, 64),
+        torch.tensor([0, 100, 300], dtype=torch.int32),
+    )
     lse = torch.randn(4, 300)
-    grads = backward.hopper_packed_backward(q, k, k, q, lse, q, None, cu_seqlens, cu_seqlens, 200, True, 0.5)
+    grads = backward.hopper_packed_backward(
+        q, k, k, q, lse, q, None, cu_seqlens, cu_seqlens, 200, True, 0.5
+    )
     assert [x.shape for x in grads] == [x.shape for x in (q, k, k)] and (grads[0] == 1).all()
     grid, tensors, numbers, options = launched["packed_backward"]
     assert grid == ((300 // 128 + 3) * 2,) and tensors[-2] is tensors[-1] is cu_seqlens
@@ -786,8 +1031,13 @@ def test_the_launcher_of_documents_hands_over_their_slots(launched):
 
 
 def test_a_row_without_keys_has_no_delta():
-    """Its P is 0, and 0 times the NaN that `logaddexp` of two such rows gives L would be a NaN in dK and dQ."""
-    output, grad_output = torch.ones(1, 2, 20, 64, dtype=torch.float16), torch.ones(1, 2, 20, 64, dtype=torch.float16)
+    """Its P is 0, and 0 times the NaN that `logaddexp` of two such rows gives L would be a NaN in
+    dK and dQ.
+    """
+    output, grad_output = (
+        torch.ones(1, 2, 20, 64, dtype=torch.float16),
+        torch.ones(1, 2, 20, 64, dtype=torch.float16),
+    )
     lse, grad_lse, rows = torch.zeros(1, 2, 20), torch.ones(1, 2, 20), torch.empty(2, 2, 64)
     lse[0, 1, 3], grad_lse[0, 1, 3] = -math.inf, math.nan
     light.preprocess(output, lse, grad_output, grad_lse, rows, None, None)
@@ -796,7 +1046,8 @@ def test_a_row_without_keys_has_no_delta():
     assert torch.equal(rows[:, 1, :20], expected)
 
 
-# Heads above 128 columns: one kernel for dK and dV, in which tiles of keys meet the queries that see them, one for dQ
+# Heads above 128 columns: one kernel for dK and dV, in which tiles of keys meet the queries that
+# see them, one for dQ
 
 WIDE_TILE = wide.ROWS.value  # rows of a tile of keys, and of one of queries
 SINGLE = {"asked": 1, "p_": 1}  # barriers on which one partition arrives
@@ -815,24 +1066,46 @@ def test_wide_tiles_add_up_to_the_gradients(queries, keys, is_causal, group, tog
         number, head, query_tiles, first_tile, num_steps = tile
         steps = []
         for member, step in itertools.product(range(group), range(num_steps)):
-            start = plain(walk.query_of_step.fn(step, first_tile, query_tiles, WIDE_TILE, is_causal))
+            start = plain(
+                walk.query_of_step.fn(step, first_tile, query_tiles, WIDE_TILE, is_causal)
+            )
             mask = torch.ones(WIDE_TILE, WIDE_TILE, dtype=torch.bool)
-            steps.append((head * group + member, start, mask.triu() if is_causal and step == 0 else mask))
+            steps.append(
+                (head * group + member, start, mask.triu() if is_causal and step == 0 else mask)
+            )
         return head, number * WIDE_TILE, steps
 
-    assert_gradients(map(steps_of, range(num_programs)), queries, keys, group, is_causal, WIDE_TILE, sums_dq=False)
+    assert_gradients(
+        map(steps_of, range(num_programs)),
+        queries,
+        keys,
+        group,
+        is_causal,
+        WIDE_TILE,
+        sums_dq=False,
+    )
 
 
 # Copies of K and V, or of Q and dO, may end in any order.
 
 
 def of_keys(steps: int) -> list[Partition]:
-    """`_copy_queries`, the copies, `_sum_dv` and `_sum_dk`; what matmuls read is there when they start and end."""
+    """`_copy_queries`, the copies, `_sum_dv` and `_sum_dk`; what matmuls read is there when they
+    start and end.
+    """
     producer: Partition = []
     for step in range(steps):
         slot, phase = ring(step)
-        producer += [Wait(f"q_empty{slot}", phase ^ 1), Arrive(f"asked_q{step}"), Write(f"rows{slot}", step)]
-        producer += [Arrive(f"q_full{slot}"), Wait(f"do_empty{slot}", phase ^ 1), Arrive(f"asked_do{step}")]
+        producer += [
+            Wait(f"q_empty{slot}", phase ^ 1),
+            Arrive(f"asked_q{step}"),
+            Write(f"rows{slot}", step),
+        ]
+        producer += [
+            Arrive(f"q_full{slot}"),
+            Wait(f"do_empty{slot}", phase ^ 1),
+            Arrive(f"asked_do{step}"),
+        ]
         producer += [Arrive(f"do_full{slot}")]
     of_dv: Partition = [Wait("q_full0", 0), Use("q0", 0)]
     of_dk: Partition = [Wait("do_full0", 0), Use("do0", 0)]
@@ -842,9 +1115,24 @@ def of_keys(steps: int) -> list[Partition]:
         next_slot, next_phase = ring(following)
         scores, dP = Use(f"q{next_slot}", following), Use(f"do{next_slot}", following)
         do, q = Use(f"do{slot}", step), Use(f"q{slot}", step)
-        of_dv += [Use(f"rows{slot}", step), Arrive(f"q_empty{slot}"), Wait(f"p_empty{slot}", phase ^ 1)]
-        of_dv += [Write(f"P{slot}", step), Arrive(f"p_full{slot}"), Wait(f"do_full{slot}", phase), do]
-        of_dv += [Wait(f"q_full{next_slot}", next_phase), scores, do, Arrive(f"do_empty{slot}"), scores]
+        of_dv += [
+            Use(f"rows{slot}", step),
+            Arrive(f"q_empty{slot}"),
+            Wait(f"p_empty{slot}", phase ^ 1),
+        ]
+        of_dv += [
+            Write(f"P{slot}", step),
+            Arrive(f"p_full{slot}"),
+            Wait(f"do_full{slot}", phase),
+            do,
+        ]
+        of_dv += [
+            Wait(f"q_full{next_slot}", next_phase),
+            scores,
+            do,
+            Arrive(f"do_empty{slot}"),
+            scores,
+        ]
         of_dk += [Arrive(f"do_empty{slot}"), Use(f"rows{slot}", step), Wait(f"p_full{slot}", phase)]
         of_dk += [Use(f"P{slot}", step), Arrive(f"p_empty{slot}"), q]
         of_dk += [Wait(f"do_full{next_slot}", next_phase), dP, q, Arrive(f"q_empty{slot}"), dP]
@@ -852,17 +1140,28 @@ def of_keys(steps: int) -> list[Partition]:
 
 
 def of_queries(steps: int, skips: int) -> list[Partition]:
-    """`_copy_keys`, the copies and two `_sum_dq`, of which the first `skips` do not see the first keys."""
+    """`_copy_keys`, the copies and two `_sum_dq`, of which the first `skips` do not see the first
+    keys.
+    """
     producer: Partition = []
     for step in range(steps):
         slot, phase = ring(step)
-        producer += [Wait(f"k_empty{slot}", phase ^ 1), Arrive(f"asked_k{step}"), Arrive(f"k_full{slot}")]
+        producer += [
+            Wait(f"k_empty{slot}", phase ^ 1),
+            Arrive(f"asked_k{step}"),
+            Arrive(f"k_full{slot}"),
+        ]
         producer += [Wait("v_empty0", step & 1 ^ 1), Arrive(f"asked_v{step}"), Arrive("v_full0")]
     consumers: list[Partition] = [[], []]
     for number, consumer in enumerate(consumers):
         first = int(number < skips)
         if first:
-            consumer += [Wait("k_full0", 0), Arrive("k_empty0"), Wait("v_full0", 0), Arrive("v_empty0")]
+            consumer += [
+                Wait("k_full0", 0),
+                Arrive("k_empty0"),
+                Wait("v_full0", 0),
+                Arrive("v_empty0"),
+            ]
         consumer += [Wait(f"k_full{first}", 0), Use(f"k{first}", first)]
         for step in range(first, steps):
             slot, _ = ring(step)
@@ -870,7 +1169,13 @@ def of_queries(steps: int, skips: int) -> list[Partition]:
             next_slot, next_phase = ring(following)
             scores, k, v = Use(f"k{next_slot}", following), Use(f"k{slot}", step), Use("v0", step)
             consumer += [Wait("v_full0", step & 1), v, v, Arrive("v_empty0"), k]
-            consumer += [Wait(f"k_full{next_slot}", next_phase), scores, k, Arrive(f"k_empty{slot}"), scores]
+            consumer += [
+                Wait(f"k_full{next_slot}", next_phase),
+                scores,
+                k,
+                Arrive(f"k_empty{slot}"),
+                scores,
+            ]
     return [producer, copies("k", steps), copies("v", steps, 1), *consumers]
 
 
@@ -910,7 +1215,10 @@ def test_the_wide_launcher_hands_over_the_call(launched, head_dim, queries, keys
     for grad, x in zip(grads, (q, k, k), strict=True):
         assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
     assert list(launched) == ["wide_dkdv", "wide_dq"]
-    num_rows, key_tiles = -(-queries // 64) * 64, -(-(min(keys, queries) if is_causal else keys) // 64)
+    num_rows, key_tiles = (
+        -(-queries // 64) * 64,
+        -(-(min(keys, queries) if is_causal else keys) // 64),
+    )
     grid, tensors, numbers, options = launched["wide_dkdv"]
     rows = tensors[-1]
     assert grid == (key_tiles * 6,) and rows.shape == (12, 2, num_rows)

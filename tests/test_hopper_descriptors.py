@@ -1,4 +1,6 @@
-"""What the Hopper kernels' launcher tells the copy engine, without a GPU: `attention/hopper/descriptors.py`."""
+"""What the Hopper kernels' launcher tells the copy engine, without a GPU:
+`attention/hopper/descriptors.py`.
+"""
 
 import math
 import re
@@ -7,7 +9,9 @@ import pytest
 import torch
 
 pytest.importorskip("hypothesis")  # a GPU machine may lack it
-pytest.importorskip("cs336_systems.attention.hopper.forward", reason="this triton has no Gluon for Hopper")
+pytest.importorskip(
+    "cs336_systems.attention.hopper.forward", reason="this triton has no Gluon for Hopper"
+)
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -26,32 +30,43 @@ def each_dimension(*values):
 
 
 @given(
-    shape=st.tuples(*[st.integers(1, 3)] * 2, st.integers(1, 9), st.sampled_from((1, 40, 59, 64, 70, 111, 128))),
+    shape=st.tuples(
+        *[st.integers(1, 3)] * 2, st.integers(1, 9), st.sampled_from((1, 40, 59, 64, 70, 111, 128))
+    ),
     spare=each_dimension(0, 0, 2, 8),
     steps=each_dimension(1, 1, 2),
     order=st.permutations(range(4)) | st.just([0, 1, 2, 3]),
     offset=st.sampled_from((0, 0, 1, 8)),
     expanded=st.sets(st.integers(0, 3), max_size=1),
 )
-@example((2, 3, 9, 70), (0, 0, 0, 2), (1, 1, 1, 1), [0, 1, 2, 3], 0, set())  # aligned rows of 70, 72 apart
-@example((2, 3, 9, 64), (0, 0, 0, 2), (1, 1, 1, 1), [0, 1, 2, 3], 0, set())  # aligned at first, rows 66 apart
+# aligned rows of 70, 72 apart
+@example((2, 3, 9, 70), (0, 0, 0, 2), (1, 1, 1, 1), [0, 1, 2, 3], 0, set())
+# aligned at first, rows 66 apart
+@example((2, 3, 9, 64), (0, 0, 0, 2), (1, 1, 1, 1), [0, 1, 2, 3], 0, set())
 @example((2, 3, 9, 64), (0, 0, 0, 8), (2, 2, 2, 1), [0, 2, 1, 3], 8, set())  # read as it lies
-@example((1, 1, 7, 64), (0, 0, 0, 0), (1, 1, 1, 1), [0, 1, 2, 3], 0, set())  # odd strides of dimensions of one
+# odd strides of dimensions of one
+@example((1, 1, 7, 64), (0, 0, 0, 0), (1, 1, 1, 1), [0, 1, 2, 3], 0, set())
 def test_tma_reads_a_tensor_of_any_strides_and_what_it_cannot_read_is_copied(
     shape, spare, steps, order, offset, expanded
 ):
-    """Rows are padded to whole 16 bytes, slices of aligned rows too: read as it lies, a head dim of 70 had contiguous
-    results of 70 columns, which TMA cannot write."""
+    """Rows are padded to whole 16 bytes, slices of aligned rows too: read as it lies, a head dim of
+    70 had contiguous results of 70 columns, which TMA cannot write.
+    """
     sizes = [(size + more) * step for size, more, step in zip(shape, spare, steps)]
-    stored = rows(math.prod(sizes) + offset)[offset:].view([sizes[dimension] for dimension in order])
+    stored = rows(math.prod(sizes) + offset)[offset:].view(
+        [sizes[dimension] for dimension in order]
+    )
     x = stored.permute([order.index(dimension) for dimension in range(4)])
     x = x[tuple(slice(0, size * step, step) for size, step in zip(shape, steps))]
     for dimension in expanded:
         x = x.narrow(dimension, 0, 1).expand(shape)
-    odd = [stride if size > 1 else 5 for size, stride in zip(shape[:3], x.stride())]  # of one element any will do
+    # of one element any will do
+    odd = [stride if size > 1 else 5 for size, stride in zip(shape[:3], x.stride())]
     x = x.as_strided(shape, [*odd, x.stride(3)])
     strides = [stride for size, stride in zip(shape[:3], x.stride()) if size > 1]
-    is_aligned = x.data_ptr() % 16 == 0 and all(stride > 0 and stride % 8 == 0 for stride in strides)
+    is_aligned = x.data_ptr() % 16 == 0 and all(
+        stride > 0 and stride % 8 == 0 for stride in strides
+    )
 
     found = descriptors.readable(x)
     assert (found is x) == (is_aligned and x.stride(3) == 1 and shape[3] % 8 == 0)
@@ -60,8 +75,15 @@ def test_tma_reads_a_tensor_of_any_strides_and_what_it_cannot_read_is_copied(
     assert torch.equal(found[..., : shape[3]], x) and not found[..., shape[3] :].any()
     descriptor = descriptors.tile_descriptor(found, 64)
     assert descriptor.base.data_ptr() == found.data_ptr() and descriptor.base.data_ptr() % 16 == 0
-    assert descriptor.shape == list(found.shape) and descriptor.block_shape == [1, 1, 64, 128 if width > 64 else 64]
-    assert descriptor.strides[3] == 1 and all(stride > 0 and stride % 8 == 0 for stride in descriptor.strides[:3])
+    assert descriptor.shape == list(found.shape) and descriptor.block_shape == [
+        1,
+        1,
+        64,
+        128 if width > 64 else 64,
+    ]
+    assert descriptor.strides[3] == 1 and all(
+        stride > 0 and stride % 8 == 0 for stride in descriptor.strides[:3]
+    )
     for size, stride, told in zip(shape[:3], found.stride(), descriptor.strides):
         assert told == stride or size == 1
 
@@ -79,9 +101,14 @@ def launched(monkeypatch):
                              (64, "hopper_forward_64x128_tiles"), (64, "hopper_forward_64x128_dynamic")],
 )  # fmt: skip
 def test_the_launcher_hands_over_the_call(launched, head_dim, config, is_causal):
-    """What TMA cannot read is copied; programs that share a multiprocessor start with a share of its registers, and a
-    dynamic order counts from a zero."""
-    q, k, results = rows(2, 6, 300, head_dim), rows(2, 1, 200, head_dim).expand(2, 3, 200, head_dim), []
+    """What TMA cannot read is copied; programs that share a multiprocessor start with a share of
+    its registers, and a dynamic order counts from a zero.
+    """
+    q, k, results = (
+        rows(2, 6, 300, head_dim),
+        rows(2, 1, 200, head_dim).expand(2, 3, 200, head_dim),
+        [],
+    )
     samples = time_stages(
         lambda: results.extend(forward.hopper_forward(q, k, k, is_causal, 0.5, config)),
         device="cpu", num_samples=1, warmup=0,
@@ -117,7 +144,9 @@ def compile_rescaling(_):
     from tests.hopper_instructions import rescale_kernel
 
     pointer = torch.empty(8192 + 64, device="meta")
-    (kernel,) = compiled_launches("sm90", "rescale_kernel", lambda: rescale_kernel[(1,)](pointer, num_warps=4))
+    (kernel,) = compiled_launches(
+        "sm90", "rescale_kernel", lambda: rescale_kernel[(1,)](pointer, num_warps=4)
+    )
     return kernel.asm["ptx"]
 
 
@@ -126,9 +155,15 @@ def test_rescaling_multiplies_by_the_rows_factors():
     ((_, ptx),) = compile_all(["sm90"], compile_rescaling, jobs=1)
     lines = list(map(str.strip, ptx.splitlines()))
     start = next(i for i, line in enumerate(lines) if line.startswith("@!any bra.uni UNCHANGED"))
-    tests = [re.match(r"setp\.neu\.(?:or\.)?f32 any, (%r\d+),", line) for line in lines[start - 3 : start - 1]]
+    tests = [
+        re.match(r"setp\.neu\.(?:or\.)?f32 any, (%r\d+),", line)
+        for line in lines[start - 3 : start - 1]
+    ]
     factors = [match[1] for match in tests]
-    products = [re.match(r"mul\.f32 (%r\d+), (%r\d+), (%r\d+);", line) for line in lines[start + 1 : start + 65]]
+    products = [
+        re.match(r"mul\.f32 (%r\d+), (%r\d+), (%r\d+);", line)
+        for line in lines[start + 1 : start + 65]
+    ]
     assert [match[1] for match in products] == [match[2] for match in products]
     assert len({match[1] for match in products}) == 64
     # A thread holds two elements of its first row, two of its second, and so on.

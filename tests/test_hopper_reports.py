@@ -6,7 +6,9 @@ import re
 
 import pytest
 
-pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper")
+pytest.importorskip(
+    "cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper"
+)
 
 from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES, plan_forward
 from cs336_systems.attention.tiles.choice import SHARED_MEMORY_LIMIT_BYTES
@@ -27,10 +29,13 @@ from cs336_systems.compiler.hopper_reports import (
 from cs336_systems.compiler.offline import compile_all, compiled_launches, triton_version
 
 JUDGE = "3.6.0"  # the Triton of the machines that the kernels were measured on
-judged = pytest.mark.skipif(triton_version() != JUDGE, reason=f"registers and their order are triton {JUDGE}'s")
-# Bytes that a thread of the backward spills, at most, by head tile: of its 240 registers dK and dV take 64 or 128, and
-# a step's tiles the rest. Heads of 256 columns have kernels of one gradient a thread, which spill nothing. Nor may the
-# forward, but there, and in parts of 192 queries, outside of its loops.
+judged = pytest.mark.skipif(
+    triton_version() != JUDGE, reason=f"registers and their order are triton {JUDGE}'s"
+)
+# Bytes that a thread of the backward spills, at most, by head tile: of its 240 registers dK and dV
+# take 64 or 128, and a step's tiles the rest. Heads of 256 columns have kernels of one gradient a
+# thread, which spill nothing. Nor may the forward, but there, and in parts of 192 queries, outside
+# of its loops.
 MAX_FORWARD_SPILL_BYTES = {(64, "split"): 4, (256, "dense"): 12, (256, "packed"): 12}
 MAX_SPILL_BYTES = {
     (64, "dense"): 8, (96, "dense"): 0, (128, "dense"): 80, (256, "dense"): 0,
@@ -51,16 +56,31 @@ NAMED = {
 A_FEW = [
     HopperRequest(kernel="forward", head_dim=128, is_causal=True),
     HopperRequest(
-        kernel="backward", head_dim=40, is_causal=False, dtype="float16", group=4, whole_key_tiles=False, walk="split"
+        kernel="backward",
+        head_dim=40,
+        is_causal=False,
+        dtype="float16",
+        group=4,
+        whole_key_tiles=False,
+        walk="split",
     ),
-    HopperRequest(kernel="wide_dkdv", head_dim=160, is_causal=True, dtype="float16", group=4, whole_key_tiles=False),
+    HopperRequest(
+        kernel="wide_dkdv",
+        head_dim=160,
+        is_causal=True,
+        dtype="float16",
+        group=4,
+        whole_key_tiles=False,
+    ),
     HopperRequest(kernel="wide_dq", head_dim=256, is_causal=True),
 ]
 
 
 @pytest.fixture(scope="module")
 def reports() -> list[HopperReport]:
-    """All shipped kernels where their registers are judged, and elsewhere a few, to see that they compile."""
+    """All shipped kernels where their registers are judged, and elsewhere a few, to see that they
+    compile.
+    """
     requests = A_FEW + (shipped_hopper_kernels() if triton_version() == JUDGE else [])
     found = {report.request: report for report in compile_hopper_kernels(requests, jobs=2)}
     return [found[request] for request in requests]
@@ -92,9 +112,10 @@ def test_kernels_compile_and_fit(reports):
 
 @judged
 def test_no_kernel_lets_the_tensor_cores_wait(reports):
-    """Exponentials of the forward run under matmuls, but at head tile 64, whose consumers cover each other, or those of
-    two programs do. So do the backward's, and some of a step's run under its own, but in `wide_dkdv`, where they run
-    under the other consumer's."""
+    """Exponentials of the forward run under matmuls, but at head tile 64, whose consumers cover
+    each other, or those of two programs do. So do the backward's, and some of a step's run under
+    its own, but in `wide_dkdv`, where they run under the other consumer's.
+    """
     for report in reports:
         assert report.serialized == 0, report
         request = report.request
@@ -103,7 +124,8 @@ def test_no_kernel_lets_the_tensor_cores_wait(reports):
         elif request.kernel == "forward":
             assert min(loop.overlap for loop in report.loops) == 1.0, report
         else:
-            least = 0.35 if request.head_dim == 96 else 0.6  # of 96 columns a step's first matmul is two short ones
+            # of 96 columns a step's first matmul is two short ones
+            least = 0.35 if request.head_dim == 96 else 0.6
             assert max(loop.overlap for loop in report.loops) > least, report
 
 
@@ -119,16 +141,24 @@ def test_shipped_kernels_spill_no_more_than_is_known(reports):
 
 
 def read_registers(request: HopperRequest) -> tuple[int, int, set[int]]:
-    """(registers of each thread at the start, threads of a program, registers that warp groups ask for later)."""
+    """(registers of each thread at the start, threads of a program, registers that warp groups ask
+    for later).
+    """
     (kernel,) = compiled_launches(ARCH, "hopper_forward_kernel", lambda: _launch(request))
     ptx = kernel.asm["ptx"]
     limit, threads = (int(re.search(rf"\.{name} (\d+)", ptx)[1]) for name in ("maxnreg", "reqntid"))
-    return limit, threads, set(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)))
+    return (
+        limit,
+        threads,
+        set(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx))),
+    )
 
 
 @pytest.mark.slow
 def test_programs_of_a_multiprocessor_share_its_registers():
-    """setmaxnreg waits for ever if the warp groups of a program ask for more registers than it started with."""
+    """setmaxnreg waits for ever if the warp groups of a program ask for more registers than it
+    started with.
+    """
     named = {
         HopperRequest(kernel="forward", head_dim=head_dim, is_causal=True, config=config): schedule
         for (head_dim, config), schedule in NAMED.items()
@@ -140,7 +170,11 @@ def test_programs_of_a_multiprocessor_share_its_registers():
         assert limit * threads * schedule.resident <= 65536
         others = (schedule.consumers - 1) * schedule.registers + 24
         first = min(256, limit * threads // 128 - others)
-        assert {first, schedule.registers, 24} <= asked and schedule.registers <= first, (request, limit, asked)
+        assert {first, schedule.registers, 24} <= asked and schedule.registers <= first, (
+            request,
+            limit,
+            asked,
+        )
 
 
 def listing(*instructions: str) -> list[tuple[int, str]]:
@@ -151,7 +185,10 @@ def listing(*instructions: str) -> list[tuple[int, str]]:
     ]
 
 
-HALF, GROUP = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0"
+HALF, GROUP = (
+    "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ",
+    "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0",
+)
 WAIT_0, WAIT_1 = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "WARPGROUP.DEPBAR.LE gsb0, 0x1"
 EXP = "MUFU.EX2 R5, R5"
 
@@ -172,7 +209,8 @@ def test_loops_are_read_in_order():
         ((GROUP, WAIT_0, EXP), 0.0),
         ((GROUP, EXP, WAIT_0), 1.0),
         ((GROUP, GROUP, WAIT_1, EXP, WAIT_0, EXP), 0.5),
-        ((EXP, WAIT_0, GROUP), 0.5),  # in flight over the loop's end; the first time around nothing is
+        # in flight over the loop's end; the first time around nothing is
+        ((EXP, WAIT_0, GROUP), 0.5),
         ((GROUP, WAIT_0), 0.0),
         ((HALF, EXP, GROUP, WAIT_0, EXP), 0.5),  # between the matmuls of one group
     ],
@@ -185,12 +223,25 @@ def test_overlap_counts_exponentials_under_matmuls(instructions, overlap):
 def test_doctor_prints_a_line_a_kernel_and_each_loop_once(capsys):
     loop = Loop(("wait for slot", "matmul.", "spill", "wait to 0", "exp2"))
     rotated = Loop(("matmul.", "wait to 0", "exp2", "wait for slot"))
-    causal, full = (HopperRequest(kernel="backward", head_dim=64, is_causal=is_causal) for is_causal in (True, False))
+    causal, full = (
+        HopperRequest(kernel="backward", head_dim=64, is_causal=is_causal)
+        for is_causal in (True, False)
+    )
     numbers = {"registers": 200, "spill_bytes": 8, "shared_bytes": 100 * 1024, "serialized": 3}
     failed = HopperReport(request=full, failure="RuntimeError: PassManager::run failed")
     print_hopper_reports([HopperReport(request=causal, **numbers, loops=(loop, rotated)), failed])
-    first, second, third, *loops = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert first.startswith("Hopper kernel registers spilled bytes spills a step shared KiB waits exp2 under matmuls")
+    first, second, third, *loops = [
+        " ".join(line.split()) for line in capsys.readouterr().out.splitlines()
+    ]
+    assert first.startswith(
+        "Hopper kernel registers spilled bytes spills a step shared KiB waits exp2 under matmuls"
+    )
     assert second == "hopper_backward, head dim 64, causal 200 8 1 100.0 3 0 %"
-    assert third == "hopper_backward, head dim 64, full - - - - - - RuntimeError: PassManager::run failed"
-    assert loops[1:] == ["matmul, wait to 0, exp2, wait for slot", "hopper_backward, head dim 64, causal"]
+    assert (
+        third
+        == "hopper_backward, head dim 64, full - - - - - - RuntimeError: PassManager::run failed"
+    )
+    assert loops[1:] == [
+        "matmul, wait to 0, exp2, wait for slot",
+        "hopper_backward, head dim 64, causal",
+    ]

@@ -1,4 +1,6 @@
-"""Reports of records of which one is changed: that row is told and left out, and every page is written (B3, B6, B7)."""
+"""Reports of records of which one is changed: that row is told and left out, and every page is
+written (B3, B6, B7).
+"""
 
 import json
 import re
@@ -54,7 +56,9 @@ def changed(row: dict[str, Any], path: tuple[str, ...], value: Any) -> str:
 
 
 def mutations(row: dict[str, Any]) -> Iterator[str]:
-    """Lines that differ from `row` in one field: removed, of another type, of another value, or one more."""
+    """Lines that differ from `row` in one field: removed, of another type, of another value, or one
+    more.
+    """
     for path in fields(row):
         for value in VALUES:
             yield changed(row, path, value)
@@ -80,19 +84,25 @@ class Folder:
         self.good = [row for row in rows if row["status"] == "ok"]
 
     def report(self, *lines: str, replace: str = "") -> tuple[str, list[str]]:
-        """The report with `lines` added, in the place of the line `replace` if given, and its warnings."""
+        """The report with `lines` added, in the place of the line `replace` if given, and its
+        warnings.
+        """
         before = self.text.replace(replace + "\n", "") if replace else self.text
         self.path.write_text(before + "".join(f"{line}\n" for line in lines), encoding="utf-8")
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             assert write_report(self.folder, None, [self.problem])
-        assert not [one for one in told if issubclass(one.category, NotMade)], [str(one.message) for one in told]
+        assert not [one for one in told if issubclass(one.category, NotMade)], [
+            str(one.message) for one in told
+        ]
         text = (self.folder / PAGE).read_text(encoding="utf-8")
         text = text[: text.find("<script>")] + text[text.rfind("<script>") :]  # without the library
         return FACTS.sub("", text, count=1), [str(one.message) for one in told]
 
     def costs_itself(self, line: str) -> bool:
-        """Whether `line`, behind a few good rows, is told and left out; else it is a row, and nothing is told."""
+        """Whether `line`, behind a few good rows, is told and left out; else it is a row, and
+        nothing is told.
+        """
         few = "".join(f"{json.dumps(row)}\n" for row in self.good[:3])
         self.path.write_text(f"{few}{line}\n", encoding="utf-8")
         with warnings.catch_warnings(record=True) as told:
@@ -113,7 +123,9 @@ def few(request, tmp_path) -> Folder:
 
 
 def test_all_changes_of_a_row_at_once_leave_a_report_of_all_good_rows(few):
-    """One of them ended `report` for every problem. The good rows stand behind the others: of two the newest counts."""
+    """One of them ended `report` for every problem. The good rows stand behind the others: of two
+    the newest counts.
+    """
     plain, told = few.report()
     assert told == []
     text, told = few.report(*mutations(few.good[0]), *few.text.splitlines())
@@ -123,7 +135,9 @@ def test_all_changes_of_a_row_at_once_leave_a_report_of_all_good_rows(few):
 
 
 def test_what_cannot_be_placed_changes_nothing(few):
-    """A field more in a case, as a new release adds, ended `report` for 28 of 29 problems; so did a null or a list."""
+    """A field more in a case, as a new release adds, ended `report` for 28 of 29 problems; so did a
+    null or a list.
+    """
     plain, _ = few.report()
     row = few.good[0]
     for path, value in (
@@ -137,9 +151,14 @@ def test_what_cannot_be_placed_changes_nothing(few):
 
 
 def test_a_row_of_an_older_release_finds_its_cell(few):
-    """Fields with a default are what later releases add to a case: rows without them were cells of their own."""
+    """Fields with a default are what later releases add to a case: rows without them were cells of
+    their own.
+    """
     plain, _ = few.report()
-    row = next((row for row in few.good if any(row["case"].get(name, "") is None for name in row["case"])), None)
+    row = next(
+        (row for row in few.good if any(row["case"].get(name, "") is None for name in row["case"])),
+        None,
+    )
     if row is None:
         row = few.good[0]
         without = json.dumps(row)
@@ -158,8 +177,12 @@ def test_the_command_says_what_it_left_out_in_a_line_and_ends_well(tmp_path, mon
     result = invoke("report", "--results", tmp_path, "--folder", folder.folder.name)
     assert result.exit_code == 0, result.stderr
     torn, odd = result.stderr.splitlines()
-    assert torn.startswith("warning: mixed_precision_accumulation.jsonl:6: not a record, left out (")
-    assert odd.startswith("warning: mixed_precision_accumulation: <img") and odd.endswith("unit must be 1, got parsec")
+    assert torn.startswith(
+        "warning: mixed_precision_accumulation.jsonl:6: not a record, left out ("
+    )
+    assert odd.startswith("warning: mixed_precision_accumulation: <img") and odd.endswith(
+        "unit must be 1, got parsec"
+    )
     assert "\x1b" not in result.stderr and (folder.folder / PAGE).is_file()
 
 
@@ -167,10 +190,14 @@ def test_the_command_fails_where_a_table_cannot_be_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = Folder("mixed_precision_accumulation", tmp_path)
     folder.path.write_text(folder.text, encoding="utf-8")
-    monkeypatch.setattr(load(folder.problem), "tables", {"broken": Listing(columns=("no_such_column",))})
+    monkeypatch.setattr(
+        load(folder.problem), "tables", {"broken": Listing(columns=("no_such_column",))}
+    )
     result = invoke("report", "--results", tmp_path, "--folder", folder.folder.name)
     assert result.exit_code == 1
-    assert result.stderr.startswith("warning: the table broken of mixed_precision_accumulation cannot be made: Key")
+    assert result.stderr.startswith(
+        "warning: the table broken of mixed_precision_accumulation cannot be made: Key"
+    )
     assert (folder.folder / PAGE).is_file()
 
 

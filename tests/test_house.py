@@ -59,10 +59,14 @@ def test_what_becomes_harder_to_read_fails_and_names_the_places(package, monkeyp
     assert house.main(["--which"]) == 1
     said = capsys.readouterr()
     assert "cs336_systems/one.py:4 f" in said.out
-    assert said.err == "error: harder to read than before: functions with *args (--which names the places)\n"
+    assert (
+        said.err
+        == "error: harder to read than before: functions with *args (--which names the places)\n"
+    )
 
 
-# (call, pass): files, functions and crossings between files. The goals are (9, 34, 20) and (8, 26, 26), for any call.
+# (call, pass): files, functions and crossings between files. The goals are (9, 34, 20) and (8, 26,
+# 26), for any call.
 PATH = {
     (1, "forward"): (13, 69, 40), (1, "backward"): (11, 35, 39),
     (2, "forward"): (13, 47, 28), (2, "backward"): (11, 34, 39),
@@ -73,7 +77,9 @@ PATH = {
 def test_the_way_from_a_call_to_its_launch_becomes_no_longer():
     command = [sys.executable, str(house.ROOT / "tools/path.py")]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300).stdout
+    printed = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=300
+    ).stdout
     lines = [json.loads(line) for line in printed.splitlines()]
     assert [(line["call"], line["pass"]) for line in lines] == list(PATH)
     for line, most in zip(lines, PATH.values()):

@@ -1,7 +1,9 @@
-"""Hugging Face Transformers with our attention: the same logits, gradients and generated tokens as its own SDPA.
+"""Hugging Face Transformers with our attention: the same logits, gradients and generated tokens as
+its own SDPA.
 
-The models are tiny and random; nothing is downloaded. On the CPU they run in float64 through `reference`, so that a
-wrong mask, scale or head cannot hide in rounding, and through the other back ends in float32.
+The models are tiny and random; nothing is downloaded. On the CPU they run in float64 through
+`reference`, so that a wrong mask, scale or head cannot hide in rounding, and through the other back
+ends in float32.
 """
 
 import importlib
@@ -44,7 +46,9 @@ def hf() -> Any:
 
 
 def model_pair(hf: Any, model: str, backend: str, **options: Any) -> tuple[Any, Any]:
-    """The same random model twice, with SDPA and with ours. Each has its config: Transformers writes into it."""
+    """The same random model twice, with SDPA and with ours. Each has its config: Transformers
+    writes into it.
+    """
     config, special = MODELS[model]
     pair = []
     for name in ("sdpa", register(f"cs336_{backend}", backend=backend)):
@@ -85,7 +89,9 @@ def count_masks(monkeypatch) -> list[torch.Size]:
     """The shapes of the masks that are cut into tiles from now on."""
     made: list[torch.Size] = []
     right = BlockMask.from_dense
-    monkeypatch.setattr(BlockMask, "from_dense", lambda mask: made.append(mask.shape) or right(mask))
+    monkeypatch.setattr(
+        BlockMask, "from_dense", lambda mask: made.append(mask.shape) or right(mask)
+    )
     return made
 
 
@@ -99,10 +105,13 @@ def test_logits_and_gradients_are_those_of_sdpa(hf, model, padding):
     batch = token_batch(padding)
     found, expected = logits_and_gradients(ours, batch), logits_and_gradients(theirs, batch)
     assert worst(found, expected) < 1e-12
-    assert min(gradient.abs().max().item() for gradient in expected[1:]) > 1e-9  # a check of zeros would say nothing
+    # a check of zeros would say nothing
+    assert min(gradient.abs().max().item() for gradient in expected[1:]) > 1e-9
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted where there is no GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the kernels are interpreted where there is no GPU"
+)
 @pytest.mark.parametrize("backend", ["auto", "tiled", "triton"])
 def test_every_back_end_serves_it(hf, backend):
     theirs, ours = model_pair(hf, "grouped", backend)
@@ -112,7 +121,9 @@ def test_every_back_end_serves_it(hf, backend):
 
 
 def test_the_check_rejects_a_lost_mask_and_a_wrong_scale(hf, monkeypatch):
-    """What registering without a mask function does, and what ignoring `scaling` would: neither is in the noise."""
+    """What registering without a mask function does, and what ignoring `scaling` would: neither is
+    in the noise.
+    """
     theirs, ours = (each.double() for each in model_pair(hf, "grouped", "reference"))
     batch = token_batch("left")
     expected = logits_and_gradients(theirs, batch)
@@ -143,7 +154,9 @@ def test_an_encoder_attends_both_ways(hf, padding):
         model = hf.AutoModel.from_config(config, attn_implementation=name).double()
         batch = token_batch(padding)
         hidden.append(
-            model(batch["input_ids"], attention_mask=batch["attention_mask"])[0][batch["attention_mask"] == 1]
+            model(batch["input_ids"], attention_mask=batch["attention_mask"])[0][
+                batch["attention_mask"] == 1
+            ]
         )
     assert (hidden[0] - hidden[1]).abs().max() < 1e-12
 
@@ -164,9 +177,12 @@ def generated(model: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Ten
     ids=["growing_cache", "static_cache", "prompt_in_pieces", "beams"],
 )
 def test_generating_with_a_cache_is_that_of_sdpa(hf, padding, options):
-    """One query against many keys, or several that are not the first: the causal mask is bottom right there."""
+    """One query against many keys, or several that are not the first: the causal mask is bottom
+    right there.
+    """
     (expected, logits), (found, our_logits) = (
-        generated(model.double(), token_batch(padding), **options) for model in model_pair(hf, "window", "reference")
+        generated(model.double(), token_batch(padding), **options)
+        for model in model_pair(hf, "window", "reference")
     )
     assert expected.shape[1] == LENGTH + NEW
     assert torch.equal(expected, found)
@@ -174,10 +190,13 @@ def test_generating_with_a_cache_is_that_of_sdpa(hf, padding, options):
 
 
 def test_torch_compile_gives_the_same_logits(hf, monkeypatch):
-    """Compiled layers each read the mask: what a CUDA graph has overwritten looks like the tensor of the last call."""
+    """Compiled layers each read the mask: what a CUDA graph has overwritten looks like the tensor
+    of the last call.
+    """
     theirs, ours = model_pair(hf, "grouped", "tiled")
     made = count_masks(monkeypatch)
-    compiled = torch.compile(ours, backend="eager")  # traced; what a compiler makes of it is not ours
+    # traced; what a compiler makes of it is not ours
+    compiled = torch.compile(ours, backend="eager")
     batch = token_batch("left")
     real = batch["attention_mask"] == 1
     assert (compiled(**batch).logits - theirs(**batch).logits)[real].abs().max() < 2e-6
@@ -210,10 +229,16 @@ def test_a_mask_that_is_written_to_is_read_again(inference):
 
 
 def causal_model(hf: Any, kind: str, implementation: Any, **options: Any) -> Any:
-    """A random model in float64. Its weights are larger than Transformers draws them: attention is far from uniform."""
+    """A random model in float64. Its weights are larger than Transformers draws them: attention is
+    far from uniform.
+    """
     torch.manual_seed(0)
     config = getattr(hf, f"{kind}Config")(**options)
-    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double().eval()
+    model = (
+        hf.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        .double()
+        .eval()
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -222,19 +247,37 @@ def causal_model(hf: Any, kind: str, implementation: Any, **options: Any) -> Any
 
 
 BLOOM = {"vocab_size": TOKENS, "hidden_size": 64, "n_layer": 2, "n_head": 4}
-CODEGEN = {"vocab_size": TOKENS, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 64}
+CODEGEN = {
+    "vocab_size": TOKENS,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "rotary_dim": 8,
+    "n_positions": 64,
+}
 
 
 @pytest.mark.parametrize("padding", ["", "left", "right"])
-@pytest.mark.parametrize(("kind", "options"), [("Bloom", BLOOM), ("CodeGen", CODEGEN)], ids=["bloom", "codegen"])
-def test_a_model_with_attention_code_of_its_own_computes_what_eager_computes(hf, kind, options, padding):
-    """Bloom got None for its causal mask and saw the future; CodeGen added True and False to its scores."""
+@pytest.mark.parametrize(
+    ("kind", "options"), [("Bloom", BLOOM), ("CodeGen", CODEGEN)], ids=["bloom", "codegen"]
+)
+def test_a_model_with_attention_code_of_its_own_computes_what_eager_computes(
+    hf, kind, options, padding
+):
+    """Bloom got None for its causal mask and saw the future; CodeGen added True and False to its
+    scores.
+    """
     expected = causal_model(hf, kind, "eager", **options)
-    for name in (register("cs336_reference", backend="reference"), register("cs336_auto", backend="auto")):
+    for name in (
+        register("cs336_reference", backend="reference"),
+        register("cs336_auto", backend="auto"),
+    ):
         ours = causal_model(hf, kind, name, **options)
         batch = token_batch(padding)
         # Bloom's own rows without a key are NaN: its bias leaves no number as low as eager's mask.
-        for found, wanted in zip(logits_and_gradients(ours, batch), logits_and_gradients(expected, batch)):
+        for found, wanted in zip(
+            logits_and_gradients(ours, batch), logits_and_gradients(expected, batch)
+        ):
             torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
@@ -257,9 +300,13 @@ def test_torch_compile_takes_a_causal_mask_that_is_made_in_the_graph_or_given(is
 
     scores = torch.randn(2, 3, 4, 4)
     mask = causal_mask((2, 1, 4, 4), scores.dtype, "cpu") if is_given else None
-    found, is_flag = torch.compile(scores_and_kind, backend="aot_eager", fullgraph=True)(scores, mask)
+    found, is_flag = torch.compile(scores_and_kind, backend="aot_eager", fullgraph=True)(
+        scores, mask
+    )
     assert is_flag
-    assert torch.equal(found.softmax(-1), scores.masked_fill(torch.ones(4, 4).tril() == 0, -torch.inf).softmax(-1))
+    assert torch.equal(
+        found.softmax(-1), scores.masked_fill(torch.ones(4, 4).tril() == 0, -torch.inf).softmax(-1)
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -268,7 +315,10 @@ def test_gradient_checkpointing_gives_the_same_gradients(hf, padding, reentrant)
     theirs, ours = (each.double() for each in model_pair(hf, "grouped", "reference"))
     ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
     batch = token_batch(padding)
-    assert worst(logits_and_gradients(ours.train(), batch), logits_and_gradients(theirs, batch)) < 1e-12
+    assert (
+        worst(logits_and_gradients(ours.train(), batch), logits_and_gradients(theirs, batch))
+        < 1e-12
+    )
 
 
 MASKS = {
@@ -280,7 +330,9 @@ MASKS = {
 @pytest.mark.parametrize("kind", MASKS)
 def test_a_mask_is_eager_s_to_every_operation(kind):
     mask, scores = MASKS[kind](), torch.randn(2, 3, 4, 5)
-    floats = torch.zeros(2, 1, 4, 5).masked_fill(torch.ones(4, 5).tril() == 0, torch.finfo(torch.float32).min)
+    floats = torch.zeros(2, 1, 4, 5).masked_fill(
+        torch.ones(4, 5).tril() == 0, torch.finfo(torch.float32).min
+    )
     assert (mask.shape, mask.dtype, mask.device) == (floats.shape, floats.dtype, floats.device)
     assert len(mask) == 2 and mask.is_floating_point()
     query, keys = torch.randn(2, 3, 4, 16), torch.randn(2, 3, 5, 16)
@@ -303,7 +355,9 @@ def test_a_mask_is_eager_s_to_every_operation(kind):
 
 @pytest.mark.parametrize("kind", MASKS)
 def test_a_mask_that_is_moved_is_still_a_mask(kind):
-    """As accelerate does between devices, FSDP between dtypes and a checkpoint to detach: kernels need no floats."""
+    """As accelerate does between devices, FSDP between dtypes and a checkpoint to detach: kernels
+    need no floats.
+    """
     mask = MASKS[kind]()
     assert mask.to("cpu") is mask
     low = mask.to(torch.float16)
@@ -313,7 +367,9 @@ def test_a_mask_that_is_moved_is_still_a_mask(kind):
 
 
 def test_memory_that_is_read_without_pytorch_is_no_mask():
-    """A C++ extension gets the storage and none of our code: NaN is seen, and 0 would be a mask that is lost."""
+    """A C++ extension gets the storage and none of our code: NaN is seen, and 0 would be a mask
+    that is lost.
+    """
     for make in MASKS.values():
         with torch._C.DisableTorchFunctionSubclass():
             assert make().untyped_storage().nbytes() == 4 and torch.isnan(make()).all()
@@ -344,7 +400,9 @@ def test_a_value_head_dim_of_its_own_is_served(hf):
 
 
 def sink_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, pairs: Tensor) -> Tensor:
-    """The definition: a softmax over the scores and one column more for each head, whose weight is dropped."""
+    """The definition: a softmax over the scores and one column more for each head, whose weight is
+    dropped.
+    """
     scores = (q @ k.repeat_interleave(2, 1).mT) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~pairs, -torch.inf)
     column = sinks[None, :, None, None].expand(len(q), -1, q.shape[2], 1)
@@ -361,7 +419,11 @@ def test_sinks_and_their_gradient_are_those_of_a_softmax_with_a_column_more(mask
     pairs = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
     if masked == "pairs":
         pairs[0, :, :, :3] = False  # three queries have no key: the sink takes all
-    mask = causal_mask((2, 1, 9, 9), q.dtype, "cpu") if masked == "causal" else pairs_mask(pairs, q.dtype)
+    mask = (
+        causal_mask((2, 1, 9, 9), q.dtype, "cpu")
+        if masked == "causal"
+        else pairs_mask(pairs, q.dtype)
+    )
     found, _ = attention_forward(nn.Module(), q, k, v, mask, s_aux=sinks, backend=backend)
     expected = sink_attention(q, k, v, sinks, pairs).transpose(1, 2)
     weights = torch.randn_like(expected)
@@ -389,7 +451,11 @@ def test_gpt_oss_is_equal_to_eager_with_its_sinks(hf, padding):
     batch = token_batch(padding)
     expected, found = (logits_and_gradients(model, batch) for model in models)
     assert worst(found, expected) < 1e-10
-    sinks = [each.grad.abs().min() for name, each in models[1].named_parameters() if name.endswith("sinks")]
+    sinks = [
+        each.grad.abs().min()
+        for name, each in models[1].named_parameters()
+        if name.endswith("sinks")
+    ]
     assert len(sinks) == 2 and min(sinks) > 1e-9
     logits, ours = (generated(model, token_batch("left"))[1] for model in models)
     assert (logits - ours).abs().max() < 1e-10
@@ -399,7 +465,10 @@ def test_gpt_oss_is_equal_to_eager_with_its_sinks(hf, padding):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("padding", "backend"), [("", "triton"), ("left", "triton"), ("", "hopper")])  # has no masks
+# has no masks
+@pytest.mark.parametrize(
+    ("padding", "backend"), [("", "triton"), ("left", "triton"), ("", "hopper")]
+)
 def test_bfloat16_on_a_gpu_is_as_near_to_float64_as_sdpa(hf, padding, backend):
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("hopper kernels run on compute capability 9.0")
@@ -407,7 +476,8 @@ def test_bfloat16_on_a_gpu_is_as_near_to_float64_as_sdpa(hf, padding, backend):
     batch = {name: tensor.cuda() for name, tensor in token_batch(padding, length=300).items()}
     exact = logits_and_gradients(theirs.cuda().double(), batch)
     sdpa, found = (logits_and_gradients(model.cuda().bfloat16(), batch) for model in (theirs, ours))
-    for one, other, target in zip(found, sdpa, exact):  # norms: they add up what all elements are off by
+    # norms: they add up what all elements are off by
+    for one, other, target in zip(found, sdpa, exact):
         assert (one - target).norm() <= 1.5 * (other - target).norm() + 1e-6 * target.norm()
 
 
@@ -415,7 +485,9 @@ def test_bfloat16_on_a_gpu_is_as_near_to_float64_as_sdpa(hf, padding, backend):
 @pytest.mark.parametrize("padding", ["", "left"])
 def test_generating_on_a_gpu_gives_sdpa_s_logits(hf, padding):
     batch = {name: tensor.cuda() for name, tensor in token_batch(padding).items()}
-    logits, ours = (generated(model.cuda(), batch)[1] for model in model_pair(hf, "window", "triton"))
+    logits, ours = (
+        generated(model.cuda(), batch)[1] for model in model_pair(hf, "window", "triton")
+    )
     assert (logits - ours).abs().max() < 1e-3  # float32, on tensor cores
 
 
@@ -479,7 +551,13 @@ def test_a_refusal_names_the_module_and_its_model():
 
 def test_arguments_that_change_nothing_pass():
     expected, weights = call()
-    found, _ = call(position_ids=torch.arange(4)[None], use_cache=True, softcap=None, sliding_window=4, dropout=0.0)
+    found, _ = call(
+        position_ids=torch.arange(4)[None],
+        use_cache=True,
+        softcap=None,
+        sliding_window=4,
+        dropout=0.0,
+    )
     assert weights is None and expected.shape == (1, 4, 2, 16)
     assert torch.equal(found, expected)
 
@@ -503,7 +581,9 @@ def test_a_model_that_drops_out_or_adds_a_mask_says_so(hf):
     with pytest.raises(ValueError, match="output_attentions must be False"):
         ours(**batch, output_attentions=True)
     batch["attention_mask"] = torch.full((2, 1, LENGTH, LENGTH), 0.5)
-    with pytest.raises(ValueError, match="attention_mask must be of bools.* there is no support for a bias"):
+    with pytest.raises(
+        ValueError, match="attention_mask must be of bools.* there is no support for a bias"
+    ):
         ours(**batch)
 
 
@@ -511,9 +591,17 @@ def test_a_model_that_drops_out_or_adds_a_mask_says_so(hf):
     ("arguments", "error", "message"),
     [
         ({"name": 3}, TypeError, "name must be a str, got int"),
-        ({"name": "sdpa"}, ValueError, "name must be an identifier without eager, sdpa, flash.*got 'sdpa'"),
+        (
+            {"name": "sdpa"},
+            ValueError,
+            "name must be an identifier without eager, sdpa, flash.*got 'sdpa'",
+        ),
         ({"name": "our_flash"}, ValueError, "name must be an identifier without .*got 'our_flash'"),
-        ({"name": "owner/kernel"}, ValueError, "name must be an identifier without .*got 'owner/kernel'"),
+        (
+            {"name": "owner/kernel"},
+            ValueError,
+            "name must be an identifier without .*got 'owner/kernel'",
+        ),
         ({"backend": "cuda"}, ValueError, "backend must be one of auto, reference, .*got 'cuda'"),
     ],
 )
@@ -525,8 +613,12 @@ def test_a_name_or_back_end_that_cannot_be_is_refused(arguments, error, message)
 def test_registering_says_that_transformers_is_missing_or_old(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
     importlib.reload(integration)  # importing needs it not
-    with pytest.raises(ImportError, match=r"not installed: pip install -e '\.\[hf\]' in the repository, as docs"):
+    with pytest.raises(
+        ImportError, match=r"not installed: pip install -e '\.\[hf\]' in the repository, as docs"
+    ):
         integration.register()
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__="4.50.0"))
-    with pytest.raises(ImportError, match="transformers must be of version 4.53 or later, got 4.50.0"):
+    with pytest.raises(
+        ImportError, match="transformers must be of version 4.53 or later, got 4.50.0"
+    ):
         integration.register()

@@ -12,7 +12,15 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are c
 
 
 @triton.jit
-def _both_products(q_ptr, k_ptr, scores_ptr, transposed_ptr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr):
+def _both_products(
+    q_ptr,
+    k_ptr,
+    scores_ptr,
+    transposed_ptr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    D: tl.constexpr,
+):
     rows, keys, columns = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, D)
     q = tl.load(q_ptr + rows[:, None] * D + columns)
     k = tl.load(k_ptr + keys[:, None] * D + columns)

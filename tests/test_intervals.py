@@ -1,4 +1,6 @@
-"""Intervals made by hand, and traces made by hand: what counts as compute, as communication, as both at once."""
+"""Intervals made by hand, and traces made by hand: what counts as compute, as communication, as
+both at once.
+"""
 
 import pytest
 import torch
@@ -25,12 +27,19 @@ def test_simplifying_closes_the_narrowest_gaps():
 def test_lanes_of_a_schedule():
     """Compute 0 to 10, communication 4 to 12 of which 6 beside compute, then compute alone."""
     lanes = Lanes(compute=[(0, 10), (13, 14)], communication=[(4, 12)])
-    assert (lanes.compute_ms, lanes.communication_ms, lanes.overlap_ms, lanes.span_ms) == (11, 8, 6, 14)
+    assert (lanes.compute_ms, lanes.communication_ms, lanes.overlap_ms, lanes.span_ms) == (
+        11,
+        8,
+        6,
+        14,
+    )
     assert Lanes(compute=[], communication=[]).span_ms == 0
     assert length([(0, 1), (4, 6)]) == 3
 
 
-def event(name: str, category: str, start_us: float, microseconds: float, phase: str = "X") -> dict[str, object]:
+def event(
+    name: str, category: str, start_us: float, microseconds: float, phase: str = "X"
+) -> dict[str, object]:
     return {"name": name, "cat": category, "ts": start_us, "dur": microseconds, "ph": phase}
 
 

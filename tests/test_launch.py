@@ -1,4 +1,6 @@
-"""Launching ranks: results in order, the first failure told, nobody left behind, the same script under torchrun."""
+"""Launching ranks: results in order, the first failure told, nobody left behind, the same script
+under torchrun.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from cs336_systems.distributed.spawn import (
 )
 from tests.processes import is_running
 
-launching = sys.modules["cs336_systems.distributed.spawn"]  # the package exports the function of that name
+# the package exports the function of that name
+launching = sys.modules["cs336_systems.distributed.spawn"]
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -49,7 +52,9 @@ def await_gone(pids: list[int], seconds: float = 30) -> list[int]:
 
 
 def own_ports() -> list[str]:
-    """What `ss` says of the sockets on which this process listens: earlier tests may have left a group's."""
+    """What `ss` says of the sockets on which this process listens: earlier tests may have left a
+    group's.
+    """
     lines = subprocess.run(["ss", "-Hltp"], capture_output=True, text=True).stdout.splitlines()
     return [line for line in lines if f"pid={os.getpid()}," in line]
 
@@ -127,14 +132,21 @@ class Outer:
 
 
 def return_many(rank: int, num_ranks: int, count: int) -> Outer.Inner:
-    return Outer.Inner(tuple(torch.full((2,), float(rank * count + index)) for index in range(count)))
+    return Outer.Inner(
+        tuple(torch.full((2,), float(rank * count + index)) for index in range(count))
+    )
 
 
 def return_views(rank: int, num_ranks: int) -> tuple[torch.Tensor, ...]:
     """Of 4 MB; a parameter and a type of few bits are handled apart by PyTorch."""
     whole = torch.arange(2.0**20)
     views = whole.view(64, -1).unbind()
-    return *views, torch.nn.Parameter(whole[3:5]), whole[3:5].to(torch.float8_e4m3fn), torch.empty(0)
+    return (
+        *views,
+        torch.nn.Parameter(whole[3:5]),
+        whole[3:5].to(torch.float8_e4m3fn),
+        torch.empty(0),
+    )
 
 
 def leave_early(rank: int, num_ranks: int) -> None:
@@ -143,7 +155,9 @@ def leave_early(rank: int, num_ranks: int) -> None:
 
 
 def own_start(rank: int, num_ranks: int) -> tuple[int, bool, int]:
-    """Which process started this one, whether an optimizer finds its imports here, and a random number."""
+    """Which process started this one, whether an optimizer finds its imports here, and a random
+    number.
+    """
     return os.getppid(), "torch._dynamo" in sys.modules, torch.randint(2**40, ()).item()
 
 
@@ -156,7 +170,9 @@ BOTH = pytest.mark.parametrize("start_method", METHODS)
 
 def test_results_come_back_in_the_order_of_ranks_which_end_in_good_order(monkeypatch, capfd):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
-    assert run_ranks(own_place, 3) == [(os.getpid(), False, rank, 3, rank, 3, "0") for rank in range(3)]
+    assert run_ranks(own_place, 3) == [
+        (os.getpid(), False, rank, 3, rank, 3, "0") for rank in range(3)
+    ]
     assert "terminate called" not in capfd.readouterr().err
 
 
@@ -168,7 +184,8 @@ def test_copied_ranks_are_new_processes_with_pytorch_imported():
 
 def test_ranks_share_the_cores_that_there_are(monkeypatch):
     monkeypatch.setattr(launching, "get_device_info", lambda _: SimpleNamespace(num_cores=6))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)  # of the host, where a container has fewer
+    # of the host, where a container has fewer
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     for num_ranks in (2, 4, 8):
@@ -182,7 +199,9 @@ def test_D7_four_jobs_at_once_do_not_clash(start_method):
     run = partial(run_ranks, start_method=start_method)
     with ThreadPoolExecutor(4) as pool:
         jobs = [pool.submit(run, sum_of_ranks, 2, 10 * number) for number in range(4)]
-        assert [job.result()[0].item() for job in jobs] == [20.0 * number + 1 for number in range(4)]
+        assert [job.result()[0].item() for job in jobs] == [
+            20.0 * number + 1 for number in range(4)
+        ]
 
 
 @pytest.fixture
@@ -208,7 +227,9 @@ def test_views_of_one_tensor_come_back_as_such():
     *views, parameter, small, empty = run_ranks(return_views, 1)[0]
     assert torch.equal(torch.cat(views), torch.arange(2.0**20))
     assert len({view.untyped_storage().data_ptr() for view in (*views, parameter)}) == 1
-    assert isinstance(parameter, torch.nn.Parameter) and parameter.tolist() == small.float().tolist() == [3, 4]
+    assert isinstance(
+        parameter, torch.nn.Parameter
+    ) and parameter.tolist() == small.float().tolist() == [3, 4]
     assert empty.numel() == 0
     views[0].add_(1)
     assert views[0][0] == 1, "it can be written"
@@ -232,8 +253,15 @@ for function in (train, partial(train)):
 """
     arguments = [sys.executable, "-c", code] if how == "-c" else [sys.executable]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    said = subprocess.run(arguments, input=code, env=environment, cwd=ROOT, text=True, capture_output=True, check=True)
-    assert said.stdout.count("function must be in a file, which new processes import, got train typed in a note") == 2
+    said = subprocess.run(
+        arguments, input=code, env=environment, cwd=ROOT, text=True, capture_output=True, check=True
+    )
+    assert (
+        said.stdout.count(
+            "function must be in a file, which new processes import, got train typed in a note"
+        )
+        == 2
+    )
 
 
 def test_a_rank_that_has_returned_is_named_when_the_others_time_out():
@@ -249,7 +277,11 @@ REASONS = {
     "sleeps": r"(?s)rank 0 of 2 failed:.*Timed out waiting 3000ms.*nothing was heard of rank 1, which may",
 }
 FAST = [("raises", "spawn"), ("is killed", "forkserver"), ("exits", "forkserver")]
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in product(REASONS, METHODS) if case not in FAST]
+SLOW = [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in product(REASONS, METHODS)
+    if case not in FAST
+]
 
 
 @pytest.mark.parametrize(("how", "start_method"), [*FAST, *SLOW])
@@ -272,7 +304,9 @@ def test_D6_ranks_die_with_their_parent(start_method, tmp_path):
     """A killed parent cannot clean up; its ranks must go all the same."""
     call = f"run_ranks(sleep_long, 2, {str(tmp_path)!r}, start_method={start_method!r})"
     code = f"from tests.test_launch import *; {call}"
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("[01]"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -293,7 +327,9 @@ def test_D6_ranks_die_with_their_parent(start_method, tmp_path):
         (fail_without_sockets, "ValueError", "no file more"),
     ],
 )
-def test_a_result_that_cannot_be_sent_and_an_exception_without_a_text_are_told(function, error_type, message):
+def test_a_result_that_cannot_be_sent_and_an_exception_without_a_text_are_told(
+    function, error_type, message
+):
     with pytest.raises(RankError, match=rf"(?s)rank 0 of 1 failed:.*{message}") as caught:
         run_ranks(function, 1)
     assert caught.value.error_type == error_type
@@ -304,23 +340,47 @@ def test_arguments_are_checked_before_anything_starts(monkeypatch):
     cases = [
         (0, {}, "num_ranks must be a positive int, got 0"),
         (True, {}, "num_ranks must be a positive int, got True"),
-        (2, {"backend": "mpi"}, "backend must be gloo, or nccl with device 'cuda', got 'mpi' and 'cpu'"),
-        (2, {"device": "tpu"}, "backend must be gloo, or nccl with device 'cuda', got 'gloo' and 'tpu'"),
-        (2, {"backend": "nccl"}, "backend must be gloo, or nccl with device 'cuda', got 'nccl' and 'cpu'"),
+        (
+            2,
+            {"backend": "mpi"},
+            "backend must be gloo, or nccl with device 'cuda', got 'mpi' and 'cpu'",
+        ),
+        (
+            2,
+            {"device": "tpu"},
+            "backend must be gloo, or nccl with device 'cuda', got 'gloo' and 'tpu'",
+        ),
+        (
+            2,
+            {"backend": "nccl"},
+            "backend must be gloo, or nccl with device 'cuda', got 'nccl' and 'cpu'",
+        ),
         (2, {"timeout_s": "1"}, "timeout_s must be a positive number, got '1'"),
-        (2, {"start_method": "fork"}, "start_method must be spawn, or forkserver for device 'cpu', got 'fork'"),
-        (2, {"device": "cuda"}, r"device 'cuda' was asked for, and torch.cuda.is_available\(\) is False"),
+        (
+            2,
+            {"start_method": "fork"},
+            "start_method must be spawn, or forkserver for device 'cpu', got 'fork'",
+        ),
+        (
+            2,
+            {"device": "cuda"},
+            r"device 'cuda' was asked for, and torch.cuda.is_available\(\) is False",
+        ),
     ]
     for num_ranks, options, message in cases:
         with pytest.raises(ValueError, match=message):
             run_ranks(own_place, num_ranks, **options)
     with pytest.raises(ValueError, match="function must be callable, got 'train'"):
         run_ranks("train", 2)
-    with pytest.raises(ValueError, match="function must be at the top level of a module, .*, got .*<lambda>"):
+    with pytest.raises(
+        ValueError, match="function must be at the top level of a module, .*, got .*<lambda>"
+    ):
         run_ranks(lambda rank, num_ranks: rank, 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match="'nccl' needs a GPU a rank: num_ranks is 3 on this host, which has 2"):
+    with pytest.raises(
+        ValueError, match="'nccl' needs a GPU a rank: num_ranks is 3 on this host, which has 2"
+    ):
         run_ranks(own_place, 3, backend="nccl", device="cuda")
 
 
@@ -337,16 +397,28 @@ def test_the_number_of_ranks_is_told_once(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="num_ranks must be torchrun's WORLD_SIZE=1, got 2"):
         launch(own_place, 2)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'backnd'"):  # which counted for nothing
+    # which counted for nothing
+    with pytest.raises(TypeError, match="unexpected keyword argument 'backnd'"):
         launch(own_place, 1, backnd="nccl")
 
 
-def start_agents(script: Path, nodes: int, ranks_a_node: int, arguments: list[str]) -> list[subprocess.Popen[str]]:
-    """`nodes` torchrun agents on this host; the first one's rendezvous port is one that was free just before."""
+def start_agents(
+    script: Path, nodes: int, ranks_a_node: int, arguments: list[str]
+) -> list[subprocess.Popen[str]]:
+    """`nodes` torchrun agents on this host; the first one's rendezvous port is one that was free
+    just before.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        str(nodes),
+        "--nproc-per-node",
+    ]
     command += [str(ranks_a_node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return [

@@ -1,4 +1,6 @@
-"""Calls replayed through the CUDA driver, `attention/replay.py`, against those that Python makes, in bits."""
+"""Calls replayed through the CUDA driver, `attention/replay.py`, against those that Python makes,
+in bits.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def runs(request, backend, monkeypatch) -> list[str]:
     operator, runs = api.operator_of(backend), []
     for name in ("_forward", "_backward"):
         run = getattr(operator, name)
-        monkeypatch.setattr(operator, name, lambda *given, name=name, run=run: runs.append(name[1:]) or run(*given))
+        monkeypatch.setattr(
+            operator, name, lambda *given, name=name, run=run: runs.append(name[1:]) or run(*given)
+        )
     return runs
 
 
@@ -72,7 +76,9 @@ def gpu_leaves(batch, heads, kv_heads, queries, keys, head_dim, seed=0):
     generator = torch.Generator("cuda").manual_seed(seed)
     sizes = ((heads, queries), (kv_heads, keys), (kv_heads, keys), (heads, queries))
     *leaves, grad = (
-        torch.randn(batch, n, rows, head_dim, device="cuda", dtype=torch.bfloat16, generator=generator)
+        torch.randn(
+            batch, n, rows, head_dim, device="cuda", dtype=torch.bfloat16, generator=generator
+        )
         for n, rows in sizes
     )
     return [x.requires_grad_() for x in leaves], grad
@@ -101,8 +107,11 @@ def test_replays_give_the_same_bits(backend, shape, is_causal, deterministic, by
         passes.append([*runs])
         exact = backend == "triton" or bool(deterministic)
         assert_same(ours, by_python(*leaves, grad=grad, **options), exact=exact)
-    assert passes[:2] == [["forward", "backward"]] * 2 and all("forward" not in later for later in passes[2:])
-    if backend == "triton" or shape in ("short", "grouped, ragged"):  # hopper fills gradients of unseen keys
+    assert passes[:2] == [["forward", "backward"]] * 2 and all(
+        "forward" not in later for later in passes[2:]
+    )
+    # hopper fills gradients of unseen keys
+    if backend == "triton" or shape in ("short", "grouped, ragged"):
         assert passes[2:] == [[], []]
 
 
@@ -114,16 +123,29 @@ def test_inputs_and_gradients_of_any_layout(backend, by_python, runs):
         return x.detach().transpose(1, 2).contiguous().transpose(1, 2)
 
     def shifted(x: Tensor) -> Tensor:
-        return torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view(x.shape).copy_(x.detach())
+        return (
+            torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:]
+            .view(x.shape)
+            .copy_(x.detach())
+        )
 
     expanded = torch.ones_like(grad[:1, :1, :1, :1]).expand(grad.shape)
     for given, upstream in itertools.product(
-        ((q, k, v), [transposed(x) for x in (q, k, v)], (shifted(q), k, v), (q, k, shifted(v)), (q, q, q), (q, k, v)),
+        (
+            (q, k, v),
+            [transposed(x) for x in (q, k, v)],
+            (shifted(q), k, v),
+            (q, k, shifted(v)),
+            (q, q, q),
+            (q, k, v),
+        ),
         (grad, grad, grad, transposed(grad), expanded, shifted(grad), grad),
     ):
         leaves = [x.detach().requires_grad_() for x in given]
         options = {"grad": upstream, "backend": backend, "is_causal": True}
-        assert_same(attend(*leaves, **options), by_python(*leaves, **options), exact=backend == "triton")
+        assert_same(
+            attend(*leaves, **options), by_python(*leaves, **options), exact=backend == "triton"
+        )
     output = flash_attention(q, k, v, backend=backend, is_causal=True)
     ours = torch.autograd.grad(output, (q, k, v), output)  # its own gradient
     other, *theirs = by_python(q, k, v, grad=output.detach(), backend=backend, is_causal=True)
@@ -160,10 +182,16 @@ def test_streams_threads_and_graphs(backend, by_python, runs):
 
 
 def test_a_tensor_given_twice_is_bound_where_the_facts_say_so(monkeypatch):
-    """Boundaries of documents that queries and keys share; two tensors in one place could be two in the next call."""
-    monkeypatch.setattr(replay, "parameters_of", lambda launched: [("pointer", x) for x in launched.arguments])
+    """Boundaries of documents that queries and keys share; two tensors in one place could be two in
+    the next call.
+    """
+    monkeypatch.setattr(
+        replay, "parameters_of", lambda launched: [("pointer", x) for x in launched.arguments]
+    )
     monkeypatch.setattr(replay, "_BoundKernel", lambda launched, memory, places, maps: places)
-    compiled = SimpleNamespace(src=SimpleNamespace(signature=dict.fromkeys("abc", "*i32")), metadata=SimpleNamespace())
+    compiled = SimpleNamespace(
+        src=SimpleNamespace(signature=dict.fromkeys("abc", "*i32")), metadata=SimpleNamespace()
+    )
     q, boundaries = torch.zeros(8), torch.zeros(8, dtype=torch.int32)
     words = (ctypes.c_uint64 * 3)()
 
@@ -180,7 +208,9 @@ def test_a_tensor_given_twice_is_bound_where_the_facts_say_so(monkeypatch):
 
 def test_calls_that_share_boundaries_have_their_own_replay(monkeypatch):
     used = []
-    monkeypatch.setattr(replay.Replay, "__call__", lambda self, tensors, run: used.append(self) or run())
+    monkeypatch.setattr(
+        replay.Replay, "__call__", lambda self, tensors, run: used.append(self) or run()
+    )
     q, cu_seqlens = torch.randn(8, 1, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
     for boundaries_k in (cu_seqlens, cu_seqlens.clone(), cu_seqlens.clone(), cu_seqlens):
         flash_attention_varlen(q, q, q, cu_seqlens, boundaries_k, 5, 5, backend="triton")
@@ -225,8 +255,12 @@ def plant(mode: int) -> None:
     path.chmod(mode)
 
 
-@pytest.mark.parametrize(("mode", "reason"), [(0o777, "others can write"), (0o700, "replayed by Python")])
-def test_a_library_that_others_could_have_planted_or_that_is_broken_is_not_loaded(folder, mode, reason):
+@pytest.mark.parametrize(
+    ("mode", "reason"), [(0o777, "others can write"), (0o700, "replayed by Python")]
+)
+def test_a_library_that_others_could_have_planted_or_that_is_broken_is_not_loaded(
+    folder, mode, reason
+):
     plant(mode)
     with pytest.warns(UserWarning, match=reason):
         assert native.load() is None
@@ -243,7 +277,8 @@ def test_what_another_process_has_built_is_seen(folder):
     assert native.load() is None  # without a library Python replays
     plant(0o700)
     native.build()
-    with pytest.warns(UserWarning, match="replayed by Python"):  # it was looked at, and is not a library
+    # it was looked at, and is not a library
+    with pytest.warns(UserWarning, match="replayed by Python"):
         native.load()
 
 

@@ -1,4 +1,6 @@
-"""What surrounds the launches of attention kernels: how they overlap, and the stages that are timed."""
+"""What surrounds the launches of attention kernels: how they overlap, and the stages that are
+timed.
+"""
 
 import json
 import math
@@ -28,14 +30,16 @@ from tests.test_varlen import packed, run_packed
 COVERS = (*TRITON, HOPPER, *REPLAY)
 ROOT = Path(__file__).resolve().parent.parent
 JUDGE = "3.6.0"  # the Triton of the machines that the sm_90 table was measured on
-# They read a cut tile by pointers and the others by TMA: a kernel that does both has no register left at head dim 128.
+# They read a cut tile by pointers and the others by TMA: a kernel that does both has no register
+# left at head dim 128.
 KNOWN_SPILLS = {("varlen_tma", "forward"), ("varlen_tma", "dkdv")}
 
 
 # Kernels that overlap
 
-# Launched early or not, and the order in their PTX. dQ reads what the preprocess has written without awaiting it: dK/dV
-# starts dQ only when it has done so in all its programs, spare ones of packed documents included.
+# Launched early or not, and the order in their PTX. dQ reads what the preprocess has written
+# without awaiting it: dK/dV starts dQ only when it has done so in all its programs, spare ones of
+# packed documents included.
 DKDV = True, ["await", "start", "read", "end"]
 DQ = True, ["read", "await", "end"]
 ALONE = False, ["end"]
@@ -55,7 +59,8 @@ KERNELS = {
     "hopper_packed_forward_kernel": ALONE,
     "hopper_counter_kernel": ALONE,
     "hopper_backward_preprocess_kernel": (False, ["start", "end"]),
-    "hopper_backward_kernel": (True, ["end", "await", "start", "read", "await"]),  # in producer and senders
+    # in producer and senders
+    "hopper_backward_kernel": (True, ["end", "await", "start", "read", "await"]),
     "hopper_listed_backward_kernel": (True, ["await", "start", "read", "await", "end"]),
     "hopper_packed_backward_kernel": (True, ["end", "await", "start", "read", "await"]),
     "hopper_split_backward_kernel": (True, ["await", "start", "read", "await", "end"]),
@@ -69,16 +74,26 @@ KERNELS = {
 
 def compiled(*options: str, **environment: str) -> list[dict[str, Any]]:
     """The lines of `tests.compiled_kernels`, in a process in which kernels are not interpreted."""
-    environment |= {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", *environment)}
+    environment |= {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("TRITON_INTERPRET", *environment)
+    }
     command = [sys.executable, "-m", "tests.compiled_kernels", *options]
-    process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    process = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
     assert process.returncode == 0, process.stderr
     return [json.loads(line) for line in process.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("which", [[], pytest.param(["--all"], marks=pytest.mark.slow)], ids=["once", "all"])
+@pytest.mark.parametrize(
+    "which", [[], pytest.param(["--all"], marks=pytest.mark.slow)], ids=["once", "all"]
+)
 def test_compiled_kernels_wait_before_they_read_and_can_be_replayed(which, tmp_path):
-    """Their parameters are those that their PTX declares: another version of Triton may pass others."""
+    """Their parameters are those that their PTX declares: another version of Triton may pass
+    others.
+    """
     # A kept PTX names the sources of the checkout that compiled it.
     lines = compiled(*which, TRITON_CACHE_DIR=str(tmp_path))
     assert {line["kernel"] for line in lines if line["arch"] == "sm90"} == KERNELS.keys()
@@ -92,7 +107,9 @@ def test_compiled_kernels_wait_before_they_read_and_can_be_replayed(which, tmp_p
 
 @pytest.mark.slow
 def test_kernels_compile_for_sm_90_and_spill_no_more_than_is_known():
-    """The block-sparse and the varlen kernels, with TMA and without; with its Triton also for registers."""
+    """The block-sparse and the varlen kernels, with TMA and without; with its Triton also for
+    registers.
+    """
     reports = compiled("--registers")
     assert len(reports) == 24
     for report in reports:
@@ -100,18 +117,23 @@ def test_kernels_compile_for_sm_90_and_spill_no_more_than_is_known():
         assert report["shared_bytes"] <= SHARED_MEMORY_LIMIT_BYTES["sm90"], report
     if triton_version() == JUDGE:
         assert not any(report["serialized"] for report in reports), reports
-        assert {tuple(report["request"][:2]) for report in reports if report["spill_bytes"]} == KNOWN_SPILLS
+        assert {
+            tuple(report["request"][:2]) for report in reports if report["spill_bytes"]
+        } == KNOWN_SPILLS
 
 
 @pytest.mark.parametrize(
-    "capability, overlaps", [((7, 5), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), True)]
+    "capability, overlaps",
+    [((7, 5), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), True)],
 )
 def test_kernels_overlap_from_sm_90_on(capability, overlaps, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(launch, "interpreter_is_on", lambda: False)
     options = partial(launch.overlap_options, torch.device("cuda", 0))
     assert options() == {"OVERLAP": overlaps}
-    assert options(follows=True) == ({"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False})
+    assert options(follows=True) == (
+        {"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False}
+    )
     timed = []
     time_stages(lambda: timed.append(options(follows=True)), device="cpu", num_samples=1, warmup=0)
     assert timed == [{"OVERLAP": False}]
@@ -123,8 +145,12 @@ NAN_BYTES = [2**power for power in range(9, 25)]  # of blocks that PyTorch's all
 
 
 def overwrite_free_memory() -> None:
-    """NaN where the last call's L, D and parts were, if the allocator is so kind, as the kernel behind the call."""
-    blocks = [torch.full((size // 4,), math.nan, device="cuda") for size in NAN_BYTES for _ in range(4)]
+    """NaN where the last call's L, D and parts were, if the allocator is so kind, as the kernel
+    behind the call.
+    """
+    blocks = [
+        torch.full((size // 4,), math.nan, device="cuda") for size in NAN_BYTES for _ in range(4)
+    ]
     del blocks
 
 
@@ -143,12 +169,15 @@ def overlapping_call(family: str) -> Callable[[], dict[str, Tensor]]:
     if family.endswith("varlen"):
         lengths = [256] * 8 if backend == "hopper" else [700, 0, 64, 129, 1, 1000]
         tensors, documents = packed(lengths, None, 5, 8, 4, 64, torch.bfloat16, "cuda")
-        return partial(run_packed, tensors, documents, is_causal=True, backend=backend, enable_gqa=True)
+        return partial(
+            run_packed, tensors, documents, is_causal=True, backend=backend, enable_gqa=True
+        )
     shape = SHAPES.get(family, (2, 8, 4, 1000, 1000, 64))
     options: dict[str, Any] = {"backend": backend, "enable_gqa": True}
     options["is_causal"] = family not in ("dense", "hopper-parts", "hopper-last-parts")
     if family in ("hopper", "hopper-split"):
-        options["deterministic"] = True  # else dQ's last bits vary, where more than two tiles of keys add to it
+        # else dQ's last bits vary, where more than two tiles of keys add to it
+        options["deterministic"] = True
     if family.endswith("block-sparse"):
         mask = BlockMask.causal(1000, block_size=128, device="cuda")
         if backend == "hopper":
@@ -159,7 +188,14 @@ def overlapping_call(family: str) -> Callable[[], dict[str, Tensor]]:
 
 
 FAMILIES = ["dense", "causal", "float32", "split", "varlen", "block-sparse"]
-FAMILIES += ["hopper", "hopper-split", "hopper-parts", "hopper-last-parts", "hopper-causal-parts", "hopper-varlen"]
+FAMILIES += [
+    "hopper",
+    "hopper-split",
+    "hopper-parts",
+    "hopper-last-parts",
+    "hopper-causal-parts",
+    "hopper-varlen",
+]
 FAMILIES += ["hopper-block-sparse"]
 
 
@@ -237,7 +273,9 @@ def test_a_cast_is_a_stage():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         samples = time_stages(lambda: to_autocast_dtype(x), device="cpu", num_samples=1)
         assert set(samples) == {TOTAL, "cast"} and to_autocast_dtype(x).dtype == torch.bfloat16
-        assert set(time_stages(lambda: to_autocast_dtype(x.bfloat16()), device="cpu", num_samples=1)) == {TOTAL}
+        assert set(
+            time_stages(lambda: to_autocast_dtype(x.bfloat16()), device="cpu", num_samples=1)
+        ) == {TOTAL}
 
 
 @pytest.mark.gpu
@@ -246,6 +284,7 @@ def test_the_stages_of_a_long_sequence_are_the_whole_of_it():
     tensors = inputs(1, 16, 16, 8192, 8192, 64, torch.bfloat16, "cuda")
     leaves = [x.requires_grad_() for x in tensors[:3]]
     samples = time_stages(
-        lambda: flash_attention(*leaves, is_causal=True, backend="triton").backward(tensors[3]), device="cuda"
+        lambda: flash_attention(*leaves, is_causal=True, backend="triton").backward(tensors[3]),
+        device="cuda",
     )
     assert abs(unaccounted(samples)) < 0.1, samples

@@ -1,4 +1,6 @@
-"""The package's shape: data flows one way, and imports have no effects. Ruff keeps the dangerous constructs out."""
+"""The package's shape: data flows one way, and imports have no effects. Ruff keeps the dangerous
+constructs out.
+"""
 
 import ast
 import json
@@ -14,13 +16,15 @@ from tests import quick
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "cs336_systems"
 
-# A file imports from its own unit (a module or a folder directly under the package) and from those before it.
+# A file imports from its own unit (a module or a folder directly under the package) and from those
+# before it.
 ORDER = (
     "handout", "config", "accounting", "device", "analysis", "inputs", "grids", "measure", "attention", "compiler",
     "model", "distributed", "training", "integrations", "bench", "book", "subjects", "experiments", "grading",
     "commands", "cli", "notebook",
 )  # fmt: skip
-# The only modules that may load Triton when imported: they hold or list kernels and nothing imports them eagerly.
+# The only modules that may load Triton when imported: they hold or list kernels and nothing imports
+# them eagerly.
 TRITON_FOLDERS = (
     f"{PACKAGE}/attention/triton/", f"{PACKAGE}/attention/hopper/", f"{PACKAGE}/compiler/hopper_reports.py",
 )  # fmt: skip
@@ -30,7 +34,11 @@ PICKLERS = ("pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve")
 
 def source_files(*folders: str) -> list[str]:
     """The Python files below `folders`, relative to the repository's root."""
-    return sorted(path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return sorted(
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+    )
 
 
 def module_name(file: str) -> str:
@@ -39,23 +47,32 @@ def module_name(file: str) -> str:
 
 def imported_modules(tree: ast.AST, file: str) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of everything that `file` imports, at any depth."""
-    package = module_name(file) if file.endswith("__init__.py") else module_name(file).rpartition(".")[0]
+    package = (
+        module_name(file) if file.endswith("__init__.py") else module_name(file).rpartition(".")[0]
+    )
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            parents = (
+                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            )
             module = ".".join([*parents, *([node.module] if node.module else [])])
-            # `from package import name` may mean the module package.name, so the name belongs to what is imported.
+            # `from package import name` may mean the module package.name, so the name belongs to
+            # what is imported.
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
 
 
 def order_violations(source: str, file: str) -> list[str]:
-    """Imports of `file` that go against ORDER. `__init__` imports nothing of the package, `__main__` only the cli."""
+    """Imports of `file` that go against ORDER. `__init__` imports nothing of the package,
+    `__main__` only the cli.
+    """
     unit = file.split("/")[1].removesuffix(".py")
     if unit not in (*ORDER, "__init__", "__main__"):
         return [f"{file}: {unit} has no place in ORDER"]
-    allowed = {"__init__": (), "__main__": ("cli",)}.get(unit) or ORDER[: ORDER.index(unit) + 1 if unit in ORDER else 0]
+    allowed = {"__init__": (), "__main__": ("cli",)}.get(unit) or ORDER[
+        : ORDER.index(unit) + 1 if unit in ORDER else 0
+    ]
     violations = []
     for line, name in imported_modules(ast.parse(source), file):
         parts = name.split(".")
@@ -70,28 +87,46 @@ def order_violations(source: str, file: str) -> list[str]:
 def test_package_files_import_only_what_stands_before_them():
     files = source_files(PACKAGE)
     assert f"{PACKAGE}/config.py" in files
-    violations = [violation for file in files for violation in order_violations((ROOT / file).read_text(), file)]
+    violations = [
+        violation
+        for file in files
+        for violation in order_violations((ROOT / file).read_text(), file)
+    ]
     assert not violations, "\n".join(violations)
-    for source in ("from cs336_systems.bench import spec", "from ..bench.spec import measured_problems"):
-        assert len(order_violations(source, f"{PACKAGE}/model/layers.py")) == 1, "an import against the order is found"
+    for source in (
+        "from cs336_systems.bench import spec",
+        "from ..bench.spec import measured_problems",
+    ):
+        assert len(order_violations(source, f"{PACKAGE}/model/layers.py")) == 1, (
+            "an import against the order is found"
+        )
 
 
 def test_one_module_may_write_pickles_and_one_read_them():
-    """The one writes the snapshots that the other must read or refuse; its unpickler finds no name. Ruff refuses eval,
-    exec, shells, and exceptions that are swallowed."""
+    """The one writes the snapshots that the other must read or refuse; its unpickler finds no name.
+    Ruff refuses eval, exec, shells, and exceptions that are swallowed.
+    """
     found = set()
     for file in source_files(PACKAGE, "tests", "tools"):
         tree = ast.parse((ROOT / file).read_text())
-        found |= {(file, name) for _, name in imported_modules(tree, file) if name.split(".")[0] in PICKLERS}
+        found |= {
+            (file, name)
+            for _, name in imported_modules(tree, file)
+            if name.split(".")[0] in PICKLERS
+        }
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 assert "weights_only=True" in ast.unparse(node), f"{file}:{node.lineno}"
     reader = f"{PACKAGE}/measure/snapshot.py"
     assert found == {("tests/snapshot_files.py", "pickle.dumps"), (reader, "pickle")}
-    assert re.findall(r"pickle\.\w+", (ROOT / reader).read_text()) == ["pickle.Unpickler", "pickle.UnpicklingError"]
+    assert re.findall(r"pickle\.\w+", (ROOT / reader).read_text()) == [
+        "pickle.Unpickler",
+        "pickle.UnpicklingError",
+    ]
 
 
-# Imports each module named on stdin in one process and prints, as JSON, what that did beyond defining names.
+# Imports each module named on stdin in one process and prints, as JSON, what that did beyond
+# defining names.
 IMPORT_PROBE = """
 import importlib, json, os, sys
 
@@ -119,7 +154,8 @@ def test_importing_the_package_has_no_effects(tmp_path):
     modules = [module_name(file) for file in files if not file.endswith("__main__.py")]
     assert f"{PACKAGE}.config" in modules
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # Caches and configuration land in the folder that is watched, wherever a library would keep them.
+    # Caches and configuration land in the folder that is watched, wherever a library would keep
+    # them.
     environment |= {"HOME": str(tmp_path), "TMPDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     process = subprocess.run(
@@ -137,5 +173,7 @@ def test_quick_names_tests_that_exist(request):
         file, test = name.split("::")
         source = (ROOT / "tests" / f"{file}.py").read_text(encoding="utf-8")
         assert test == "*" or re.search(rf"^def {test}\(", source, re.MULTILINE), name
-        if isinstance(kept, str) and any(nodeid.startswith(f"tests/{file}.py::") for nodeid in here):
+        if isinstance(kept, str) and any(
+            nodeid.startswith(f"tests/{file}.py::") for nodeid in here
+        ):
             assert f"tests/{file}.py::{test}[{kept}]" in here, name

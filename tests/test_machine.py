@@ -1,4 +1,6 @@
-"""`doctor`: facts alone unless asked to measure; every back end has a row; `auto` is near the fastest."""
+"""`doctor`: facts alone unless asked to measure; every back end has a row; `auto` is near the
+fastest.
+"""
 
 import json
 import math
@@ -21,7 +23,13 @@ COVERS = ("cs336_systems/measure", "cs336_systems/subjects/backend_times.py")
 
 def shape(seqlen: int, head_dim: int, dtype: Any = "float32", heads: int = 2) -> AttentionShape:
     return AttentionShape(
-        batch=1, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=True, dtype=dtype
+        batch=1,
+        heads=heads,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        head_dim=head_dim,
+        is_causal=True,
+        dtype=dtype,
     )
 
 
@@ -33,11 +41,15 @@ def doctor(*arguments: str) -> Any:
 
 
 def test_rates_are_work_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cs336_systems.measure.reach.time_calls", lambda call, device: [2.0, 4.0, 8.0])
+    monkeypatch.setattr(
+        "cs336_systems.measure.reach.time_calls", lambda call, device: [2.0, 4.0, 8.0]
+    )
     monkeypatch.setattr("cs336_systems.measure.reach.COPY_BYTES", {"cpu": 10**8})
     monkeypatch.setattr("cs336_systems.measure.reach.MATMUL_SIZE", {"cpu": 100})
     rate = copy_rate("cpu")
-    assert (rate["median"], rate["unit"]) == (50.0, "GB/s"), "0.1 GB read and as much written in 4 ms"
+    assert (rate["median"], rate["unit"]) == (50.0, "GB/s"), (
+        "0.1 GB read and as much written in 4 ms"
+    )
     assert rate["quartile_low"] < rate["median"] < rate["quartile_high"]
     rate = matmul_rate("cpu")
     assert rate["median"] == pytest.approx(2e6 / 4e-3 / 1e12) and rate["unit"] == "TFLOP/s"
@@ -58,7 +70,11 @@ def test_every_back_end_has_a_finite_row_or_a_reason() -> None:
     by_name = {row.backend: row for row in rows}
     assert by_name["reference"].status == by_name["tiled"].status == by_name["auto"].status == "ok"
     assert by_name["auto"].chosen == "reference" and "cheap to store" in by_name["auto"].reason
-    assert by_name["triton"].interpreted or torch.cuda.is_available() or by_name["triton"].status == "skipped"
+    assert (
+        by_name["triton"].interpreted
+        or torch.cuda.is_available()
+        or by_name["triton"].status == "skipped"
+    )
 
 
 def test_an_out_of_memory_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +84,9 @@ def test_an_out_of_memory_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         return attention_reference(q, k, v, is_causal=True)
 
     monkeypatch.setattr(backends, "flash_attention", fails)
-    rows = {row.backend: row for row in benchmark_backends(shape(64, 16), device="cpu", num_samples=1)}
+    rows = {
+        row.backend: row for row in benchmark_backends(shape(64, 16), device="cpu", num_samples=1)
+    }
     assert (rows["reference"].status, rows["reference"].reason) == ("oom", "CUDA out of memory.")
     assert rows["tiled"].status == "ok"
 
@@ -77,9 +95,16 @@ def test_auto_is_compared_with_the_fastest_real_back_end() -> None:
     def row(backend: str, ms: float | None, **more: Any) -> BackendTiming:
         return BackendTiming(backend=backend, forward_backward_ms=ms, **more)
 
-    rows = [row("reference", 2.0), row("tiled", 4.0), row("triton", 0.1, interpreted=True), row("auto", 2.2)]
+    rows = [
+        row("reference", 2.0),
+        row("tiled", 4.0),
+        row("triton", 0.1, interpreted=True),
+        row("auto", 2.2),
+    ]
     assert auto_ratio(rows) == pytest.approx(1.1)
-    assert auto_ratio(rows[:3]) is None and auto_ratio([row("auto", 1.0), row("tiled", None)]) is None
+    assert (
+        auto_ratio(rows[:3]) is None and auto_ratio([row("auto", 1.0), row("tiled", None)]) is None
+    )
 
 
 @pytest.mark.gpu
@@ -108,16 +133,28 @@ def test_doctor_as_json_says_facts_and_nothing_measured() -> None:
 @pytest.mark.slow
 def test_doctor_measures_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     # One test above compiles; its seconds would say nothing new here.
-    monkeypatch.setattr(backends, "BACKENDS", tuple(name for name in BACKENDS if name != "compiled"))
+    monkeypatch.setattr(
+        backends, "BACKENDS", tuple(name for name in BACKENDS if name != "compiled")
+    )
     monkeypatch.setattr("cs336_systems.measure.reach.COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr("cs336_systems.measure.reach.MATMUL_SIZE", {"cpu": 64})
-    small = {"batch": 1, "heads": 1, "seqlen_q": 32, "seqlen_k": 32, "head_dim": 16, "dtype": "float32"}
+    small = {
+        "batch": 1,
+        "heads": 1,
+        "seqlen_q": 32,
+        "seqlen_k": 32,
+        "head_dim": 16,
+        "dtype": "float32",
+    }
     monkeypatch.setattr("cs336_systems.commands.machine_facts.SHAPES", {"cpu": small})
     result = doctor("--measure", "--json")
     assert result.exit_code == 0, result.output
     measured = json.loads(result.stdout)["measured"]
     assert measured["copy"]["unit"] == "GB/s" and measured["copy"]["median"] > 0
-    assert measured["bfloat16_matmul"]["unit"] == "TFLOP/s" and measured["bfloat16_matmul"]["median"] > 0
+    assert (
+        measured["bfloat16_matmul"]["unit"] == "TFLOP/s"
+        and measured["bfloat16_matmul"]["median"] > 0
+    )
     assert [row["backend"] for row in measured["backends"]] == [
         "reference", "tiled", "triton_first", "triton", "hopper", "auto"
     ]  # fmt: skip

@@ -1,4 +1,6 @@
-"""Masks by tiles: every constructor against its definition token by token, and what is built on them."""
+"""Masks by tiles: every constructor against its definition token by token, and what is built on
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ from cs336_systems.attention.masks.block_mask import from_attn_mask
 from cs336_systems.grids import hilbert_order, neighbourhood_block_density, row_major_order
 from tests.command_line import invoke
 from tests.test_block_sparse import check
-from tests.test_s4_attention import BACKENDS, all_results, assert_refused, assert_within, run, with_gradients
+from tests.test_s4_attention import (
+    BACKENDS,
+    all_results,
+    assert_refused,
+    assert_within,
+    run,
+    with_gradients,
+)
 
 pytest.importorskip("hypothesis")  # a GPU machine may lack it
 from hypothesis import assume, given, settings  # noqa: E402
@@ -48,19 +57,35 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        self.num_bytes = max([self.num_bytes, *(x.nbytes for x in tree_leaves(result) if isinstance(x, Tensor))])
+        self.num_bytes = max(
+            [self.num_bytes, *(x.nbytes for x in tree_leaves(result) if isinstance(x, Tensor))]
+        )
         return result
 
 
 SQUARE = ("document", "ids", "dilated")
-KINDS = ("dense", "blocks", "causal", "window", "prefix", "topk_blocks", "dynamic_topk", "mask_mod", *SQUARE)
+KINDS = (
+    "dense",
+    "blocks",
+    "causal",
+    "window",
+    "prefix",
+    "topk_blocks",
+    "dynamic_topk",
+    "mask_mod",
+    *SQUARE,
+)
 
 
 @st.composite
 def masks(draw, kind=None, lengths=None, size=None) -> tuple[BlockMask, Tensor]:
     """A mask of any constructor, and the tokens that it must attend."""
     if kind is None:
-        kind = draw(st.sampled_from(KINDS if lengths is None or lengths[0] == lengths[1] else KINDS[: -len(SQUARE)]))
+        kind = draw(
+            st.sampled_from(
+                KINDS if lengths is None or lengths[0] == lengths[1] else KINDS[: -len(SQUARE)]
+            )
+        )
     if lengths is None:
         seqlen = draw(LENGTHS)
         lengths = seqlen, seqlen if kind in SQUARE else draw(LENGTHS)
@@ -73,8 +98,11 @@ def masks(draw, kind=None, lengths=None, size=None) -> tuple[BlockMask, Tensor]:
     causal = (query >= key) | (not flag)
     if kind == "dense":
         density = draw(st.sampled_from([0.02, 0.5, 1.0]))
-        tokens = (torch.rand(batch, heads, seqlen_q, seqlen_k, generator=generator) < density) & causal
-        for _ in range(draw(st.integers(0, 2)) if tokens.numel() else 0):  # a pair more, less or elsewhere
+        tokens = (
+            torch.rand(batch, heads, seqlen_q, seqlen_k, generator=generator) < density
+        ) & causal
+        # a pair more, less or elsewhere
+        for _ in range(draw(st.integers(0, 2)) if tokens.numel() else 0):
             tokens.view(-1)[draw(st.integers(0, tokens.numel() - 1))] ^= True
         return BlockMask.from_dense(tokens, size), tokens
     if kind in ("blocks", "topk_blocks"):
@@ -86,17 +114,23 @@ def masks(draw, kind=None, lengths=None, size=None) -> tuple[BlockMask, Tensor]:
         else:
             kept = draw(st.integers(0, 6))
             mask = BlockMask.topk_blocks(scores, kept, size, **options)
-            last_query = (torch.arange(shape[0]) * size[0] + size[0]).clamp(max=seqlen_q)[:, None] - 1
+            last_query = (torch.arange(shape[0]) * size[0] + size[0]).clamp(max=seqlen_q)[
+                :, None
+            ] - 1
             seen = (last_query >= torch.arange(shape[1]) * size[1]) | (not flag)
             scores = scores.masked_fill(~seen, -math.inf)
             best = scores.argsort(dim=-1, descending=True, stable=True)[..., :kept]
             live = torch.zeros_like(live).scatter(-1, best, True) & (scores > -math.inf)
-        tokens = live.repeat_interleave(size[0], 2).repeat_interleave(size[1], 3)[..., :seqlen_q, :seqlen_k]
+        tokens = live.repeat_interleave(size[0], 2).repeat_interleave(size[1], 3)[
+            ..., :seqlen_q, :seqlen_k
+        ]
         return mask, tokens & causal
     if kind in ("causal", "window"):
         shifted = query + seqlen_k - seqlen_q if flag else query
         if kind == "causal":
-            return BlockMask.causal(seqlen_q, seqlen_k, bottom_right=flag, block_size=size), shifted >= key
+            return BlockMask.causal(
+                seqlen_q, seqlen_k, bottom_right=flag, block_size=size
+            ), shifted >= key
         window, is_causal = draw(st.integers(1, 100)), draw(st.booleans())
         options = {"is_causal": is_causal, "bottom_right": flag, "block_size": size}
         near = (shifted - key < window) & (shifted >= key if is_causal else key - shifted < window)
@@ -113,7 +147,9 @@ def masks(draw, kind=None, lengths=None, size=None) -> tuple[BlockMask, Tensor]:
         bias[..., ::7] = -math.inf
         seen = bias.expand(-1, -1, seqlen_q, -1).masked_fill(~causal, -math.inf)
         best = seen.argsort(dim=-1, descending=True, stable=True)[..., :kept]
-        tokens = torch.zeros_like(seen, dtype=torch.bool).scatter(-1, best, True) & (seen > -math.inf)
+        tokens = torch.zeros_like(seen, dtype=torch.bool).scatter(-1, best, True) & (
+            seen > -math.inf
+        )
         return BlockMask.dynamic_topk(bias, kept, size, seqlen_q=seqlen_q, is_causal=flag), tokens
     if kind == "mask_mod":
         chosen = torch.rand(heads, seqlen_k + 1, generator=generator) < 0.5
@@ -133,12 +169,23 @@ def masks(draw, kind=None, lengths=None, size=None) -> tuple[BlockMask, Tensor]:
         ids = torch.randint(-1, 2, (batch, seqlen_q), generator=generator)
         mask = BlockMask.document(ids=ids, is_causal=flag, block_size=size)
     else:
-        segment, rate, by_head = draw(st.integers(1, 90)), draw(st.integers(1, 6)), draw(st.sampled_from([None, 3]))
-        options = {"segment_length": segment, "dilation_rate": rate, "heads": by_head, "is_causal": flag}
+        segment, rate, by_head = (
+            draw(st.integers(1, 90)),
+            draw(st.integers(1, 6)),
+            draw(st.sampled_from([None, 3])),
+        )
+        options = {
+            "segment_length": segment,
+            "dilation_rate": rate,
+            "heads": by_head,
+            "is_causal": flag,
+        }
         phase = torch.arange(seqlen_q) % segment % rate
         tokens = (query // segment == key // segment) & (phase[:, None] == phase) & causal
         if by_head:
-            tokens = torch.stack([tokens & (phase == head % rate)[:, None] for head in range(by_head)])
+            tokens = torch.stack(
+                [tokens & (phase == head % rate)[:, None] for head in range(by_head)]
+            )
         return BlockMask.dilated(seqlen_q, **options, block_size=size), tokens
     return mask, ((ids[:, :, None] == ids[:, None]) & causal)[:, None]
 
@@ -155,7 +202,9 @@ def test_and_or(data, seqlen_q, seqlen_k, size):
     pair = [data.draw(masks(lengths=(seqlen_q, seqlen_k), size=(size, 32))) for _ in range(2)]
     (first, left), (second, right) = pair
     if any(1 != one != other != 1 for one, other in zip(first.shape[:2], second.shape[:2])):
-        with pytest.raises(ValueError, match="masks must have as many batch entries and heads, or 1"):
+        with pytest.raises(
+            ValueError, match="masks must have as many batch entries and heads, or 1"
+        ):
             first & second
         return
     for mask, tokens in ((first & second, left & right), (first | second, left | right)):
@@ -165,7 +214,9 @@ def test_and_or(data, seqlen_q, seqlen_k, size):
 
 @given(masks())
 def test_flex_attention_has_the_same_mask_both_ways(drawn):
-    """`from_mask_mod` of what `to_flex` hands out is the mask; torch's own lists of it count the same."""
+    """`from_mask_mod` of what `to_flex` hands out is the mask; torch's own lists of it count the
+    same.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     mask, tokens = drawn
@@ -177,7 +228,13 @@ def test_flex_attention_has_the_same_mask_both_ways(drawn):
     check(back, tokens)
     if tokens.numel():
         theirs = create_block_mask(
-            flex.mask_mod, batch, heads, seqlen_q, seqlen_k, device="cpu", BLOCK_SIZE=mask.block_size
+            flex.mask_mod,
+            batch,
+            heads,
+            seqlen_q,
+            seqlen_k,
+            device="cpu",
+            BLOCK_SIZE=mask.block_size,
         )
         assert torch.equal(flex.to_dense(), theirs.to_dense())
         for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
@@ -185,7 +242,9 @@ def test_flex_attention_has_the_same_mask_both_ways(drawn):
 
 
 def test_any_callable_of_four_indices_is_a_mask_mod_and_one_of_five_is_none():
-    """torch's `create_mask` counts a function's parameters: a fifth one made every pair attended, `self` an error."""
+    """torch's `create_mask` counts a function's parameters: a fifth one made every pair attended,
+    `self` an error.
+    """
 
     class Near:
         def method(self, batch, head, query, key):
@@ -203,12 +262,18 @@ def test_any_callable_of_four_indices_is_a_mask_mod_and_one_of_five_is_none():
 
 BUILT = {
     "causal": lambda n: BlockMask.causal(n, block_size=64),
-    "and": lambda n: BlockMask.sliding_window(n, window=20, block_size=64) & BlockMask.causal(n, block_size=64),
-    "or": lambda n: BlockMask.causal(n, block_size=64) | BlockMask.document([9, n - 9], block_size=64),
+    "and": lambda n: (
+        BlockMask.sliding_window(n, window=20, block_size=64) & BlockMask.causal(n, block_size=64)
+    ),
+    "or": lambda n: (
+        BlockMask.causal(n, block_size=64) | BlockMask.document([9, n - 9], block_size=64)
+    ),
     "random": lambda n: BlockMask.random_tokens(n, density=0.5, block_size=64),
     "dynamic_topk": lambda n: BlockMask.dynamic_topk(torch.arange(n).sin()[None], 9, 64),
     "ids": lambda n: BlockMask.document(ids=torch.arange(n) // 7, block_size=64),
-    "mask_mod": lambda n: BlockMask.from_mask_mod(lambda b, h, query, key: query - key < 9, n, block_size=64),
+    "mask_mod": lambda n: BlockMask.from_mask_mod(
+        lambda b, h, query, key: query - key < 9, n, block_size=64
+    ),
 }
 
 
@@ -230,7 +295,8 @@ def test_built_inside_torch_compile_without_a_graph_break():
 
 def test_random_masks_have_their_density_and_repeat():
     masks = [
-        BlockMask.random_blocks(640, density=0.3, seed=seed, batch=2, heads=3, block_size=64) for seed in (3, 3, 4)
+        BlockMask.random_blocks(640, density=0.3, seed=seed, batch=2, heads=3, block_size=64)
+        for seed in (3, 3, 4)
     ]
     assert (masks[0].full_kv_num_blocks == 3).all() and not masks[0].num_partial
     assert masks[0].density == masks[0].block_density == pytest.approx(0.3)
@@ -239,14 +305,21 @@ def test_random_masks_have_their_density_and_repeat():
     assert not torch.equal(masks[0].full_kv_indices[:, 0], masks[0].full_kv_indices[:, 1])
     tokens = BlockMask.random_tokens(256, density=0.1, heads=2, block_size=64)
     check(tokens, tokens.to_dense())
-    assert tokens.density == pytest.approx(0.1, abs=0.01) and tokens.num_dead == 0 and tokens.ideal_speed_up == 1
+    assert (
+        tokens.density == pytest.approx(0.1, abs=0.01)
+        and tokens.num_dead == 0
+        and tokens.ideal_speed_up == 1
+    )
 
 
 def test_a_seed_means_the_same_mask_under_any_default_dtype_and_device():
     """The numbers were drawn on the default device, by a generator of the CPU: an error."""
 
     def drawn() -> list[BlockMask]:
-        return [parse_mask(pattern, seqlen=200, block_size=16) for pattern in ("random:0.3", "tokens:0.3", "topk:8")]
+        return [
+            parse_mask(pattern, seqlen=200, block_size=16)
+            for pattern in ("random:0.3", "tokens:0.3", "topk:8")
+        ]
 
     masks, before = drawn(), torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -259,14 +332,24 @@ def test_a_seed_means_the_same_mask_under_any_default_dtype_and_device():
 
 
 def test_memory_is_that_of_tiles_not_of_tokens():
-    """A causal mask of any length stores one pattern; of 65,536 tokens a token mask would take 4 GiB."""
+    """A causal mask of any length stores one pattern; of 65,536 tokens a token mask would take 4
+    GiB.
+    """
     assert BlockMask.causal(4096, block_size=64).token_bits.shape == (1, 64, 2)
-    for mask in (BlockMask.random_blocks(65536, density=0.1, heads=8), BlockMask.document([8192] * 8, is_causal=True)):
+    for mask in (
+        BlockMask.random_blocks(65536, density=0.1, heads=8),
+        BlockMask.document([8192] * 8, is_causal=True),
+    ):
         assert mask.num_bytes < 8 * mask.num_tiles
 
 
 def test_of_what_is_not_there():
-    for mask in (BlockMask.causal(0), BlockMask.document([]), BlockMask.causal(0, 64), BlockMask.causal(64, 0)):
+    for mask in (
+        BlockMask.causal(0),
+        BlockMask.document([]),
+        BlockMask.causal(0, 64),
+        BlockMask.causal(64, 0),
+    ):
         assert mask.to_dense().shape == mask.shape and mask.density == mask.block_density == 0
         assert mask.ideal_speed_up == math.inf
     moved = BlockMask.causal(8).to("meta")
@@ -276,7 +359,11 @@ def test_of_what_is_not_there():
 
 # Wrong arguments
 
-BOOLS, SCORES, INTS = torch.ones(64, 64, dtype=torch.bool), torch.ones(4, 4), torch.ones(4, dtype=torch.int32)
+BOOLS, SCORES, INTS = (
+    torch.ones(64, 64, dtype=torch.bool),
+    torch.ones(4, 4),
+    torch.ones(4, dtype=torch.int32),
+)
 Q, K, BIAS = torch.zeros(1, 2, 16, 8), torch.zeros(1, 2, 9, 8), torch.zeros(1, 1, 16)
 REFUSED = {
     "from_dense-dtype": (lambda: BlockMask.from_dense(BOOLS.float()), "mask must be a tensor of bool, got torch.fl"),
@@ -317,24 +404,50 @@ def test_wrong_arguments(call, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kv_num_blocks": torch.zeros(1, 1, 4)}, "TypeError: .*kv_num_blocks must be a tensor of int32, got torch.fl"),
-        ({"seq_lengths": (128, 64)}, r"ValueError: BlockMask.kv_indices must have shape \(1, 1, 8, at least 1\), got"),
-        ({"token_bits": torch.zeros(1, 16, 4, dtype=torch.int32)}, "ValueError: BlockMask.token_bits must have shape"),
-        ({"full_q_num_blocks": torch.zeros(1, 1, 4, 2, dtype=torch.int32)[..., 0]}, "ValueError: .*must be contiguous"),
-        ({"kv_num_blocks": torch.full((1, 1, 4), 9, dtype=torch.int32)}, "ValueError: .*from 0 to 1, got 9 to 9"),
-        ({"kv_tokens": torch.full((1, 1, 4, 1), 1, dtype=torch.int32)}, "ValueError: .*from 0 to 0, got 1 to 1"),
-        # The last tile of an end that cuts is in no list of full tiles, and would be read past its end.
         (
-            {"seq_lengths": (60, 60), "full_kv_indices": torch.full((1, 1, 4, 3), 3, dtype=torch.int32)},
+            {"kv_num_blocks": torch.zeros(1, 1, 4)},
+            "TypeError: .*kv_num_blocks must be a tensor of int32, got torch.fl",
+        ),
+        (
+            {"seq_lengths": (128, 64)},
+            r"ValueError: BlockMask.kv_indices must have shape \(1, 1, 8, at least 1\), got",
+        ),
+        (
+            {"token_bits": torch.zeros(1, 16, 4, dtype=torch.int32)},
+            "ValueError: BlockMask.token_bits must have shape",
+        ),
+        (
+            {"full_q_num_blocks": torch.zeros(1, 1, 4, 2, dtype=torch.int32)[..., 0]},
+            "ValueError: .*must be contiguous",
+        ),
+        (
+            {"kv_num_blocks": torch.full((1, 1, 4), 9, dtype=torch.int32)},
+            "ValueError: .*from 0 to 1, got 9 to 9",
+        ),
+        (
+            {"kv_tokens": torch.full((1, 1, 4, 1), 1, dtype=torch.int32)},
+            "ValueError: .*from 0 to 0, got 1 to 1",
+        ),
+        # The last tile of an end that cuts is in no list of full tiles, and would be read past its
+        # end.
+        (
+            {
+                "seq_lengths": (60, 60),
+                "full_kv_indices": torch.full((1, 1, 4, 3), 3, dtype=torch.int32),
+            },
             "ValueError: BlockMask.full_kv_indices must have values from 0 to 2, got 3 to 3",
         ),
         ({"lists": ()}, "TypeError: BlockMask.lists must be TileLists, got tuple"),
     ],
 )
 def test_inconsistent_fields_are_refused(change, message):
-    """Kernels follow the lists without a look: an index too large was a wrong result or a segmentation fault."""
+    """Kernels follow the lists without a look: an index too large was a wrong result or a
+    segmentation fault.
+    """
     mask = BlockMask.causal(64, block_size=16)
-    lists = mask.lists._replace(**{name: x for name, x in change.items() if name in mask.lists._fields})
+    lists = mask.lists._replace(
+        **{name: x for name, x in change.items() if name in mask.lists._fields}
+    )
     fields = {name: x for name, x in change.items() if name not in mask.lists._fields}
     assert_refused(message, replace, mask, **{"lists": lists} | fields)
 
@@ -363,16 +476,22 @@ def test_a10_auto_takes_the_dense_kernel_and_a_named_back_end_the_mask(monkeypat
     mask, taken = BlockMask.causal(128, block_size=64).to("cpu"), []
     real = api.attention_reference
     monkeypatch.setattr(
-        api, "attention_reference", lambda *args, **kw: taken.append(kw.get("mask")) or real(*args, **kw)
+        api,
+        "attention_reference",
+        lambda *args, **kw: taken.append(kw.get("mask")) or real(*args, **kw),
     )
-    outputs = [flash_attention(q, q, q, block_mask=mask, backend=name) for name in ("auto", "reference")]
+    outputs = [
+        flash_attention(q, q, q, block_mask=mask, backend=name) for name in ("auto", "reference")
+    ]
     assert taken[0] is None and taken[1] is not None
     torch.testing.assert_close(*outputs)
 
 
 def test_a10_the_choice_breaks_no_graph():
     q, mask = randn(1, 2, 128, 16), BlockMask.causal(128, block_size=64)
-    compiled = torch.compile(lambda q: flash_attention(q, q, q, block_mask=mask), fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        lambda q: flash_attention(q, q, q, block_mask=mask), fullgraph=True, backend="eager"
+    )
     torch.testing.assert_close(compiled(q), flash_attention(q, q, q, is_causal=True))
 
 
@@ -380,7 +499,9 @@ def test_a10_the_choice_breaks_no_graph():
 
 
 @pytest.mark.parametrize("backend", ["auto", "tiled", "triton"])
-@pytest.mark.parametrize("shape", [(97, 70), (1, 70), (3, 97, 70), (2, 1, 97, 70), (2, 3, 97, 70)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(97, 70), (1, 70), (3, 97, 70), (2, 1, 97, 70), (2, 3, 97, 70)], ids=str
+)
 def test_a_bool_attn_mask_is_sdpas(shape, backend):
     """Rows without a key give 0, -inf and no gradient, where releases of SDPA have differed."""
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
@@ -389,7 +510,8 @@ def test_a_bool_attn_mask_is_sdpas(shape, backend):
     dtype, tolerance = (torch.float32, 2e-5) if backend == "triton" else (torch.float64, 1e-6)
     tensors = [randn(2, 3, length, 16).to(dtype) for length in (97, 70, 70)]
     rows = mask.any(-1).expand(2, 3, 97)
-    seen = mask | ~mask.any(-1, keepdim=True)  # whose rows without a key see all, and count for nothing
+    # whose rows without a key see all, and count for nothing
+    seen = mask | ~mask.any(-1, keepdim=True)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     ours, theirs = (
         with_gradients(attend, tensors, randn(2, 3, 97, 16).to(dtype) * rows[..., None])
@@ -417,11 +539,16 @@ def test_an_attn_mask_may_share_some_of_the_leading_dimensions():
         assert from_attn_mask(part, of, of).shape == shape
     for backend in ("auto", "reference", "tiled"):
         for empty in (q[:0], q[:, :0]):
-            assert flash_attention(empty, empty, empty, attn_mask=mask[0, 0, 0], backend=backend).shape == empty.shape
+            assert (
+                flash_attention(empty, empty, empty, attn_mask=mask[0, 0, 0], backend=backend).shape
+                == empty.shape
+            )
 
 
 def test_an_attn_mask_that_does_not_fit_is_named_under_the_compiler_too():
-    attend = torch.compile(lambda x, mask: flash_attention(x, x, x, attn_mask=mask), backend="eager")
+    attend = torch.compile(
+        lambda x, mask: flash_attention(x, x, x, attn_mask=mask), backend="eager"
+    )
     with pytest.raises(ValueError, match="attn_mask must broadcast"):
         attend(randn(2, 3, 20, 16), randn(20, 19) > 0)
 
@@ -442,7 +569,9 @@ def test_g8_a_neighbourhood_mask_is_the_dense_one(order, radius, block):
     counted = neighbourhood_block_density(n, radius=radius, block_size=block, order=tokens)
     assert mask.block_density == pytest.approx(counted)
     name = "grid" if order == "rows" else order
-    assert torch.equal(parse_mask(f"{name}:{radius}", seqlen=n * n, block_size=block).to_dense(), mask.to_dense())
+    assert torch.equal(
+        parse_mask(f"{name}:{radius}", seqlen=n * n, block_size=block).to_dense(), mask.to_dense()
+    )
 
 
 def test_g8_no_dense_mask_is_made():
@@ -460,8 +589,12 @@ def test_g8_no_dense_mask_is_made():
     st.integers(1, 100), st.integers(1, 120), st.integers(1, 6), st.booleans(), st.sampled_from(["all", "by_head"]),
     st.sampled_from(["reference", "tiled"]),
 )  # fmt: skip
-def test_dilated_attention_equals_its_mask(seqlen, segment_length, rate, is_causal, phases, backend):
-    """Output, log-sum-exp and gradients of both, of which LongNet's mixture of several dilations is made."""
+def test_dilated_attention_equals_its_mask(
+    seqlen, segment_length, rate, is_causal, phases, backend
+):
+    """Output, log-sum-exp and gradients of both, of which LongNet's mixture of several dilations is
+    made.
+    """
     *tensors, grad_output = torch.randn(
         4, 2, 5, seqlen, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
@@ -475,7 +608,9 @@ def test_dilated_attention_equals_its_mask(seqlen, segment_length, rate, is_caus
     def dilated(q, k, v):
         return dilated_attention(q, k, v, segment_length, rate, **options)
 
-    expected = all_results(partial(attention_reference, mask=mask, return_lse=True), tensors, grad_output, grad_lse)
+    expected = all_results(
+        partial(attention_reference, mask=mask, return_lse=True), tensors, grad_output, grad_lse
+    )
     for name, result in all_results(dilated, tensors, grad_output, grad_lse).items():
         torch.testing.assert_close(result, expected[name], rtol=0, atol=1e-12, msg=name)
 
@@ -493,12 +628,15 @@ def test_dilated_attention_compiles_whole_for_lengths_that_vary():
 
 
 def test_dilated_attention_makes_no_quadratic_tensor():
-    """No tensor of the forward or backward has tokens² elements, nor a share of them that scores would need."""
+    """No tensor of the forward or backward has tokens² elements, nor a share of them that scores
+    would need.
+    """
     tokens = 4096
     leaves = [torch.randn(1, 1, tokens, 16, requires_grad=True) for _ in range(3)]
     with LargestTensor() as largest:
         dilated_attention(*leaves, tokens, 4, is_causal=True, backend="tiled").sum().backward()
-    assert largest.num_bytes <= tokens * 64 * 4  # a tile of 64 by 64 for each of tokens / 64 rows; scores: 64 times
+    # a tile of 64 by 64 for each of tokens / 64 rows; scores: 64 times
+    assert largest.num_bytes <= tokens * 64 * 4
 
 
 # Dynamic masks
@@ -508,7 +646,9 @@ def test_dilated_attention_makes_no_quadratic_tensor():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_keys", [0, 30, 500])
 def test_shared_keys_equal_their_token_mask(num_keys, is_causal, backend):
-    """Gathered keys against the mask over all keys: grouped heads, a bias a key head, keys never chosen, W >= K."""
+    """Gathered keys against the mask over all keys: grouped heads, a bias a key head, keys never
+    chosen, W >= K.
+    """
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float32 if backend == "triton" else torch.float64
     q, grad_output = torch.randn(2, 2, 4, 70, 16, dtype=dtype, generator=generator)
@@ -524,7 +664,9 @@ def test_shared_keys_equal_their_token_mask(num_keys, is_causal, backend):
         return attention_reference(q, *(x.repeat_interleave(2, dim=1) for x in (k, v)), mask=mask)
 
     def shared(q, k, v):
-        return shared_keys_attention(q, k, v, bias, num_keys, is_causal=is_causal, enable_gqa=True, backend=backend)
+        return shared_keys_attention(
+            q, k, v, bias, num_keys, is_causal=is_causal, enable_gqa=True, backend=backend
+        )
 
     tolerance = 1e-5 if backend == "triton" else 1e-12
     expected = with_gradients(oracle, [x.double() for x in (q, k, v)], grad_output.double())
@@ -537,7 +679,9 @@ def test_chosen_keys_ascend_and_ties_go_to_the_earlier():
     positions, chosen = choose_keys(bias, 2)
     assert positions.tolist() == [[[1, 2]]] and chosen.all()
     positions, chosen = choose_keys(bias, 9)
-    assert positions.tolist() == [[[0, 1, 2, 4, 3]]] and chosen.tolist() == [[[True, True, True, True, False]]]
+    assert positions.tolist() == [[[0, 1, 2, 4, 3]]] and chosen.tolist() == [
+        [[True, True, True, True, False]]
+    ]
 
 
 # The command line's patterns, doctor --mask
@@ -548,7 +692,9 @@ def test_chosen_keys_ascend_and_ties_go_to_the_earlier():
     "topk:7", "shared:20+causal",
 ])  # fmt: skip
 def test_g6_causal_patterns_attend_no_later_token(pattern):
-    """What attends along a mask, or causally without one, is compared with these pairs wherever it is tested."""
+    """What attends along a mask, or causally without one, is compared with these pairs wherever it
+    is tested.
+    """
     dense = parse_mask(pattern, seqlen=97, block_size=32).to_dense()
     assert dense.any() and not dense.triu(1).any()
 
@@ -562,10 +708,19 @@ def test_doctor_diagnoses_a_mask(monkeypatch):
     assert result.exit_code == 0
     lines = result.output.splitlines()
     said = {" ".join(line[:42].split()): line[42:].strip() for line in lines}
-    assert said["density (attended pairs)"] == "0.5010" and said["block density (live tiles)"] == "0.5625"
-    assert said["dead tiles"] == "28 of 64" and said["full tiles"] == "28" and said["partial tiles"].startswith("8 ")
+    assert (
+        said["density (attended pairs)"] == "0.5010"
+        and said["block density (live tiles)"] == "0.5625"
+    )
+    assert (
+        said["dead tiles"] == "28 of 64"
+        and said["full tiles"] == "28"
+        and said["partial tiles"].startswith("8 ")
+    )
     assert said["ideal speed-up (all tiles / live tiles)"] == "1.78×"
-    assert said["verdict"] == "exactly causal: flash_attention takes the dense kernel, without lists"
+    assert (
+        said["verdict"] == "exactly causal: flash_attention takes the dense kernel, without lists"
+    )
     assert lines[-8:] == ["█" * row + "▒" + "·" * (7 - row) for row in range(8)]
 
 
@@ -595,8 +750,12 @@ if DEVICE == "cuda":  # without a GPU Triton's kernels are interpreted
 TILES_AND_TAILS = st.sampled_from((0, 1, 2, 15, 16, 17, 63, 64, 65, 97, 128, 131))
 
 
-def score_gradient_rounding(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, scale: float) -> dict[str, Tensor]:
-    """What dQ and dK may lose where each dS = dO · V - dO · O is off by two roundings of |dO| |V|, independently."""
+def score_gradient_rounding(
+    q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, scale: float
+) -> dict[str, Tensor]:
+    """What dQ and dK may lose where each dS = dO · V - dO · O is off by two roundings of |dO| |V|,
+    independently.
+    """
     group, eps = q.shape[1] // k.shape[1], torch.finfo(q.dtype).eps
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     q, k, v, grad_output = (x.double() for x in (q, k, v, grad_output))
@@ -612,33 +771,53 @@ def score_gradient_rounding(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor
 @given(
     data=st.data(),
     call=st.sampled_from([call for call in ATTEND if available_backends()[call[0]] == "ok"]),
-    sizes=st.tuples(st.integers(1, 2), st.integers(1, 2), st.sampled_from((1, 3)), TILES_AND_TAILS, TILES_AND_TAILS),
+    sizes=st.tuples(
+        st.integers(1, 2),
+        st.integers(1, 2),
+        st.sampled_from((1, 3)),
+        TILES_AND_TAILS,
+        TILES_AND_TAILS,
+    ),
     head_dim=st.sampled_from((8, 16, 24, 32, 40, 59, 64, 96)),
     masked=st.sampled_from(("no", "causal", "mask")),
     scale=st.sampled_from((None, 0.2)),
     magnitude=st.sampled_from((1.0, 0.3)),
     strided=st.booleans(),
 )
-def test_attention_is_within_the_contract(data, call, sizes, head_dim, masked, scale, magnitude, strided):
-    """Scores are of ordinary size: in float32 a backward that is recomputed from a rounded log-sum-exp of 50 errs up to
-    1.3 times what the contract allows, bug or none. Of a handful of scores eager's largest error says little, and of
-    one key it is 0: dQ and dK then have at least the bound of their own rounding."""
+def test_attention_is_within_the_contract(
+    data, call, sizes, head_dim, masked, scale, magnitude, strided
+):
+    """Scores are of ordinary size: in float32 a backward that is recomputed from a rounded
+    log-sum-exp of 50 errs up to 1.3 times what the contract allows, bug or none. Of a handful of
+    scores eager's largest error says little, and of one key it is 0: dQ and dK then have at least
+    the bound of their own rounding.
+    """
     (backend, dtype), (batch, kv_heads, group, queries, keys) = call, sizes
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
 
     def draw(heads: int, length: int) -> Tensor:
-        x = torch.randn(batch, length, heads, head_dim, generator=generator).transpose(1, 2) * magnitude
+        x = (
+            torch.randn(batch, length, heads, head_dim, generator=generator).transpose(1, 2)
+            * magnitude
+        )
         return (x if strided else x.contiguous()).to(DEVICE, dtype)
 
     heads = kv_heads * group
-    q, k, v, grad_output = draw(heads, queries), draw(kv_heads, keys), draw(kv_heads, keys), draw(heads, queries)
+    q, k, v, grad_output = (
+        draw(heads, queries),
+        draw(kv_heads, keys),
+        draw(kv_heads, keys),
+        draw(heads, queries),
+    )
     options: dict[str, Any] = {"is_causal": masked == "causal", "scale": scale}
     block_mask = mask = None
     if masked == "mask":
         block_mask, mask = data.draw(masks(lengths=(queries, keys), size=(64, 64)))
         assume(all(given in (1, size) for given, size in zip(block_mask.shape, (batch, heads))))
         block_mask, mask = block_mask.to(DEVICE), block_mask.to_dense().to(DEVICE)
-    results = run(q, k, v, grad_output, block_mask=block_mask, enable_gqa=True, backend=backend, **options)
+    results = run(
+        q, k, v, grad_output, block_mask=block_mask, enable_gqa=True, backend=backend, **options
+    )
     oracle = compute_oracle(q, k, v, grad_output, mask=mask, **options)
     if keys == 1 or 0 < queries * keys <= 64:
         floor = score_gradient_rounding(q, k, v, grad_output, scale or head_dim**-0.5)

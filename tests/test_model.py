@@ -1,4 +1,6 @@
-"""The model package against independent formulas: layers, the whole model, loss, AdamW, clipping, sampling, loading."""
+"""The model package against independent formulas: layers, the whole model, loss, AdamW, clipping,
+sampling, loading.
+"""
 
 import copy
 import math
@@ -30,11 +32,20 @@ from cs336_systems.model import (
 COVERS = ("cs336_systems/config.py", "cs336_systems/model")  # sources that the GPU tests below run
 
 CONFIG = ModelConfig(
-    name="test", d_model=24, d_ff=40, num_layers=2, num_heads=3, vocab_size=31, context_length=12, rope_theta=500.0
+    name="test",
+    d_model=24,
+    d_ff=40,
+    num_layers=2,
+    num_heads=3,
+    vocab_size=31,
+    context_length=12,
+    rope_theta=500.0,
 )
 
 
-def make_model(attention: str = "sdpa", dtype: torch.dtype = torch.float32, seed: int = 0) -> TransformerLM:
+def make_model(
+    attention: str = "sdpa", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> TransformerLM:
     return build_model(CONFIG, attention=attention, device="cpu", dtype=dtype, seed=seed)
 
 
@@ -43,7 +54,9 @@ def random_tokens(*shape: int) -> torch.Tensor:
 
 
 def course_state_dict(config: ModelConfig) -> dict[str, torch.Tensor]:
-    """A float64 state dict with the names and shapes of the course's own model, written out by hand."""
+    """A float64 state dict with the names and shapes of the course's own model, written out by
+    hand.
+    """
     shapes = {
         "token_embeddings.weight": (config.vocab_size, config.d_model),
         "ln_final.weight": (config.d_model,),
@@ -51,26 +64,36 @@ def course_state_dict(config: ModelConfig) -> dict[str, torch.Tensor]:
     }
     for layer in range(config.num_layers):
         for projection in ("q", "k", "v", "output"):
-            shapes[f"layers.{layer}.attn.{projection}_proj.weight"] = (config.d_model, config.d_model)
+            shapes[f"layers.{layer}.attn.{projection}_proj.weight"] = (
+                config.d_model,
+                config.d_model,
+            )
         shapes[f"layers.{layer}.ln1.weight"] = (config.d_model,)
         shapes[f"layers.{layer}.ln2.weight"] = (config.d_model,)
         shapes[f"layers.{layer}.ffn.w1.weight"] = (config.d_ff, config.d_model)
         shapes[f"layers.{layer}.ffn.w2.weight"] = (config.d_model, config.d_ff)
         shapes[f"layers.{layer}.ffn.w3.weight"] = (config.d_ff, config.d_model)
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, dtype=torch.float64, generator=generator) / 4 for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, dtype=torch.float64, generator=generator) / 4
+        for name, shape in shapes.items()
+    }
 
 
 def rotate_by_complex_numbers(x: torch.Tensor, theta: float) -> torch.Tensor:
     """RoPE as multiplication by exp(i p theta^(-2j/d)): real parts first, then imaginary ones."""
     seq, dim = x.shape[-2:]
-    frequencies = torch.tensor([theta ** (-2 * j / dim) for j in range(dim // 2)], dtype=torch.float64)
+    frequencies = torch.tensor(
+        [theta ** (-2 * j / dim) for j in range(dim // 2)], dtype=torch.float64
+    )
     angles = torch.arange(seq, dtype=torch.float64)[:, None] * frequencies
     rotated = torch.complex(x[..., 0::2], x[..., 1::2]) * torch.exp(1j * angles)
     return torch.cat((rotated.real, rotated.imag), dim=-1)
 
 
-def model_by_hand(state: dict[str, torch.Tensor], config: ModelConfig, tokens: torch.Tensor) -> torch.Tensor:
+def model_by_hand(
+    state: dict[str, torch.Tensor], config: ModelConfig, tokens: torch.Tensor
+) -> torch.Tensor:
     """The logits, straight from the state dict and the equations."""
 
     def norm(x, name):
@@ -91,7 +114,10 @@ def model_by_hand(state: dict[str, torch.Tensor], config: ModelConfig, tokens: t
         x = x + torch.cat(heads, -1) @ weight["attn.output_proj.weight"].T
         h = norm(x, f"layers.{layer}.ln2.weight")
         gate = h @ weight["ffn.w1.weight"].T
-        x = x + (gate * gate.sigmoid() * (h @ weight["ffn.w3.weight"].T)) @ weight["ffn.w2.weight"].T
+        x = (
+            x
+            + (gate * gate.sigmoid() * (h @ weight["ffn.w3.weight"].T)) @ weight["ffn.w2.weight"].T
+        )
     return norm(x, "ln_final.weight") @ state["lm_head.weight"].T
 
 
@@ -134,7 +160,9 @@ def test_rms_norm_computes_in_float32_and_returns_the_inputs_dtype():
     torch.testing.assert_close(normed, F.rms_norm(x.double(), (4,), eps=1e-5).half())
 
 
-@pytest.mark.parametrize(("seq", "dim", "theta"), [(1, 2, 10_000.0), (9, 6, 100.0), (17, 64, 10_000.0)])
+@pytest.mark.parametrize(
+    ("seq", "dim", "theta"), [(1, 2, 10_000.0), (9, 6, 100.0), (17, 64, 10_000.0)]
+)
 def test_rope_rotates_interleaved_pairs_and_concatenates_the_halves(seq, dim, theta):
     x = torch.randn(2, 3, seq, dim, dtype=torch.float64)
     rotated = RotaryEmbedding(seq, dim, theta).double()(x)
@@ -159,7 +187,8 @@ def test_rope_tables_stay_float32_when_the_model_is_cast():
 
 
 @pytest.mark.parametrize(
-    ("attention", "seq"), [*(("sdpa", seq) for seq in (1, 7, 12)), *((name, 12) for name in ("reference", "tiled"))]
+    ("attention", "seq"),
+    [*(("sdpa", seq) for seq in (1, 7, 12)), *((name, 12) for name in ("reference", "tiled"))],
 )
 def test_model_agrees_with_the_equations_on_the_courses_state_dict(attention, seq):
     model = TransformerLM.from_config(CONFIG, attention=attention).double()
@@ -183,7 +212,11 @@ def test_model_runs_under_autocast_with_float32_parameters():
         logits = model(tokens)
         loss = cross_entropy(logits, tokens)
     loss.backward()
-    assert (logits.dtype, loss.dtype, model.lm_head.weight.grad.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert (logits.dtype, loss.dtype, model.lm_head.weight.grad.dtype) == (
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    )
     torch.testing.assert_close(logits.float(), model(tokens), atol=0.1, rtol=0.1)
 
 
@@ -195,7 +228,9 @@ def test_attention_is_dispatched_by_name(name, monkeypatch):
         calls.append((tuple(q.shape), options))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    monkeypatch.setitem(sys.modules, "cs336_systems.attention", types.SimpleNamespace(flash_attention=spy))
+    monkeypatch.setitem(
+        sys.modules, "cs336_systems.attention", types.SimpleNamespace(flash_attention=spy)
+    )
     model, tokens = make_model(attention=name), random_tokens(2, 5)
     torch.testing.assert_close(model(tokens), make_model()(tokens))
     assert calls == [((2, 3, 5, 8), {"is_causal": True, "backend": name})] * CONFIG.num_layers
@@ -231,7 +266,10 @@ def test_cross_entropy_agrees_with_torch(leading, magnitude):
     logits = (magnitude * torch.randn(*leading, 11, dtype=torch.float64)).requires_grad_()
     twin = logits.detach().clone().requires_grad_()
     targets = torch.randint(11, leading)
-    ours, theirs = cross_entropy(logits, targets.int()), F.cross_entropy(twin.reshape(-1, 11), targets.reshape(-1))
+    ours, theirs = (
+        cross_entropy(logits, targets.int()),
+        F.cross_entropy(twin.reshape(-1, 11), targets.reshape(-1)),
+    )
     torch.testing.assert_close(ours, theirs)
     ours.backward()
     theirs.backward()
@@ -252,14 +290,35 @@ LOGITS, TARGETS = torch.zeros(2, 5), torch.tensor([0, 1])
 @pytest.mark.parametrize(
     ("logits", "targets", "error", "message"),
     [
-        (LOGITS, torch.zeros(3, dtype=torch.int64), ValueError, r"got targets \(3,\) and logits \(2, 5\)"),
+        (
+            LOGITS,
+            torch.zeros(3, dtype=torch.int64),
+            ValueError,
+            r"got targets \(3,\) and logits \(2, 5\)",
+        ),
         (LOGITS, torch.zeros(2), ValueError, "targets must be integers, got torch.float32"),
         (LOGITS[:0], TARGETS[:0], ValueError, r"targets must not be empty, got shape \(0,\)"),
         (LOGITS, torch.tensor([0, -100]), (IndexError, RuntimeError), "out of bounds"),
-        # Integer logits had a loss that no gradient could follow; complex ones and pairs failed inside PyTorch.
-        (LOGITS.long(), TARGETS, TypeError, "logits must be a real floating-point tensor, got torch.int64"),
-        (LOGITS.cfloat(), TARGETS, TypeError, "logits must be a real floating-point tensor, got torch.complex64"),
-        ((LOGITS, None), TARGETS, TypeError, "logits must be a real floating-point tensor, got tuple"),
+        # Integer logits had a loss that no gradient could follow; complex ones and pairs failed
+        # inside PyTorch.
+        (
+            LOGITS.long(),
+            TARGETS,
+            TypeError,
+            "logits must be a real floating-point tensor, got torch.int64",
+        ),
+        (
+            LOGITS.cfloat(),
+            TARGETS,
+            TypeError,
+            "logits must be a real floating-point tensor, got torch.complex64",
+        ),
+        (
+            (LOGITS, None),
+            TARGETS,
+            TypeError,
+            "logits must be a real floating-point tensor, got tuple",
+        ),
     ],
 )
 def test_cross_entropy_refuses_bad_logits_and_targets(logits, targets, error, message):
@@ -284,8 +343,16 @@ class Reference(torch.optim.AdamW):
         super().step()
 
 
-def run_adamw(optimizer_class, start: list[torch.Tensor], gradients: list[list[torch.Tensor]], state=None, **hyper):
-    """The optimizer and the parameters after a step for each of `gradients`, on from the state dict `state`."""
+def run_adamw(
+    optimizer_class,
+    start: list[torch.Tensor],
+    gradients: list[list[torch.Tensor]],
+    state=None,
+    **hyper,
+):
+    """The optimizer and the parameters after a step for each of `gradients`, on from the state dict
+    `state`.
+    """
     parameters = [nn.Parameter(tensor.clone()) for tensor in start]
     adamw = optimizer_class(parameters, **hyper)
     if state is not None:
@@ -301,7 +368,10 @@ def random_problem(steps: int = 6, dtype: torch.dtype = torch.float64):
     generator, shapes = torch.Generator().manual_seed(1), ((3, 4), (5,), (1,), (2, 2, 2))
 
     def draw():
-        return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+        return [
+            torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+            for shape in shapes
+        ]
 
     return draw(), [draw() for _ in range(steps)]
 
@@ -309,7 +379,8 @@ def random_problem(steps: int = 6, dtype: torch.dtype = torch.float64):
 def test_adamw_is_pytorchs_but_for_the_place_of_eps():
     start, gradients = random_problem()
     ours, theirs, plain = (
-        run_adamw(kind, start, gradients, **HYPER)[1] for kind in (AdamW, Reference, torch.optim.AdamW)
+        run_adamw(kind, start, gradients, **HYPER)[1]
+        for kind in (AdamW, Reference, torch.optim.AdamW)
     )
     torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
     assert all((one - other).abs().min() > 1e-6 for one, other in zip(ours, plain))
@@ -324,7 +395,10 @@ def test_adamw_in_small_batches_gives_the_same_bits(monkeypatch):
 
 
 def test_adamw_counts_steps_by_parameter_and_leaves_those_without_gradient_alone():
-    early, late = nn.Parameter(torch.ones(2, dtype=torch.float64)), nn.Parameter(torch.ones(2, dtype=torch.float64))
+    early, late = (
+        nn.Parameter(torch.ones(2, dtype=torch.float64)),
+        nn.Parameter(torch.ones(2, dtype=torch.float64)),
+    )
     adamw = AdamW([early, late], **HYPER)
     early.grad = torch.full_like(early, 0.5)
     adamw.step()
@@ -334,13 +408,17 @@ def test_adamw_counts_steps_by_parameter_and_leaves_those_without_gradient_alone
     adamw.step()
     assert (adamw.state[early]["step"], adamw.state[late]["step"]) == (2, 1)
     for parameter, steps in ((early, 2), (late, 1)):
-        _, (expected,) = run_adamw(Reference, [torch.ones_like(late)], [[late.grad]] * steps, **HYPER)
+        _, (expected,) = run_adamw(
+            Reference, [torch.ones_like(late)], [[late.grad]] * steps, **HYPER
+        )
         torch.testing.assert_close(parameter.detach(), expected, atol=1e-12, rtol=1e-12)
 
 
 def test_adamw_group_options_replace_the_defaults():
     decayed, free = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    adamw = AdamW([{"params": [decayed]}, {"params": [free], "weight_decay": 0.0}], lr=0.1, weight_decay=0.5)
+    adamw = AdamW(
+        [{"params": [decayed]}, {"params": [free], "weight_decay": 0.0}], lr=0.1, weight_decay=0.5
+    )
     decayed.grad, free.grad = torch.zeros(1), torch.zeros(1)
     adamw.step()
     assert (decayed.item(), free.item()) == (pytest.approx(0.95), 1.0)
@@ -415,10 +493,15 @@ def test_adamw_refuses_bad_hyperparameters(hyper, message):
 
 
 def test_adamw_refuses_complex_parameters_and_sparse_gradients_before_it_changes_anything():
-    """The parameters of earlier groups had been updated, and the steps of earlier parameters counted."""
+    """The parameters of earlier groups had been updated, and the steps of earlier parameters
+    counted.
+    """
     complex_valued = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     complex_valued.grad = torch.ones_like(complex_valued)
-    with pytest.raises(ValueError, match=r"floating point with dense gradients, got torch.complex64 of shape \(3,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"floating point with dense gradients, got torch.complex64 of shape \(3,\)",
+    ):
         AdamW([complex_valued]).step()
     first, second, sparse = (nn.Parameter(torch.ones(3)) for _ in range(3))
     adamw = AdamW([{"params": [first]}, {"params": [second, sparse]}])
@@ -427,7 +510,9 @@ def test_adamw_refuses_complex_parameters_and_sparse_gradients_before_it_changes
     adamw.step()
     before = [parameter.detach().clone() for parameter in (first, second, sparse)]
     sparse.grad = torch.ones(3).to_sparse()
-    with pytest.raises(ValueError, match=r"floating point with dense gradients, got torch.float32 of shape \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"floating point with dense gradients, got torch.float32 of shape \(3,\)"
+    ):
         adamw.step()
     assert all(torch.equal(a, b) for a, b in zip(before, (first, second, sparse)))
     assert [adamw.state[parameter]["step"] for parameter in (first, second, sparse)] == [1, 1, 1]
@@ -447,17 +532,25 @@ def with_gradients(*gradients: torch.Tensor) -> list[nn.Parameter]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_clip_gradients_agrees_with_torch(max_norm, dtype):
     _, (gradients,) = random_problem(steps=1, dtype=dtype)
-    ours, theirs = ([*with_gradients(*gradients), nn.Parameter(torch.zeros(3))] for _ in range(2))  # the last has none
+    # the last has none
+    ours, theirs = ([*with_gradients(*gradients), nn.Parameter(torch.zeros(3))] for _ in range(2))
     storages = [parameter.grad.data_ptr() for parameter in ours[:-1]]
-    norm, expected = clip_gradients(iter(ours), max_norm), nn.utils.clip_grad_norm_(theirs, max_norm)
-    tolerance = {"atol": 1e-2, "rtol": 1e-2} if dtype == torch.bfloat16 else {"atol": 1e-7, "rtol": 1e-6}
+    norm, expected = (
+        clip_gradients(iter(ours), max_norm),
+        nn.utils.clip_grad_norm_(theirs, max_norm),
+    )
+    tolerance = (
+        {"atol": 1e-2, "rtol": 1e-2} if dtype == torch.bfloat16 else {"atol": 1e-7, "rtol": 1e-6}
+    )
     torch.testing.assert_close(norm.double(), expected.double(), **tolerance)
     for a, b in zip(ours[:-1], theirs[:-1]):
         torch.testing.assert_close(a.grad, b.grad, **tolerance)
     assert storages == [parameter.grad.data_ptr() for parameter in ours[:-1]]
     assert ours[-1].grad is None
     if max_norm == 1e3:
-        assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(ours, gradients))
+        assert all(
+            torch.equal(parameter.grad, gradient) for parameter, gradient in zip(ours, gradients)
+        )
 
 
 LARGE = [3e30, 4e30]
@@ -466,7 +559,8 @@ LARGE = [3e30, 4e30]
 @pytest.mark.parametrize(
     ("gradients", "max_norm", "norm", "clipped"),
     [
-        # A norm of 128,000 is infinite in float16; that of LARGE was in float32, and its gradients silently became 0.
+        # A norm of 128,000 is infinite in float16; that of LARGE was in float32, and its gradients
+        # silently became 0.
         ([torch.full((4096,), 2000.0).half()], 64.0, 128_000.0, [1.0] * 4096),
         ([torch.tensor(LARGE)], 5.0, 5e30, [3.0, 4.0]),
         ([torch.tensor(LARGE).bfloat16()], 5.0, 5e30, [3.0, 4.0]),
@@ -479,14 +573,19 @@ def test_clip_gradients_takes_the_norm_in_float64(gradients, max_norm, norm, cli
     parameters = with_gradients(*gradients)
     found = clip_gradients(parameters, max_norm)
     assert found.dtype in (torch.float32, torch.float64)
-    rel = 2e-2 if gradients[0].dtype == torch.bfloat16 and norm > 5 else 1e-6  # 3e30 and 4e30 are rounded
+    # 3e30 and 4e30 are rounded
+    rel = 2e-2 if gradients[0].dtype == torch.bfloat16 and norm > 5 else 1e-6
     assert found.item() == pytest.approx(norm, rel=rel)
-    assert torch.cat([parameter.grad for parameter in parameters]).tolist() == pytest.approx(clipped, rel=rel)
+    assert torch.cat([parameter.grad for parameter in parameters]).tolist() == pytest.approx(
+        clipped, rel=rel
+    )
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_clip_gradients_makes_all_gradients_nan_if_one_is_not_finite(value):
-    """One infinite gradient made zeros of all the finite ones, and the step passed for a clipped one."""
+    """One infinite gradient made zeros of all the finite ones, and the step passed for a clipped
+    one.
+    """
     parameters = with_gradients(torch.tensor([1.0, value]), torch.tensor([3.0, 4.0]))
     assert not clip_gradients(parameters, 1.0).isfinite()
     assert all(parameter.grad.isnan().all() for parameter in parameters)
@@ -503,7 +602,9 @@ def test_clip_gradients_makes_all_gradients_nan_if_one_is_not_finite(value):
 def test_clip_gradients_refuses_gradients_before_it_scales_any(gradient, got):
     """A sparse gradient failed inside PyTorch, with a message about its back ends."""
     parameters = with_gradients(torch.full((3,), 100.0), gradient)
-    with pytest.raises(TypeError, match=f"parameters must have dense floating-point gradients, got {got}"):
+    with pytest.raises(
+        TypeError, match=f"parameters must have dense floating-point gradients, got {got}"
+    ):
         clip_gradients(parameters, 1.0)
     assert parameters[0].grad.tolist() == [100.0] * 3
 
@@ -518,7 +619,9 @@ def test_clip_gradients_without_gradients_and_with_a_bad_bound():
 
 
 class FixedLogits(nn.Module):
-    """Predicts the distribution `probabilities`, whatever it sees, and remembers the lengths that it saw."""
+    """Predicts the distribution `probabilities`, whatever it sees, and remembers the lengths that
+    it saw.
+    """
 
     vocab_size, context_length = 4, 6
 
@@ -539,7 +642,9 @@ def test_generation_repeats_with_a_generator():
     model, prompt = make_model(), random_tokens(3)
 
     def sample(seed):
-        return generate(model, prompt, 20, top_p=0.9, generator=torch.Generator().manual_seed(seed)).tolist()
+        return generate(
+            model, prompt, 20, top_p=0.9, generator=torch.Generator().manual_seed(seed)
+        ).tolist()
 
     assert len(sample(0)) == 20
     assert sample(0) == sample(0)
@@ -557,14 +662,17 @@ def test_generation_at_temperature_zero_is_greedy():
 
 def test_generation_samples_the_softmax_at_its_temperature():
     model = FixedLogits(SKEWED)
-    drawn = generate(model, torch.tensor([0]), 4000, temperature=0.5, generator=torch.Generator().manual_seed(0))
+    drawn = generate(
+        model, torch.tensor([0]), 4000, temperature=0.5, generator=torch.Generator().manual_seed(0)
+    )
     frequencies = drawn.bincount(minlength=4) / 4000
     squares = torch.tensor(SKEWED).square()
     torch.testing.assert_close(frequencies, squares / squares.sum(), atol=0.03, rtol=0)
 
 
 @pytest.mark.parametrize(
-    ("top_p", "kept"), [(1e-9, {1}), (0.45, {1}), (0.55, {1, 3}), (0.79, {1, 3}), (1.0, {0, 1, 2, 3})]
+    ("top_p", "kept"),
+    [(1e-9, {1}), (0.45, {1}), (0.55, {1, 3}), (0.79, {1, 3}), (1.0, {0, 1, 2, 3})],
 )
 def test_top_p_keeps_the_smallest_sufficient_set_and_at_least_one_token(top_p, kept):
     generator = torch.Generator().manual_seed(0)
@@ -582,8 +690,13 @@ def test_generation_with_a_tiny_temperature_is_greedy(temperature, top_p):
 
 def test_generation_stops_after_eos():
     greedy = {"temperature": 0.0}
-    assert generate(FixedLogits(SKEWED), torch.tensor([0]), 10, eos_token=1, **greedy).tolist() == [1]
-    assert generate(FixedLogits(SKEWED), torch.tensor([0]), 4, eos_token=2, **greedy).tolist() == [1] * 4
+    assert generate(FixedLogits(SKEWED), torch.tensor([0]), 10, eos_token=1, **greedy).tolist() == [
+        1
+    ]
+    assert (
+        generate(FixedLogits(SKEWED), torch.tensor([0]), 4, eos_token=2, **greedy).tolist()
+        == [1] * 4
+    )
     assert generate(FixedLogits(SKEWED), torch.tensor([1]), 0).tolist() == []
 
 
@@ -596,8 +709,14 @@ def test_generation_sees_the_last_context_length_tokens():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompt_tokens": torch.zeros(1, 3, dtype=torch.int64)}, r"prompt_tokens must have shape .* got \(1, 3\)"),
-        ({"prompt_tokens": torch.zeros(0, dtype=torch.int64)}, r"prompt_tokens must have shape .* got \(0,\)"),
+        (
+            {"prompt_tokens": torch.zeros(1, 3, dtype=torch.int64)},
+            r"prompt_tokens must have shape .* got \(1, 3\)",
+        ),
+        (
+            {"prompt_tokens": torch.zeros(0, dtype=torch.int64)},
+            r"prompt_tokens must have shape .* got \(0,\)",
+        ),
         ({"prompt_tokens": torch.tensor([0, 4])}, r"prompt_tokens must be in \[0, 4\), got 0 to 4"),
         ({"max_new_tokens": -1}, "max_new_tokens must not be negative, got -1"),
         ({"temperature": -0.5}, "temperature must be finite and not negative, got -0.5"),
@@ -609,16 +728,23 @@ def test_generation_sees_the_last_context_length_tokens():
 )
 def test_generation_refuses_bad_arguments(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        generate(FixedLogits(SKEWED), **{"prompt_tokens": torch.tensor([0]), "max_new_tokens": 1, **arguments})
+        generate(
+            FixedLogits(SKEWED),
+            **{"prompt_tokens": torch.tensor([0]), "max_new_tokens": 1, **arguments},
+        )
 
 
 # Loading
 
 
 class UserModel(nn.Module):
-    """A user's own model: the seven arguments, no choice of attention, a buffer put on the CPU by hand."""
+    """A user's own model: the seven arguments, no choice of attention, a buffer put on the CPU by
+    hand.
+    """
 
-    def __init__(self, vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta):
+    def __init__(
+        self, vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta
+    ):
         super().__init__()
         self.shape = (vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta)
         self.weight = nn.Parameter(torch.randn(vocab_size, d_model))
@@ -648,11 +774,17 @@ class NoConstructor(nn.Module):
         (f"{__name__}:", 'must be named "package.module:Class"'),
         (".model:TransformerLM", 'must be named "package.module:Class"'),
         (f"{__name__}:A:B", 'must be named "package.module:Class"'),
-        ("no_such_module:Model", r"cannot import 'no_such_module' \(ModuleNotFoundError: .*PYTHONPATH"),
+        (
+            "no_such_module:Model",
+            r"cannot import 'no_such_module' \(ModuleNotFoundError: .*PYTHONPATH",
+        ),
         (f"{__name__}:Absent", f"module '{__name__}' has no attribute 'Absent'"),
         (f"{__name__}:CONFIG", "'CONFIG' is not a subclass of torch.nn.Module"),
         (f"{__name__}:ModelConfig", "'ModelConfig' is not a subclass of torch.nn.Module"),
-        (f"{__name__}:OtherArguments", "'OtherArguments' must accept the keyword arguments vocab_size, .*rope_theta"),
+        (
+            f"{__name__}:OtherArguments",
+            "'OtherArguments' must accept the keyword arguments vocab_size, .*rope_theta",
+        ),
         (f"{__name__}:NoConstructor", "'NoConstructor' must accept the keyword arguments"),
     ],
 )
@@ -662,10 +794,13 @@ def test_load_model_class_says_what_is_wrong(spec, message):
 
 
 @pytest.mark.parametrize(
-    ("code", "error"), [("1 / 0", "ZeroDivisionError"), ("exit(0)", "SystemExit"), ("exit('usage')", "SystemExit")]
+    ("code", "error"),
+    [("1 / 0", "ZeroDivisionError"), ("exit(0)", "SystemExit"), ("exit('usage')", "SystemExit")],
 )
 def test_load_model_class_reports_errors_of_the_users_module(code, error, tmp_path, monkeypatch):
-    """A script without a main guard that ends in sys.exit(0) ended the whole command silently, as a success."""
+    """A script without a main guard that ends in sys.exit(0) ended the whole command silently, as a
+    success.
+    """
     (tmp_path / "broken_user_module.py").write_text(f"from sys import exit\n{code}\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=rf"cannot import 'broken_user_module' \({error}: "):
@@ -699,18 +834,24 @@ def test_build_model_on_meta_then_materialised_loads_a_state_dict():
 
 @pytest.mark.parametrize("name", ["UserModel", "HandsOn"])
 def test_build_model_builds_the_users_model_on_one_device_with_its_own_attention(name):
-    """**kwargs was taken for an argument "attention", which the constructor behind it refused: every row failed."""
+    """**kwargs was taken for an argument "attention", which the constructor behind it refused:
+    every row failed.
+    """
     spec = f"{__name__}:{name}"
     model = build_model(CONFIG, model_spec=spec, device="meta", dtype=torch.bfloat16)
     assert model.shape == (31, 12, 24, 2, 3, 40, 500.0)
     assert (model.weight.dtype, model.positions.dtype) == (torch.bfloat16, torch.int64)
     assert model.positions.is_meta
-    with pytest.raises(ValueError, match=f"'{spec}' brings its own attention: .* to choose 'triton'"):
+    with pytest.raises(
+        ValueError, match=f"'{spec}' brings its own attention: .* to choose 'triton'"
+    ):
         build_model(CONFIG, attention="triton", model_spec=spec, device="cpu")
 
 
 def test_build_model_passes_attention_where_it_is_an_argument():
-    model = build_model(CONFIG, attention="tiled", model_spec="cs336_systems.model:TransformerLM", device="meta")
+    model = build_model(
+        CONFIG, attention="tiled", model_spec="cs336_systems.model:TransformerLM", device="meta"
+    )
     assert model.layers[0].attn.attention == "tiled"
 
 
@@ -728,12 +869,15 @@ def test_build_model_on_cuda_repeats_and_leaves_the_random_states():
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters()))
     tokens = random_tokens(2, 12)
     reference = copy.deepcopy(first).to("cpu", torch.float64)
-    torch.testing.assert_close(first(tokens.cuda()).cpu().double(), reference(tokens), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(
+        first(tokens.cuda()).cpu().double(), reference(tokens), atol=1e-2, rtol=1e-2
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs an sm_90 GPU",
 )
 def test_the_model_attends_with_the_hopper_kernels():
     tokens, grads = random_tokens(2, 12).cuda(), {}
@@ -752,7 +896,8 @@ def test_the_model_attends_with_the_hopper_kernels():
 
 @pytest.mark.gpu
 def test_adamw_and_clipping_need_little_memory_beyond_their_state():
-    parameters = [nn.Parameter(torch.ones(2**24, device="cuda")) for _ in range(16)]  # 64 MiB each, 1 GiB
+    # 64 MiB each, 1 GiB
+    parameters = [nn.Parameter(torch.ones(2**24, device="cuda")) for _ in range(16)]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 0.1)
     adamw = AdamW(parameters)

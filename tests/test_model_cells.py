@@ -21,7 +21,14 @@ from cs336_systems.subjects.model_steps import (
 from tests.broken_models import Bigram
 
 MODEL = ModelConfig(
-    name="test", d_model=8, d_ff=16, num_layers=1, num_heads=1, vocab_size=11, context_length=6, rope_theta=500.0
+    name="test",
+    d_model=8,
+    d_ff=16,
+    num_layers=1,
+    num_heads=1,
+    vocab_size=11,
+    context_length=6,
+    rope_theta=500.0,
 )
 CASE = ModelCase(model=MODEL, batch=2, attention="reference", warmup=0)
 
@@ -49,7 +56,9 @@ class Integers(Bigram):
 
 
 class NoParameters(nn.Module):
-    def __init__(self, vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta):
+    def __init__(
+        self, vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta
+    ):
         super().__init__()
         self.vocab_size = vocab_size
 
@@ -83,26 +92,40 @@ def timed(model: type[nn.Module], *modes: str):
 @pytest.mark.parametrize("mode", MODEL_MODES)
 @pytest.mark.parametrize("model, message", BROKEN, ids=[model.__name__ for model, _ in BROKEN])
 def test_a_broken_model_is_not_timed(model, message, mode, monkeypatch):
-    """A user's model that returned NaN, one position, a pair or constants was recorded as ok, and as very fast."""
-    with pytest.raises(Disagreement, match=message.format(what="logits" if mode == "forward" else "loss")):
+    """A user's model that returned NaN, one position, a pair or constants was recorded as ok, and
+    as very fast.
+    """
+    with pytest.raises(
+        Disagreement, match=message.format(what="logits" if mode == "forward" else "loss")
+    ):
         wall_clock(TrainingStep(CASE, run_with(model)), mode, 2)
-    monkeypatch.setattr(models, "time_calls", lambda *_, **__: pytest.fail("timed before it was checked"))
+    monkeypatch.setattr(
+        models, "time_calls", lambda *_, **__: pytest.fail("timed before it was checked")
+    )
     with pytest.raises(Disagreement, match=message.format(what="logits")):
         next(timed(model, mode))
 
 
 def test_a_model_that_breaks_in_training_keeps_its_forward():
     measured = []
-    with pytest.raises(Disagreement, match="the model's loss must be finite, got values from nan to nan"):
+    with pytest.raises(
+        Disagreement, match="the model's loss must be finite, got values from nan to nan"
+    ):
         for mode, _ in timed(NotFiniteInTraining, *MODEL_MODES):
             measured.append(mode)
     assert measured == ["forward"]
 
 
 def test_the_warmup_series_begins_with_the_models_first_step(monkeypatch):
-    """The check of the output comes after the series: one before it would be a warm-up step that no row counts."""
+    """The check of the output comes after the series: one before it would be a warm-up step that no
+    row counts.
+    """
     events = []
-    time_once, require_finite, forward = models.time_once, models.require_finite, TrainingStep.forward
+    time_once, require_finite, forward = (
+        models.time_once,
+        models.require_finite,
+        TrainingStep.forward,
+    )
 
     def record(name, call):
         def recorded(*arguments):
@@ -153,16 +176,24 @@ def test_a_mode_that_does_not_fit_costs_neither_the_others_nor_the_other_players
             yield mode, [1.0]
 
     modes = ("forward", "train_step")
-    rows = {(name, mode): Row(mode, "time", "ms", name) for name in ("float32", "bfloat16") for mode in modes}
+    rows = {
+        (name, mode): Row(mode, "time", "ms", name)
+        for name in ("float32", "bfloat16")
+        for mode in modes
+    }
     found = list(round_samples(rows, *model_rounds(["float32", "bfloat16"], turn, modes, TINY)))
-    assert [(sample.status, len(sample.samples)) for sample in found if sample.samples] == [("skipped", 2)] * 3
+    assert [(sample.status, len(sample.samples)) for sample in found if sample.samples] == [
+        ("skipped", 2)
+    ] * 3
     (without,) = (sample for sample in found if not sample.samples)
     assert without.row == rows["float32", "train_step"] and without.status == "oom"
     assert asked[-1] == ("float32", ("forward",)), "what does not fit is not tried again"
 
 
 def test_a_compiled_model_that_is_wrong_has_no_times_and_the_eager_one_has(monkeypatch):
-    """The compiled one used to have a cell of its own, so that a ratio was of two runs whenever one was repeated."""
+    """The compiled one used to have a cell of its own, so that a ratio was of two runs whenever one
+    was repeated.
+    """
     problem = load("torch_compile")
     run = RunConfig(scale="smoke", device="cpu")
     (cell,) = (cell for cell in problem.cells(run) if isinstance(cell.case, ModelCase))
@@ -170,12 +201,15 @@ def test_a_compiled_model_that_is_wrong_has_no_times_and_the_eager_one_has(monke
     monkeypatch.setattr("torch.compile", lambda model: lambda tokens: 2 * model(tokens))
     monkeypatch.setattr("cs336_systems.experiments.torch_compile.has_cxx_compiler", lambda: True)
     found: dict[tuple[str, str, str], Sample] = {
-        (one.row.implementation, one.row.mode, one.row.quantity): one for one in problem.measure(cell, run)
+        (one.row.implementation, one.row.mode, one.row.quantity): one
+        for one in problem.measure(cell, run)
     }
     assert len(found) == len(cell.rows)
     for (name, _, _), sample in found.items():
         assert bool(sample.samples) == (name == "eager")
-        assert sample.samples or (sample.status == "failed" and "compiled logits differ" in sample.message)
+        assert sample.samples or (
+            sample.status == "failed" and "compiled logits differ" in sample.message
+        )
 
 
 def test_first_calls_leave_the_step_as_it_was():

@@ -1,4 +1,6 @@
-"""A new experiment is one Python file and one Markdown file, and nothing else: listed, run, compared, on its page."""
+"""A new experiment is one Python file and one Markdown file, and nothing else: listed, run,
+compared, on its page.
+"""
 
 import html
 import json
@@ -134,7 +136,9 @@ json.dump(said, open("said.json", "w"))
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
-    """The repository with two files more, run at scale tiny, its records in the place of the published ones."""
+    """The repository with two files more, run at scale tiny, its records in the place of the
+    published ones.
+    """
     root = tmp_path_factory.mktemp("copy")
     for folder in ("cs336_systems", "writeup"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -146,7 +150,12 @@ def copy(tmp_path_factory) -> Path:
     (root / "writeup" / "sort_speed.md").write_text(PAGE)
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, "-c", COMMANDS], cwd=root, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", COMMANDS],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     return root
@@ -169,16 +178,31 @@ def test_the_class_of_the_documents_runs_as_pasted(said):
 def test_what_is_no_number_or_no_sample_costs_its_row_and_the_sweep_goes_on(said):
     """The sweep ended with a traceback, and later cells were not measured."""
     assert "odd_samples, cells: 2 partly failed, 1 ok in " in said["odd"]
-    found = {(row["implementation"], row["quantity"]): row for row in map(json.loads, said["odd records"].splitlines())}
-    assert len(found) == 6 and all(row["status"] == "ok" for (_, quantity), row in found.items() if quantity == "time")
-    assert found["nan", "loss"]["message"].endswith("samples must be finite and at most 1e+30, got nan")
-    assert found["nothing", "loss"]["message"] == "TypeError: measure must yield Samples, got a NoneType"
+    found = {
+        (row["implementation"], row["quantity"]): row
+        for row in map(json.loads, said["odd records"].splitlines())
+    }
+    assert len(found) == 6 and all(
+        row["status"] == "ok" for (_, quantity), row in found.items() if quantity == "time"
+    )
+    assert found["nan", "loss"]["message"].endswith(
+        "samples must be finite and at most 1e+30, got nan"
+    )
+    assert (
+        found["nothing", "loss"]["message"]
+        == "TypeError: measure must yield Samples, got a NoneType"
+    )
 
 
 def test_every_cell_leaves_a_row_and_a_second_run_finds_them(said):
     rows = [json.loads(line) for line in said["records"].splitlines()]
     statuses = {(row["implementation"], row["status"]) for row in rows}
-    assert statuses == {("sort", "ok"), ("topk", "ok"), ("bitonic", "skipped"), ("out_of_memory", "oom")}
+    assert statuses == {
+        ("sort", "ok"),
+        ("topk", "ok"),
+        ("bitonic", "skipped"),
+        ("out_of_memory", "oom"),
+    }
     assert "6 ok before, 3 skipped before, 3 oom before" in said["again"] and said["unchanged"]
     assert "12 rows at a threshold of 1.5 %" in said["compare"]
 
@@ -191,7 +215,10 @@ def test_the_report_is_one_file_with_a_figure_and_a_table(copy, said):
     shown = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r'(src|href)="(https?:)?//', shown), "no network"
     assert "Ran, agrees" in shown and "writeup/sort_speed.md" in shown
-    assert "Not on this machine: bitonic (no &lt;b&gt;bitonic&lt;/b&gt; sort | here)" in shown and "<b>" not in shown
+    assert (
+        "Not on this machine: bitonic (no &lt;b&gt;bitonic&lt;/b&gt; sort | here)" in shown
+        and "<b>" not in shown
+    )
     lengths = re.findall(r'<tr><td class="number" data-number="[\d.]+">([\d,]+)</td>', shown)
     assert lengths == ["256", "1,024", "16,384"], "in the order of the cases"
     assert shown.count(">OOM</td>") == 3
@@ -222,7 +249,13 @@ def test_the_report_opens_in_a_browser_and_sorts(copy, tmp_path):
     (report,) = copy.glob("results/cpu*/report.html")
     page = tmp_path / "watched.html"
     page.write_text(report.read_text().replace("<head>", "<head>" + IN_THE_BROWSER, 1))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,900", "--virtual-time-budget=20000"]
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=500,900",
+        "--virtual-time-budget=20000",
+    ]
     shown = subprocess.run(
         [str(CHROMIUM), *options, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()],
         capture_output=True, text=True, timeout=120,
@@ -239,8 +272,14 @@ def test_the_report_opens_in_a_browser_and_sorts(copy, tmp_path):
 def test_its_page_has_the_records_numbers(copy, said):
     assert said["differences"] == []
     document = (copy / "writeup.md").read_text()
-    assert re.search(r"> \*\*Answer.\*\* [\d.,]+ µs for 1,024 numbers, [\d.]+( to [\d.]+)?× topk's speed", document)
-    assert "| 1,024 |" in document and "![Sorting](results/nvidia-h200/figures/sort_speed_times.png)" in document
+    assert re.search(
+        r"> \*\*Answer.\*\* [\d.,]+ µs for 1,024 numbers, [\d.]+( to [\d.]+)?× topk's speed",
+        document,
+    )
+    assert (
+        "| 1,024 |" in document
+        and "![Sorting](results/nvidia-h200/figures/sort_speed_times.png)" in document
+    )
     published = copy / "results" / "nvidia-h200"
     assert (published / "figures" / "sort_speed_times.png").read_bytes().startswith(b"\x89PNG")
     assert "**sorting (ms)**" in (published / "tables" / "sort_speed.md").read_text()

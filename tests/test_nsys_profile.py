@@ -28,18 +28,29 @@ def measured() -> dict[tuple[str, str], Sample]:
 
 
 def test_cases_are_those_of_both_editions() -> None:
-    """2025 asks for every size at four contexts, 2026 for the longest context that fits: neither was all there."""
+    """2025 asks for every size at four contexts, 2026 for the longest context that fits: neither
+    was all there.
+    """
     cases = [cell.case for cell in NSYS.cells(RunConfig(scale="handout", device="cuda"))]
-    plain = {(case.model.name, case.model.context_length) for case in cases if case.precision == Precision()}
+    plain = {
+        (case.model.name, case.model.context_length)
+        for case in cases
+        if case.precision == Precision()
+    }
     assert {(size, context) for size in SIZES_2025 for context in (128, 256, 512, 1024)} <= plain
     for size in ("small", "xl"):
         contexts = sorted(context for name, context in plain if name == size)
         fits = [replace(MODEL_SIZES[size], context_length=context) for context in contexts[-2:]]
-        needed = [model_peak_bytes(ModelCase(model=m, batch=4, attention="reference"), "train_step") for m in fits]
+        needed = [
+            model_peak_bytes(ModelCase(model=m, batch=4, attention="reference"), "train_step")
+            for m in fits
+        ]
         assert needed[0] < H200_BYTES < needed[1], "the longest that fits, and one that does not"
 
 
-def test_every_promised_row_is_measured_or_says_why_not(measured: dict[tuple[str, str], Sample]) -> None:
+def test_every_promised_row_is_measured_or_says_why_not(
+    measured: dict[tuple[str, str], Sample],
+) -> None:
     cell = NSYS.cells(TINY)[0]
     assert set(measured) == {(row.mode, row.quantity) for row in cell.rows}
     for measurement in measured.values():
@@ -47,11 +58,15 @@ def test_every_promised_row_is_measured_or_says_why_not(measured: dict[tuple[str
 
 
 @pytest.mark.parametrize("mode", ["forward", "forward_backward", "train_step"])
-def test_rows_of_a_mode_agree_with_each_other(mode: str, measured: dict[tuple[str, str], Sample]) -> None:
+def test_rows_of_a_mode_agree_with_each_other(
+    mode: str, measured: dict[tuple[str, str], Sample]
+) -> None:
     def value(quantity: str) -> float:
         return measured[mode, quantity].samples[0]
 
-    assert sum(value(f"{category}_time") for category in CATEGORIES) == pytest.approx(value("kernel_time"))
+    assert sum(value(f"{category}_time") for category in CATEGORIES) == pytest.approx(
+        value("kernel_time")
+    )
     # Ranks are those of all steps together: in one of them a busy CPU may have any order.
     totals = [sum(measured[mode, f"kernel_{rank}_time"].samples) for rank in range(1, 6)]
     assert totals == sorted(totals, reverse=True) and totals[-1] > 0
@@ -77,7 +92,10 @@ def test_calls_are_those_of_one_step(measured: dict[tuple[str, str], Sample]) ->
 
 def test_a_gpus_profile_gives_the_same_rows() -> None:
     rows = {row.quantity: row for row in profile_rows("forward_backward")}
-    found = {measurement.row.quantity: measurement for measurement in measurements(trace_of(gpu_events()), rows)}
+    found = {
+        measurement.row.quantity: measurement
+        for measurement in measurements(trace_of(gpu_events()), rows)
+    }
     assert set(found) == set(rows) - {"time"}
     assert found["gemm_time"].samples == [pytest.approx(0.7)]
     assert found["attention_scores_time"].samples == [pytest.approx(0.7)], "forward and backward"

@@ -39,7 +39,9 @@ CASES = list(SHAPES.cases(RunConfig(scale="smoke", device="cuda")))
 
 
 def row(implementation: str, samples: list[float], case: object = CASES[0], **changes) -> Record:
-    return gpu_record("attention_shapes", case, implementation, samples, **{"run": GPU_RUN} | changes)
+    return gpu_record(
+        "attention_shapes", case, implementation, samples, **{"run": GPU_RUN} | changes
+    )
 
 
 def frame_of(*records: Record) -> pd.DataFrame:
@@ -64,10 +66,14 @@ def test_rows_stand_in_the_order_of_the_cells_whatever_that_of_the_file():
 def test_a_cell_without_a_number_says_why():
     lost = {"triton": ("oom",), "hopper": ("skipped", "needs\na GPU"), "flex": ("failed",)}
     records = [broken(row(name, []), *why) for name, why in lost.items()]
-    table = TIMES.build(frame_of(*records, row("sdpa_flash", [2.0]), row("sdpa_cudnn", [3.0], CASES[1])))
+    table = TIMES.build(
+        frame_of(*records, row("sdpa_flash", [2.0]), row("sdpa_cudnn", [3.0], CASES[1]))
+    )
     assert texts(table)[0][2:] == ["OOM", "skipped", ABSENT, "failed", "2.00", ABSENT]
     less, needs = table.without_blanks()
-    assert less.header == ["S", "d", "triton", "sdpa_cudnn", "flex", "sdpa_flash"], "nor an unknown ratio"
+    assert less.header == ["S", "d", "triton", "sdpa_cudnn", "flex", "sdpa_flash"], (
+        "nor an unknown ratio"
+    )
     assert needs == {"hopper": "needs a GPU"}
 
 
@@ -76,23 +82,34 @@ def test_the_report_prints_why_something_failed(tmp_path):
     records = [broken(row("flex", [], case), "failed", "no <backward>") for case in CASES]
     append_records(tmp_path / "records/attention_shapes.jsonl", [row("triton", [1.0]), *records])
     assert write_report(tmp_path) == ["attention_shapes, rows: 2 failed, 1 ok"]
-    (line,) = re.findall(r"flex failed \(.* and 1 more\): .*</p>", (tmp_path / "report.html").read_text())
+    (line,) = re.findall(
+        r"flex failed \(.* and 1 more\): .*</p>", (tmp_path / "report.html").read_text()
+    )
     assert line.endswith("no &lt;backward&gt;</p>")
 
 
 def test_interpreted_times_are_no_times():
     frame = frame_of(row("triton", [5.0], kernel="interpreter portable"), row("eager", [1.0]))
-    assert TIMES.build(frame).lines[0][2].text == "ran, agrees" and TIMES.build(frame).lines[0][2].number is None
+    assert (
+        TIMES.build(frame).lines[0][2].text == "ran, agrees"
+        and TIMES.build(frame).lines[0][2].number is None
+    )
     assert Bars(x="shape").rows(frame)["implementation"].tolist() == ["eager"]
 
 
 def test_no_table_has_a_number_of_the_interpreter():
-    """Those that list records, and quantities such as `dkdv_time`, showed its milliseconds and TFLOP/s."""
+    """Those that list records, and quantities such as `dkdv_time`, showed its milliseconds and
+    TFLOP/s.
+    """
     kernel = "interpreter portable"
-    times = [row("triton", [5.0], quantity=quantity, kernel=kernel) for quantity in ("time", "dkdv_time")]
+    times = [
+        row("triton", [5.0], quantity=quantity, kernel=kernel) for quantity in ("time", "dkdv_time")
+    ]
     memory = row("triton", [3.0], quantity="saved_for_backward", unit="MiB", kernel=kernel)
     frame = frame_of(*times, memory)
-    listing = Listing(columns={"ms": "median", "TFLOP/s": "tflops", "twice": lambda row: 2 * row["median"]})
+    listing = Listing(
+        columns={"ms": "median", "TFLOP/s": "tflops", "twice": lambda row: 2 * row["median"]}
+    )
     unknown = ["ran, agrees", ABSENT, ABSENT]
     assert sorted(texts(listing.build(frame))) == [["3.00", ABSENT, "6.00"], unknown, unknown]
     wide = Wide(down=("implementation",), where={"unit": "ms"}, columns={
@@ -122,13 +139,18 @@ def test_two_records_in_one_cell_are_an_error():
 
 
 def test_wide_tables_put_quantities_side_by_side_in_their_units():
-    frame = frame_of(row("hopper", [0.5]), row("hopper", [2048.0], quantity="peak_memory", unit="MiB"))
+    frame = frame_of(
+        row("hopper", [0.5]), row("hopper", [2048.0], quantity="peak_memory", unit="MiB")
+    )
     wide = Wide(down=("implementation",), columns={
         "time (µs)": Pick({"quantity": "time"}, unit="µs"), "peak (GiB)": Pick({"quantity": "peak_memory"}, unit="GiB"),
         "share": Ratio("peak (GiB)", "time (µs)", percent=True), "none": Pick({"quantity": "loss"}),
     })  # fmt: skip
     assert texts(wide.build(frame)) == [["hopper", "500", "2.00", "0.40 %", ABSENT]]
-    listing = Listing(columns={"who": "implementation", "twice": lambda row: 2 * row["median"]}, where={"unit": "ms"})
+    listing = Listing(
+        columns={"who": "implementation", "twice": lambda row: 2 * row["median"]},
+        where={"unit": "ms"},
+    )
     assert texts(listing.build(frame)) == [["hopper", "1.00"]]
     with pytest.raises(ValueError, match="no factor from MiB to µs"):
         Pivot(down=("implementation",), across="quantity", unit="µs").build(frame)
@@ -144,7 +166,9 @@ def test_wide_tables_tell_sizes_apart_that_a_run_has_chosen():
 
 def test_text_of_records_is_no_markup():
     """HTML and links of a record's text reached the page."""
-    text = escape("<script>alert(1)</script> [a](javascript:x) | `b` *c* _d_ sdpa_flash <!-- begin -->\n# e")
+    text = escape(
+        "<script>alert(1)</script> [a](javascript:x) | `b` *c* _d_ sdpa_flash <!-- begin -->\n# e"
+    )
     assert text == (
         "&lt;script&gt;alert(1)&lt;/script&gt; \\[a](javascript:x) \\| \\`b\\` \\*c\\* \\_d\\_ sdpa_flash "
         "&lt;!-- begin --&gt; # e"
@@ -153,28 +177,48 @@ def test_text_of_records_is_no_markup():
 
 def test_a_record_that_an_experiment_cannot_read_is_told_and_left_out():
     for odd, message in (
-        (row("hopper", [1.0], {"type": "Odd"}), "case is of the class Odd, must be of AttentionShape"),
+        (
+            row("hopper", [1.0], {"type": "Odd"}),
+            "case is of the class Odd, must be of AttentionShape",
+        ),
         (row("hopper", [1.0], mode="sideways"), "KeyError: 'sideways'"),
     ):
         with pytest.warns(UserWarning, match=f"attention_shapes: hopper left out, {message}"):
             frame = frame_of(odd, row("flex", [1.0]))
         assert list(frame["implementation"]) == ["flex"]
-    with pytest.raises(ValueError, match="records of different devices cannot share a table: a GPU, a processor"):
+    with pytest.raises(
+        ValueError, match="records of different devices cannot share a table: a GPU, a processor"
+    ):
         frame_of(row("hopper", [1.0]), row("flex", [1.0], run=RUN))
 
 
 def test_of_two_rows_for_one_cell_the_promised_or_the_newest_is_shown():
-    """A row of a batch size that the experiment does not have ended the report at two records in one cell."""
+    """A row of a batch size that the experiment does not have ended the report at two records in
+    one cell.
+    """
     promised = row("hopper", [1.0])
     larger, newest = (
-        replace(promised, case=promised.case | {"batch": size}, samples=[float(size)]) for size in (3, 5)
+        replace(promised, case=promised.case | {"batch": size}, samples=[float(size)])
+        for size in (3, 5)
     )
-    for records, shown in (([promised, larger], "1.00"), ([larger, promised], "1.00"), ([larger, newest], "5.00")):
-        with pytest.warns(UserWarning, match=r"table 't', hopper of .*: hopper left out, a second record of"):
-            (line,) = texts(Pivot(title="t", down=DOWN, where={"quantity": "time"}).build(frame_of(*records)))
+    for records, shown in (
+        ([promised, larger], "1.00"),
+        ([larger, promised], "1.00"),
+        ([larger, newest], "5.00"),
+    ):
+        with pytest.warns(
+            UserWarning, match=r"table 't', hopper of .*: hopper left out, a second record of"
+        ):
+            (line,) = texts(
+                Pivot(title="t", down=DOWN, where={"quantity": "time"}).build(frame_of(*records))
+            )
         assert line[2] == shown
-    with pytest.warns(UserWarning, match="table 't', ms of .*: hopper left out, a second record of"):
-        wide = Wide(title="t", down=DOWN, columns={"ms": Pick({"quantity": "time"})}).build(frame_of(promised, larger))
+    with pytest.warns(
+        UserWarning, match="table 't', ms of .*: hopper left out, a second record of"
+    ):
+        wide = Wide(title="t", down=DOWN, columns={"ms": Pick({"quantity": "time"})}).build(
+            frame_of(promised, larger)
+        )
     assert texts(wide)[0][2] == "1.00"
 
 
@@ -182,8 +226,13 @@ def test_a_report_is_of_the_device_that_most_records_are_of(tmp_path):
     """One row of another device ended it; which one it is says the warning."""
     path = tmp_path / "records/attention_shapes.jsonl"
     other = replace(GPU_RUN, id="another", device={"name": "B200 \x1b[2J", "kind": "cuda"})
-    append_records(path, [row("triton", [1.0]), row("hopper", [1.0]), row("flex", [1.0], run=other)])
-    with pytest.warns(UserWarning, match=r"flex left out, it was measured on B200 \\x1b\[2J at scale smoke, most were"):
+    append_records(
+        path, [row("triton", [1.0]), row("hopper", [1.0]), row("flex", [1.0], run=other)]
+    )
+    with pytest.warns(
+        UserWarning,
+        match=r"flex left out, it was measured on B200 \\x1b\[2J at scale smoke, most were",
+    ):
         assert write_report(tmp_path) == ["attention_shapes, rows: 2 ok"]
 
 
@@ -191,7 +240,10 @@ def test_a_table_that_cannot_be_made_costs_itself(tmp_path, monkeypatch):
     broken_table = Pivot(title="t", down=DOWN, where={"no_such_column": 1})
     monkeypatch.setattr(SHAPES, "tables", {"broken": broken_table, "times": TIMES})
     append_records(tmp_path / "records/attention_shapes.jsonl", [row("triton", [1.0])])
-    with pytest.warns(NotMade, match="the table broken of attention_shapes cannot be made: KeyError: .no column 'no_s"):
+    with pytest.warns(
+        NotMade,
+        match="the table broken of attention_shapes cannot be made: KeyError: .no column 'no_s",
+    ):
         assert write_report(tmp_path)
     assert "<h3>t (ms)</h3>" in (tmp_path / "report.html").read_text()
 
@@ -218,13 +270,23 @@ KINDS = {
     "lines": (Lines(x="seqlen_q", facet="head_dim"), MANY),
     "bars": (Bars(x="shape", y="tflops", y_title="TFLOP/s"), MANY),
     "heat": (Heat(x="implementation", y="head_dim"), MANY),
-    "spans": (Spans(x="", y="quantity", color="quantity", where={"quantity": "compute_intervals"}), SERIES),
+    "spans": (
+        Spans(x="", y="quantity", color="quantity", where={"quantity": "compute_intervals"}),
+        SERIES,
+    ),
 }
 
 
 @pytest.mark.parametrize(
     "value, text",
-    [(0.0, "0"), (9.996, "10.0"), (0.0123456, "0.0123"), (123456.7, "123,457"), (1e-9, "1.00e-09"), (math.nan, "–")],
+    [
+        (0.0, "0"),
+        (9.996, "10.0"),
+        (0.0123456, "0.0123"),
+        (123456.7, "123,457"),
+        (1e-9, "1.00e-09"),
+        (math.nan, "–"),
+    ],
 )
 def test_numbers_have_three_digits(value, text):
     assert digits(value) == text
@@ -251,7 +313,9 @@ def test_axes_are_logarithmic_from_a_range_of_ten_on_and_bars_never():
 
 
 def test_bars_lie_where_a_name_is_long():
-    short, long = (frame_of(row("hopper", [1.0])).assign(shape=name) for name in ("xl", "1 × 16 × 16,384 × 64"))
+    short, long = (
+        frame_of(row("hopper", [1.0])).assign(shape=name) for name in ("xl", "1 × 16 × 16,384 × 64")
+    )
     specs = (spec_of(Bars(x="shape").chart(frame)) for frame in (short, long))
     standing, lying = (spec["layer"][0]["encoding"] for spec in specs)
     assert (standing["x"]["field"], lying["y"]["field"]) == ("shape", "shape")
@@ -272,9 +336,13 @@ def test_a_title_is_the_claim_where_the_rows_bear_it_out():
 
 def test_a_subtitle_names_what_all_rows_have_in_common():
     figure = Bars(x="shape")
-    alike = frame_of(row("hopper", [1.0]), row("flex", [2.0])).assign(device="H200", dtype="bfloat16", heads=1)
+    alike = frame_of(row("hopper", [1.0]), row("flex", [2.0])).assign(
+        device="H200", dtype="bfloat16", heads=1
+    )
     assert {"H200", "bfloat16", "one head"} <= set(figure.facts(alike))
-    assert not {"bfloat16", "float32"} & set(figure.facts(alike.assign(dtype=["bfloat16", "float32"])))
+    assert not {"bfloat16", "float32"} & set(
+        figure.facts(alike.assign(dtype=["bfloat16", "float32"]))
+    )
 
 
 def test_labels_at_the_ends_of_lines_keep_their_distance_and_order():
@@ -324,8 +392,15 @@ def test_an_implementation_has_one_colour_whoever_stands_beside_it():
 def test_a_calculation_is_a_frame_without_records(book):
     frame = book.frame("communication_accounting")
     numbers = load("communication_accounting").numbers(frame)
-    assert (numbers["fixed_terabytes"], numbers["fewest"], numbers["tokens"]) == ("3.518", "38", "319.4")
-    assert "communication_accounting" not in measured_problems() and book.folder_of("tp_calcs").name == "calculated"
+    assert (numbers["fixed_terabytes"], numbers["fewest"], numbers["tokens"]) == (
+        "3.518",
+        "38",
+        "319.4",
+    )
+    assert (
+        "communication_accounting" not in measured_problems()
+        and book.folder_of("tp_calcs").name == "calculated"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -343,7 +418,10 @@ def book() -> Book:
 )  # fmt: skip
 def test_a_measured_number_typed_by_hand_is_found(line, typed):
     (found,) = check_template(f"{ANSWER} So.\n\n{line}\n")
-    assert found == (3, f"{typed!r} is typed by hand: take it from a record, or quote it with given()")
+    assert found == (
+        3,
+        f"{typed!r} is typed by hand: take it from a record, or quote it with given()",
+    )
 
 
 def test_the_answer_stands_at_the_beginning():
@@ -353,12 +431,17 @@ def test_the_answer_stands_at_the_beginning():
 def test_a_page_that_cannot_be_made_names_itself(book, tmp_path):
     (tmp_path / "writeup").mkdir()
     for text, message in (
-        ('{{ time("hopper") }}', "records of attention_shapes have {'quantity': 'time', 'implementation': 'hop"),
+        (
+            '{{ time("hopper") }}',
+            "records of attention_shapes have {'quantity': 'time', 'implementation': 'hop",
+        ),
         ('{{ tme("hopper") }}', "'tme' is undefined"),
-        # One H100's rings of four ranks are another run than those of one: the page had "–× as fast".
+        # One H100's rings of four ranks are another run than those of one: the page had "–× as
+        # fast".
         (
             '{{ of("context_parallel", "nvidia-h100").number("time", column="of_one", length=524288, kv_heads=8, '
-            'num_ranks=4, mode="forward_backward") }}', "of_one of time of None is no number",
+            'num_ranks=4, mode="forward_backward") }}',
+            "of_one of time of None is no number",
         ),
         ('{{ table("speed") }}', "no table 'speed'; there are forward, backward"),
         ('{{ figure("speed") }}', "no figure 'speed'"),
@@ -368,7 +451,9 @@ def test_a_page_that_cannot_be_made_names_itself(book, tmp_path):
     ):
         heading = "# attention_shapes\n" if text else "# other\n"
         (tmp_path / "writeup" / "attention_shapes.md").write_text(heading + text)
-        with pytest.raises(ValueError, match=r"writeup/attention_shapes.md: .*" + message.replace("{", r"\{")):
+        with pytest.raises(
+            ValueError, match=r"writeup/attention_shapes.md: .*" + message.replace("{", r"\{")
+        ):
             Book(tmp_path, book.folder).page("attention_shapes")
 
 
@@ -385,7 +470,8 @@ def test_one_quantity_with_two_values_is_found(book, tmp_path, monkeypatch):
     (found,) = Book(tmp_path, book.folder).contradictions()
     assert found.startswith("NVIDIA H200 overlap train_step time ") and "num_ranks=2" in found
     assert all(f" ms on {name}" in found for name in shown)
-    monkeypatch.setattr(Book, "_stale", lambda book: ())  # all tables and figures: nothing about values
+    # all tables and figures: nothing about values
+    monkeypatch.setattr(Book, "_stale", lambda book: ())
     assert f"one quantity, two values: {found}" in Book(tmp_path, book.folder).check()
     name = "ddp_overlap_individual_parameters_benchmarking"
     cited = f'{{{{ of("data_parallel_turns").time("overlap", {where}) }}}}'
@@ -398,9 +484,13 @@ def test_a_page_that_cannot_be_made_is_said_in_its_place(book, tmp_path):
     (tmp_path / "writeup").mkdir()
     good = "# mixed_precision_accumulation\n\n> **Answer.** {{ device() }}\n"
     (tmp_path / "writeup" / "mixed_precision_accumulation.md").write_text(good)
-    (tmp_path / "writeup" / "attention_shapes.md").write_text('# attention_shapes\n\n{{ time("nobody") }}\n')
+    (tmp_path / "writeup" / "attention_shapes.md").write_text(
+        '# attention_shapes\n\n{{ time("nobody") }}\n'
+    )
     there = Book(tmp_path, book.folder)
-    with pytest.warns(NotMade, match="the section attention_shapes of writeup.md cannot be made: .*0 records of"):
+    with pytest.warns(
+        NotMade, match="the section attention_shapes of writeup.md cannot be made: .*0 records of"
+    ):
         document = there.document()
     assert document.endswith("## attention_shapes\n\n*The records do not have what this says: `cs336-systems report "
                              "--check` names it.*\n")  # fmt: skip
@@ -417,17 +507,30 @@ def test_a_link_to_another_page_is_one_to_its_section_in_the_document(book, tmp_
 
 def test_ranks_of_kernels_are_numbers(book):
     """They stood there as `other_kernel_1_time`."""
-    table = load("nsys_profile").tables["kernels"].build(book.frame("nsys_profile")).only(columns=["of", "rank"])
-    assert texts(table)[:10] == [[of, str(rank)] for of in ("all", "no matmul") for rank in range(1, 6)]
+    table = (
+        load("nsys_profile")
+        .tables["kernels"]
+        .build(book.frame("nsys_profile"))
+        .only(columns=["of", "rank"])
+    )
+    assert texts(table)[:10] == [
+        [of, str(rank)] for of in ("all", "no matmul") for rank in range(1, 6)
+    ]
 
 
 def test_lookups(book):
     page = Page(book, "attention_shapes")
     where = {"mode": "forward", "shape": "1 × 16 × 16,384 × 64 causal"}
-    assert page.time("hopper", **where) == "1.11 ms" and page.time("hopper", unit="µs", **where) == "1,112 µs"
+    assert (
+        page.time("hopper", **where) == "1.11 ms"
+        and page.time("hopper", unit="µs", **where) == "1,112 µs"
+    )
     assert page.number("time", "hopper", **where) == pytest.approx(1.11160)
     assert page.speed("hopper", "sdpa_cudnn", **where) == "1.18×"
-    assert page.of("mixed_precision_accumulation").value("sum", column="kernel", accumulator="float16") == "9.953125"
+    assert (
+        page.of("mixed_precision_accumulation").value("sum", column="kernel", accumulator="float16")
+        == "9.953125"
+    )
     assert page.device() == "NVIDIA H200"
     with pytest.raises(ValueError, match="no times of hopper and eager in one run"):
         page.speed("hopper", "eager")
@@ -439,7 +542,10 @@ def test_lookups(book):
 def test_another_gpus_records_are_shown_of_it_alone(book):
     there = Page(book, "context_parallel").of("context_parallel", "nvidia-h100")
     assert there.device().startswith("NVIDIA H100")
-    for problem, device in (("leaderboard_2026", "nvidia-h100"), ("context_parallel", "nvidia-h1000")):
+    for problem, device in (
+        ("leaderboard_2026", "nvidia-h100"),
+        ("context_parallel", "nvidia-h1000"),
+    ):
         with pytest.raises(ValueError, match=f"no records of {problem} in {device}"):
             Page(book, problem).of(problem, device)
 
@@ -450,5 +556,8 @@ def test_experiments_are_named_like_their_files_and_stand_in_handout_order():
     assert names == sorted(names, key=list(HANDOUT).index)
     for name, experiment in experiments().items():
         assert experiment.name == name and experiment.title and isinstance(experiment, Experiment)
-    files = {file.stem: file.parent.name for file in (ROOT / "cs336_systems" / "experiments").rglob("[!_]*.py")}
+    files = {
+        file.stem: file.parent.name
+        for file in (ROOT / "cs336_systems" / "experiments").rglob("[!_]*.py")
+    }
     assert files == {name: "experiments" if name in HANDOUT else "beyond" for name in experiments()}

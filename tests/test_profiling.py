@@ -43,19 +43,25 @@ def test_saved_bytes_count_each_storage_once():
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_a_kernel_of_known_length_is_measured_within_two_percent():
-    """Its length is in nanoseconds: one in cycles would be known as long as the clock that counted them stays."""
+    """Its length is in nanoseconds: one in cycles would be known as long as the clock that counted
+    them stays.
+    """
     from tests.spin_kernel import spin
 
     spin(1.0)
     for milliseconds in (5.0, 20.0):
-        samples = time_calls(lambda length=milliseconds: spin(length), device="cuda", num_samples=10)
+        samples = time_calls(
+            lambda length=milliseconds: spin(length), device="cuda", num_samples=10
+        )
         assert median(samples) == pytest.approx(milliseconds, rel=0.02)
 
 
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_a_clock_that_does_not_wait_for_the_kernel_is_caught(monkeypatch):
-    """Without its synchronisation the wall clock sees the launch alone: the check above must not pass then."""
+    """Without its synchronisation the wall clock sees the launch alone: the check above must not
+    pass then.
+    """
     cycles = 200 * 10**6
     waited = time_once(lambda: torch.cuda._sleep(cycles), "cuda")
     torch.cuda.synchronize()

@@ -11,12 +11,20 @@ from tools.pool_rounds import main as pool_rounds
 
 
 def write_rounds(folder: Path, *rounds: list[Record]) -> list[str]:
-    """Results folders with one file of records each, dated by their number, and one to pool into: as arguments."""
+    """Results folders with one file of records each, dated by their number, and one to pool into:
+    as arguments.
+    """
     for number, records in enumerate(rounds):
         dated = [replace(each, run=replace(each.run, id=f"run-{number}")) for each in records]
-        append_records(folder / f"round{number}" / "a-device" / "records" / "flash_benchmarking.jsonl", dated)
+        append_records(
+            folder / f"round{number}" / "a-device" / "records" / "flash_benchmarking.jsonl", dated
+        )
     (folder / "results").mkdir()
-    return [*(str(folder / f"round{number}") for number in range(len(rounds))), "--into", str(folder / "results")]
+    return [
+        *(str(folder / f"round{number}") for number in range(len(rounds))),
+        "--into",
+        str(folder / "results"),
+    ]
 
 
 def pooled_records(folder: Path) -> list[Record]:
@@ -24,12 +32,17 @@ def pooled_records(folder: Path) -> list[Record]:
 
 
 def test_rounds_become_one_set_of_records(tmp_path, capsys):
-    """Repetitions are those of all rounds, what is measured once is the round's in the middle; other rows stay."""
-    once = [record(quantity="peak_memory", unit="MiB", samples=[peak]) for peak in (10.0, 20.0, 30.0)]
+    """Repetitions are those of all rounds, what is measured once is the round's in the middle;
+    other rows stay.
+    """
+    once = [
+        record(quantity="peak_memory", unit="MiB", samples=[peak]) for peak in (10.0, 20.0, 30.0)
+    ]
     gaps = [record(quantity="compute_intervals", samples=[0.0, end]) for end in (1.0, 2.0, 3.0)]
     hosts = [record(quantity="host_time", samples=[end, end]) for end in (1.0, 2.0, 3.0)]
     errors = (0.1, 0.9, 0.3)
-    times = [record(samples=samples) for samples in ([9.0, 9.5], [1.0, 20.0], [5.0, 7.0])]  # medians 9.25, 10.5, 6
+    # medians 9.25, 10.5, 6
+    times = [record(samples=samples) for samples in ([9.0, 9.5], [1.0, 20.0], [5.0, 7.0])]
     times = [replace(time, error=error) for time, error in zip(times, errors)]
     other, replaced = record(implementation="triton"), record(samples=[0.5])
     arguments = write_rounds(tmp_path, *map(list, zip(times, once, gaps, hosts)))
@@ -50,7 +63,9 @@ def test_rounds_become_one_set_of_records(tmp_path, capsys):
 def test_what_failed_in_every_round_has_failed(tmp_path):
     failed = record(samples=[], status="failed", message="a reason")
     pool_rounds(write_rounds(tmp_path, [failed], [failed]))
-    assert [(each.status, each.message) for each in pooled_records(tmp_path)] == [("failed", "a reason")]
+    assert [(each.status, each.message) for each in pooled_records(tmp_path)] == [
+        ("failed", "a reason")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -62,13 +77,24 @@ def test_what_failed_in_every_round_has_failed(tmp_path):
         ({"software": {"python": "3.12.3"}}, "these have several versions"),
         ({"seed": 7}, "these have several seeds: 0, 7"),
         ({"implementation": "triton"}, "round 2 has not the same cells and quantities as round 1"),
-        ({"unit": "s"}, "unit of time of tiled (flash_benchmarking) is 's' in round 2 and 'ms' in round 1"),
-        ({"kernel": "other_tiles"}, "kernel of time of tiled (flash_benchmarking) is 'other_tiles' in round 2"),
-        ({"samples": [], "status": "skipped", "message": "a budget"}, "status of time of tiled (flash_bench"),
+        (
+            {"unit": "s"},
+            "unit of time of tiled (flash_benchmarking) is 's' in round 2 and 'ms' in round 1",
+        ),
+        (
+            {"kernel": "other_tiles"},
+            "kernel of time of tiled (flash_benchmarking) is 'other_tiles' in round 2",
+        ),
+        (
+            {"samples": [], "status": "skipped", "message": "a budget"},
+            "status of time of tiled (flash_bench",
+        ),
     ],
 )
 def test_only_repetitions_are_pooled(changes, message, tmp_path, capsys):
-    """Of two revisions, devices or kernels no sample stands for the other's; a lost cell must not cost the others."""
+    """Of two revisions, devices or kernels no sample stands for the other's; a lost cell must not
+    cost the others.
+    """
     arguments = write_rounds(tmp_path, [record()], [record(**changes)])
     with pytest.raises(SystemExit):
         pool_rounds(arguments)
@@ -86,5 +112,8 @@ def test_rounds_are_pooled_into_their_own_device_and_scale_only(tmp_path, capsys
     append_records(target, [elsewhere])
     with pytest.raises(SystemExit):
         pool_rounds(arguments)
-    assert "would hold several devices or scales: a GPU at tiny, a processor at tiny" in capsys.readouterr().err
+    assert (
+        "would hold several devices or scales: a GPU at tiny, a processor at tiny"
+        in capsys.readouterr().err
+    )
     assert read_records(target) == [elsewhere]

@@ -1,4 +1,6 @@
-"""Records: what may be written, what survives a killed run, which rows a later one replaces, and what was published."""
+"""Records: what may be written, what survives a killed run, which rows a later one replaces, and
+what was published.
+"""
 
 import json
 import math
@@ -28,7 +30,9 @@ from cs336_systems.bench.records import (
 from cs336_systems.config import AttentionShape
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPE = AttentionShape(batch=1, heads=1, seqlen_q=8, seqlen_k=8, head_dim=16, is_causal=True, dtype="float32")
+SHAPE = AttentionShape(
+    batch=1, heads=1, seqlen_q=8, seqlen_k=8, head_dim=16, is_causal=True, dtype="float32"
+)
 RUN = Run(
     id="20260102T030405-01234567", scale="tiny", device={"name": "a processor", "kind": "cpu"},
     software={"python": "3.11.7"}, commit="0123456789ab", dirty=False, date="2026-01-02T03:04:05Z",
@@ -37,7 +41,11 @@ RUN = Run(
 
 def record(**changes) -> Record:
     """A record that may be written, with `changes` of it or of its run."""
-    of_run = {name: changes.pop(name) for name in ("commit", "dirty", "device", "software") if name in changes}
+    of_run = {
+        name: changes.pop(name)
+        for name in ("commit", "dirty", "device", "software")
+        if name in changes
+    }
     valid = Record(
         run=replace(changes.pop("run", RUN), **of_run),
         problem="flash_benchmarking",
@@ -55,7 +63,9 @@ def record(**changes) -> Record:
 GPU_RUN = replace(RUN, device={"name": "a GPU", "kind": "cuda"}, scale="handout")
 
 
-def gpu_record(problem: str, case: Any, implementation: str, samples: list[float], **changes: Any) -> Record:
+def gpu_record(
+    problem: str, case: Any, implementation: str, samples: list[float], **changes: Any
+) -> Record:
     """A record of a handout run on a GPU; `case` is a dataclass, or what a record holds of one."""
     of_case = case if isinstance(case, dict) else case_to_dict(case)
     values = {"run": GPU_RUN, "problem": problem, "case": of_case, "implementation": implementation}
@@ -84,11 +94,17 @@ def test_case_holds_its_class_name():
         ({"samples": [math.nan]}, "samples must be finite"),
         ({"error": math.inf}, "error must be finite, got inf"),
         ({"case": {"type": "A", "size": 10**400}}, "case.size must be an integer of 64 bits"),
-        ({"case": {"type": "A", "inner": {"rate": math.nan}}}, "case.inner.rate must be finite, got nan"),
+        (
+            {"case": {"type": "A", "inner": {"rate": math.nan}}},
+            "case.inner.rate must be finite, got nan",
+        ),
         ({"samples": [1e308] * 3}, "samples must be finite and at most 1e"),
         ({"samples": [], "status": "failed"}, "message must say why status is failed"),
         ({"samples": [], "status": "broken", "message": "why"}, "Invalid enum value 'broken'"),
-        ({"quantity": "compute_intervals", "samples": [0.0, 1.0, 2.0]}, "starts and ends by turns, got 3"),
+        (
+            {"quantity": "compute_intervals", "samples": [0.0, 1.0, 2.0]},
+            "starts and ends by turns, got 3",
+        ),
         ({"run": replace(RUN, commit="")}, r"`str` of length >= 1 - at `\$.run.commit`"),
     ],
 )
@@ -100,11 +116,21 @@ def test_a_record_that_says_too_little_is_refused(changes, message, tmp_path):
 
 def test_records_come_back_as_written_and_pandas_reads_them_alone(tmp_path):
     path = tmp_path / "flash_benchmarking.jsonl"
-    failed = record(implementation="flex", samples=[], status="oom", message="CUDA out of memory", kernel="k", seed=3)
+    failed = record(
+        implementation="flex",
+        samples=[],
+        status="oom",
+        message="CUDA out of memory",
+        kernel="k",
+        seed=3,
+    )
     append_records(path, [record()])
     append_records(path, [failed])
     assert read_records(path) == [record(), failed]
-    assert read_runs(tmp_path) == {RUN.id: RUN} and len((tmp_path / "runs.jsonl").read_text().splitlines()) == 1
+    assert (
+        read_runs(tmp_path) == {RUN.id: RUN}
+        and len((tmp_path / "runs.jsonl").read_text().splitlines()) == 1
+    )
     rows, runs = (pd.read_json(file, lines=True) for file in (path, tmp_path / "runs.jsonl"))
     frame = rows.merge(runs, left_on="run", right_on="id")
     assert list(frame["samples"].map(len, na_action="ignore").fillna(0)) == [2, 0]
@@ -144,7 +170,9 @@ def test_a_line_that_is_no_record_is_told_and_left_out(line, tmp_path):
     append_records(path, [record()])
     with path.open("a", encoding="utf-8", errors="surrogateescape") as file:
         file.write(f"{line}\n{line}\n{damaged(implementation='last', unknown_key=1)}\n")
-    with pytest.warns(UserWarning, match=r"x.jsonl:2: not a record, left out .*, and 1 more lines of it") as told:
+    with pytest.warns(
+        UserWarning, match=r"x.jsonl:2: not a record, left out .*, and 1 more lines of it"
+    ) as told:
         assert [each.implementation for each in read_records(path)] == ["tiled", "last"]
     assert len(told) == 1
 
@@ -167,7 +195,9 @@ def test_rows_without_their_run_are_told_and_left_out(runs, tmp_path):
     file.unlink()
     if runs is not None:
         file.write_bytes(runs)
-    with pytest.warns(UserWarning, match=f"x.jsonl:1: not a record, left out .*{RUN.id}' is not in runs.jsonl"):
+    with pytest.warns(
+        UserWarning, match=f"x.jsonl:1: not a record, left out .*{RUN.id}' is not in runs.jsonl"
+    ):
         assert read_records(path) == []
 
 
@@ -197,7 +227,10 @@ def test_what_is_not_a_regular_file_is_skipped(make, tmp_path):
 
 def test_of_the_same_key_the_latest_is_kept():
     again = record(samples=[9.0])
-    assert latest([record(), record(implementation="triton"), again]) == [again, record(implementation="triton")]
+    assert latest([record(), record(implementation="triton"), again]) == [
+        again,
+        record(implementation="triton"),
+    ]
     for change in ("problem", "implementation", "mode", "quantity"):
         assert len(latest([record(), record(**{change: "other"})])) == 2
     assert len(latest([record(), record(case={"type": "Other"})])) == 2
@@ -216,14 +249,19 @@ for number in range(100):
 
 def test_two_processes_appending_at_once_keep_every_line_whole(tmp_path):
     path = tmp_path / "x.jsonl"
-    processes = [subprocess.Popen([sys.executable, "-c", APPEND, str(ROOT), str(path), name]) for name in "ab"]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", APPEND, str(ROOT), str(path), name])
+        for name in "ab"
+    ]
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len({each.implementation for each in read_records(path)}) == 200
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("results/*/records/*.jsonl")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("results/*/records/*.jsonl")), ids=lambda path: path.stem
+)
 def test_every_published_line_is_a_record(path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -8,7 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 IDS = [
-    f"{kind}{number}" for kind, count in (("K", 11), ("D", 16), ("B", 7), ("S", 3)) for number in range(1, count + 1)
+    f"{kind}{number}"
+    for kind, count in (("K", 11), ("D", 16), ("B", 7), ("S", 3))
+    for number in range(1, count + 1)
 ]
 ROW = re.compile(r"^\| ([A-Z]\d+) \|.*$", re.MULTILINE)
 NODE = re.compile(r"`(tests/\w+\.py)::(\w+)`")
@@ -20,8 +22,17 @@ def test_every_row_has_a_test_and_every_test_exists():
     assert list(rows) == IDS
     assert all(rows.values()), [name for name, nodes in rows.items() if not nodes]
     defined = {
-        file: {node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)}
+        file: {
+            node.name
+            for node in ast.parse((ROOT / file).read_text()).body
+            if isinstance(node, ast.FunctionDef)
+        }
         for file in {file for nodes in rows.values() for file, _ in nodes}
     }
-    missing = [f"{file}::{name}" for nodes in rows.values() for file, name in nodes if name not in defined[file]]
+    missing = [
+        f"{file}::{name}"
+        for nodes in rows.values()
+        for file, name in nodes
+        if name not in defined[file]
+    ]
     assert not missing

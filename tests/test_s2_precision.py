@@ -1,10 +1,17 @@
-"""Mixed precision: the handout's sums, autocast's dtypes from a real run, the norm whose squares overflow."""
+"""Mixed precision: the handout's sums, autocast's dtypes from a real run, the norm whose squares
+overflow.
+"""
 
 import pytest
 
 from cs336_systems.bench.spec import load
 from cs336_systems.config import SIZES_OF_BOTH, ModelCase, RunConfig
-from cs336_systems.experiments.benchmarking_mixed_precision import AutocastCase, NormCase, autocast_dtypes, norm_in
+from cs336_systems.experiments.benchmarking_mixed_precision import (
+    AutocastCase,
+    NormCase,
+    autocast_dtypes,
+    norm_in,
+)
 
 COVERS = ("cs336_systems/experiments/benchmarking_mixed_precision.py",)
 TINY = RunConfig(scale="tiny", device="cpu")
@@ -47,7 +54,9 @@ def test_dtypes_under_autocast_on_a_gpu(dtype):
 def test_squares_overflow_in_float16_alone():
     small, large = norm_in("float16", 1.0), norm_in("float16", 1000.0)
     assert small.overflowing_squares == 0 and small.error < 0.01
-    assert large.overflowing_squares > 0.7 and large.error > 1, "the output is zero where it should be of order one"
+    assert large.overflowing_squares > 0.7 and large.error > 1, (
+        "the output is zero where it should be of order one"
+    )
     wide = norm_in("bfloat16", 1000.0)
     assert wide.overflowing_squares == 0 and 1e-3 < wide.error < 0.1
     assert norm_in("float32", 1000.0).error < 1e-5
@@ -55,7 +64,9 @@ def test_squares_overflow_in_float16_alone():
 
 def test_every_size_is_timed_in_three_precisions():
     cells = [cell for cell in EXPERIMENT.cells(HANDOUT) if isinstance(cell.case, ModelCase)]
-    assert [cell.case.model.name for cell in cells] == list(SIZES_OF_BOTH), "the precisions of a size take turns"
+    assert [cell.case.model.name for cell in cells] == list(SIZES_OF_BOTH), (
+        "the precisions of a size take turns"
+    )
     timed = [case for cell in cells for case in dict.fromkeys(row.case for row in cell.rows)]
     assert len(timed) == 3 * len(SIZES_OF_BOTH)
     assert {(case.precision.parameters, case.precision.autocast) for case in timed} == {
@@ -66,7 +77,8 @@ def test_every_size_is_timed_in_three_precisions():
 def test_each_kind_of_cell_gives_all_its_rows():
     cells = EXPERIMENT.cells(TINY)
     chosen = [
-        next(cell for cell in cells if isinstance(cell.case, kind)) for kind in (AutocastCase, NormCase, ModelCase)
+        next(cell for cell in cells if isinstance(cell.case, kind))
+        for kind in (AutocastCase, NormCase, ModelCase)
     ]
     for cell in chosen:
         measurements = list(EXPERIMENT.measure(cell, TINY))

@@ -1,4 +1,6 @@
-"""Memory: recorded, simulated and predicted bytes against the allocator's; results and costs of checkpointing."""
+"""Memory: recorded, simulated and predicted bytes against the allocator's; results and costs of
+checkpointing.
+"""
 
 import math
 import re
@@ -21,7 +23,13 @@ from cs336_systems.experiments.memory_profiling import made_in_backward
 from cs336_systems.measure.allocations import MIB, release
 from cs336_systems.measure.predict import CudaAutocastRules, fake_module
 from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
-from cs336_systems.measure.timeline import CATEGORIES, Allocation, AllocationRecorder, MemoryTrace, Phase
+from cs336_systems.measure.timeline import (
+    CATEGORIES,
+    Allocation,
+    AllocationRecorder,
+    MemoryTrace,
+    Phase,
+)
 from cs336_systems.model import TransformerLM, build_model, cross_entropy
 from cs336_systems.model.checkpointing import (
     apply_checkpointing,
@@ -51,7 +59,9 @@ PROFILING, CHECKPOINTING = load("memory_profiling"), load("gradient_checkpointin
 TINY = RunConfig(scale="tiny", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")
 XL = replace(MODEL_SIZES["xl"], context_length=2048)
-SMALL = ModelConfig(name="t", d_model=32, d_ff=64, num_layers=8, num_heads=2, vocab_size=50, context_length=64)
+SMALL = ModelConfig(
+    name="t", d_model=32, d_ff=64, num_layers=8, num_heads=2, vocab_size=50, context_length=64
+)
 AUTOCAST = Precision(autocast="bfloat16")
 
 
@@ -69,7 +79,9 @@ def test_a_trace_adds_up_and_samples_of_it_keep_the_peak():
         Allocation(num_bytes=size, born=born, died=died, category=category, where=f"line {size}")
         for size, born, died, category in lives
     ]
-    trace = MemoryTrace(allocations=allocations, phases=[Phase("first", 0), Phase("second", 4)], num_events=6)
+    trace = MemoryTrace(
+        allocations=allocations, phases=[Phase("first", 0), Phase("second", 4)], num_events=6
+    )
     assert trace.active_bytes().tolist() == [100, 130, 180, 130, 100, 120]
     assert trace.peak_bytes() == 180 and trace.peak_event() == 2
     assert trace.phase_peaks() == {"first": 180, "second": 130}, "a phase begins with what is there"
@@ -98,7 +110,9 @@ def test_the_recorder_sees_views_once_and_releases_in_order():
     lives = [(one.num_bytes, one.born, one.died) for one in trace.allocations]
     assert lives == [(4000, 0, 2), (2000, 1, None), (2000, 3, None)]
     assert third.shape == (500,)
-    assert "test_s3_memory.py" in trace.allocations[2].where and trace.allocations[2].where.startswith("add in ")
+    assert "test_s3_memory.py" in trace.allocations[2].where and trace.allocations[
+        2
+    ].where.startswith("add in ")
 
 
 def test_cuda_counts_are_rounded_and_know_hidden_temporaries():
@@ -106,19 +120,31 @@ def test_cuda_counts_are_rounded_and_know_hidden_temporaries():
     with AllocationRecorder("cuda") as recorder:
         recorder.phase("backward")
         torch.softmax(scores, dim=-1).backward(torch.ones(4, 100))
-    inside = [one for one in recorder.trace().allocations if one.where.startswith("inside _softmax_backward_data")]
+    inside = [
+        one
+        for one in recorder.trace().allocations
+        if one.where.startswith("inside _softmax_backward_data")
+    ]
     assert [one.num_bytes for one in inside] == [2048], "1600 bytes, rounded up to blocks of 512"
 
 
 @pytest.mark.parametrize("mode", PHASES)
 @pytest.mark.parametrize(
     ("attention", "precision", "checkpointing"),
-    [("reference", Precision(), "none"), ("reference", AUTOCAST, "none"), ("tiled", AUTOCAST, "selective")],
+    [
+        ("reference", Precision(), "none"),
+        ("reference", AUTOCAST, "none"),
+        ("tiled", AUTOCAST, "selective"),
+    ],
 )
 def test_the_simulation_is_the_allocator(mode, attention, precision, checkpointing):
-    """Peaks of every phase within 1 % of what PyTorch's allocator gave out, and the closed forms within 5 %."""
+    """Peaks of every phase within 1 % of what PyTorch's allocator gave out, and the closed forms
+    within 5 %.
+    """
     model = replace(proxy_model("xl"), context_length=64)
-    case = MemoryCase(model=model, batch=2, attention=attention, precision=precision, checkpointing=checkpointing)
+    case = MemoryCase(
+        model=model, batch=2, attention=attention, precision=precision, checkpointing=checkpointing
+    )
     measured = measured_phases(case, mode, TINY)
     simulated = simulated_trace(case, mode, device="cpu").phase_peaks()
     assert list(simulated) == list(measured.peak_bytes) == list(PHASES[mode])
@@ -126,16 +152,22 @@ def test_the_simulation_is_the_allocator(mode, attention, precision, checkpointi
         assert simulated[phase] == pytest.approx(num_bytes, rel=0.01), phase
         assert measured.trace.phase_peaks()[phase] == pytest.approx(num_bytes, rel=0.01), phase
     if checkpointing == "none":
-        assert model_peak_bytes(case, mode) == pytest.approx(max(measured.peak_bytes.values()), rel=0.05)
+        assert model_peak_bytes(case, mode) == pytest.approx(
+            max(measured.peak_bytes.values()), rel=0.05
+        )
 
 
 @pytest.mark.parametrize("precision", [Precision(), AUTOCAST], ids=["float32", "autocast"])
 def test_closed_forms_of_the_handouts_cases(precision):
-    """At the handout's sizes the closed form and the simulation, which know nothing of each other, agree to 5 %."""
+    """At the handout's sizes the closed form and the simulation, which know nothing of each other,
+    agree to 5 %.
+    """
     model = replace(XL, num_layers=6)
     case = MemoryCase(model=model, batch=4, attention="reference", precision=precision)
     for mode in PHASES:
-        assert model_peak_bytes(case, mode) == pytest.approx(simulated_trace(case, mode).peak_bytes(), rel=0.05), mode
+        assert model_peak_bytes(case, mode) == pytest.approx(
+            simulated_trace(case, mode).peak_bytes(), rel=0.05
+        ), mode
 
 
 def test_categories_of_a_training_step():
@@ -145,9 +177,16 @@ def test_categories_of_a_training_step():
     trace = recorded_trace(step, "train_step", "cpu")
     parameters = sum(parameter.nbytes for parameter in step.parameters)
     end = trace.breakdown(trace.num_events - 1)
-    assert (end["parameters"], end["optimizer"], end["gradients"]) == (parameters, 2 * parameters, parameters)
+    assert (end["parameters"], end["optimizer"], end["gradients"]) == (
+        parameters,
+        2 * parameters,
+        parameters,
+    )
     backward = next(phase.start for phase in trace.phases if phase.name == "backward")
-    before, saved = trace.breakdown(backward - 1), sum(block_saved_bytes(SMALL, 2, attention="reference").values())
+    before, saved = (
+        trace.breakdown(backward - 1),
+        sum(block_saved_bytes(SMALL, 2, attention="reference").values()),
+    )
     assert before["gradients"] == 0 and before["activations"] > 0.9 * SMALL.num_layers * saved
     with pytest.raises(ValueError, match="mode must be one of forward, train_step, got 'backward'"):
         simulated_trace(case, "backward")
@@ -176,7 +215,9 @@ def test_autocast_by_cudas_rules_gives_softmax_float32():
         with CudaAutocastRules():
             assert torch.softmax(x @ x, dim=-1).dtype == torch.float32
     with CudaAutocastRules():
-        assert torch.softmax(x.bfloat16(), dim=-1).dtype == torch.bfloat16, "without autocast nothing changes"
+        assert torch.softmax(x.bfloat16(), dim=-1).dtype == torch.bfloat16, (
+            "without autocast nothing changes"
+        )
 
 
 # What blocks save
@@ -199,7 +240,9 @@ def test_a_block_of_xl_saves_what_the_closed_form_says():
 
 @pytest.mark.parametrize(("blocks", "others_mib"), [(1, 3651), (4, 14605)])
 def test_compiled_blocks_save_what_others_measured(blocks, others_mib):
-    """3651 and 14605 MiB on a GPU by others; the same graph cut by the same rule, within two causal masks a block."""
+    """3651 and 14605 MiB on a GPU by others; the same graph cut by the same rule, within two causal
+    masks a block.
+    """
     with FakeTensorMode():
         module, x = fake_xl_blocks(blocks)
         saved = compiled_saved_tensors(module, x)
@@ -222,8 +265,10 @@ def saved_bytes(blocks: nn.Sequential, x: torch.Tensor, compiled: bool) -> int:
 
 
 def test_what_compiled_blocks_save_is_counted_while_they_are_compiled():
-    """The mode that names eager operations turns torch.compile off: compiled blocks were counted as eager ones. And
-    cutting the graph left a traced tensor in the place of the buffer that two blocks share."""
+    """The mode that names eager operations turns torch.compile off: compiled blocks were counted as
+    eager ones. And cutting the graph left a traced tensor in the place of the buffer that two
+    blocks share.
+    """
     blocks, x = real_blocks(2)
     output = blocks(x)
     eager = saved_bytes(blocks, x, compiled=False)
@@ -239,10 +284,16 @@ def test_what_compiled_blocks_save_is_counted_while_they_are_compiled():
 @pytest.mark.alone
 @pytest.mark.parametrize("checkpointing", ["none", "1", "2"])
 def test_compiled_cells_are_compiled_on_a_gpu(checkpointing):
-    """What Inductor's code stores is what its partition of the graph says; under checkpoints, the groups' inputs."""
+    """What Inductor's code stores is what its partition of the graph says; under checkpoints, the
+    groups' inputs.
+    """
     model = replace(SMALL, num_layers=4)
-    case = BlocksCase(model=model, batch=2, blocks=4, attention="reference", checkpointing=checkpointing)
-    cell = Cell(problem="gradient_checkpointing", case=case, implementation="compiled", rows=(SAVED,))
+    case = BlocksCase(
+        model=model, batch=2, blocks=4, attention="reference", checkpointing=checkpointing
+    )
+    cell = Cell(
+        problem="gradient_checkpointing", case=case, implementation="compiled", rows=(SAVED,)
+    )
     (measurement,) = CHECKPOINTING.measure(cell, HANDOUT)
     blocks, x = real_blocks(4, "cuda")
     stored = 4 * x.nbytes // int(checkpointing) if checkpointing != "none" else 0
@@ -254,7 +305,9 @@ def test_compiled_cells_are_compiled_on_a_gpu(checkpointing):
 
 
 def gradients(attention: str, checkpointing: str) -> tuple[dict, int]:
-    """Gradients of a step by name, and how many block forwards backward added, whatever checkpoints were set before."""
+    """Gradients of a step by name, and how many block forwards backward added, whatever checkpoints
+    were set before.
+    """
     model = build_model(SMALL, attention=attention, device="cpu")
     apply_checkpointing(model, "2")
     apply_checkpointing(model, checkpointing)
@@ -264,7 +317,9 @@ def gradients(attention: str, checkpointing: str) -> tuple[dict, int]:
     tokens = torch.randint(50, (2, 64), generator=torch.Generator().manual_seed(0))
     cross_entropy(model(tokens), tokens).backward()
     assert list(model.state_dict()) == list(build_model(SMALL, device="cpu").state_dict())
-    return {name: parameter.grad for name, parameter in model.named_parameters()}, len(calls) - SMALL.num_layers
+    return {name: parameter.grad for name, parameter in model.named_parameters()}, len(
+        calls
+    ) - SMALL.num_layers
 
 
 @pytest.mark.parametrize("checkpointing", ["1", "3", "recursive", "selective"])
@@ -276,12 +331,16 @@ def test_checkpointed_gradients_are_bit_identical(attention, checkpointing):
     actual, added = gradients(attention, checkpointing)
     assert all(torch.equal(grad, actual[name]) for name, grad in expected.items())
     blocks = SMALL.num_layers
-    assert none == 0 and added == (blocks / 2 * math.log2(blocks) if checkpointing == "recursive" else blocks)
+    assert none == 0 and added == (
+        blocks / 2 * math.log2(blocks) if checkpointing == "recursive" else blocks
+    )
 
 
 @cache
 def stored_bytes(checkpointing: str, num_layers: int) -> int:
-    """The most bytes of activations that there are at once in a step, without embedding, head and loss."""
+    """The most bytes of activations that there are at once in a step, without embedding, head and
+    loss.
+    """
     case = MemoryCase(
         model=replace(SMALL, num_layers=num_layers, context_length=256), batch=2, attention="reference",
         checkpointing=checkpointing,
@@ -291,15 +350,26 @@ def stored_bytes(checkpointing: str, num_layers: int) -> int:
 
 
 def test_stored_bytes_grow_as_the_closed_forms_say():
-    """Linear without checkpointing and by groups of one (with the slope of one input), by the logarithm recursively."""
+    """Linear without checkpointing and by groups of one (with the slope of one input), by the
+    logarithm recursively.
+    """
     model = replace(SMALL, context_length=256)
     block = sum(block_saved_bytes(model, 2, attention="reference").values())
     stream = 2 * 256 * 32 * 4
     for layers in (4, 8):
-        growth = {how: stored_bytes(how, 2 * layers) - stored_bytes(how, layers) for how in ("none", "1", "recursive")}
+        growth = {
+            how: stored_bytes(how, 2 * layers) - stored_bytes(how, layers)
+            for how in ("none", "1", "recursive")
+        }
         assert growth == {"none": layers * block, "1": layers * stream, "recursive": stream}
-        assert grouped_bytes(2 * layers, 1, stream, block) - grouped_bytes(layers, 1, stream, block) == growth["1"]
-        assert recursive_bytes(2 * layers, stream, block) - recursive_bytes(layers, stream, block) == stream
+        assert (
+            grouped_bytes(2 * layers, 1, stream, block) - grouped_bytes(layers, 1, stream, block)
+            == growth["1"]
+        )
+        assert (
+            recursive_bytes(2 * layers, stream, block) - recursive_bytes(layers, stream, block)
+            == stream
+        )
 
 
 def test_asymptotics():
@@ -307,10 +377,14 @@ def test_asymptotics():
         best = best_blocks_per_group(num_blocks, 1.0, 1.0)
         root = math.isqrt(num_blocks)
         assert grouped_bytes(num_blocks, root, 1.0, 1.0) == 2 * root
-        assert 2 * root - 1 <= grouped_bytes(num_blocks, best, 1.0, 1.0) <= 2 * root, "a shorter last group saves one"
+        assert 2 * root - 1 <= grouped_bytes(num_blocks, best, 1.0, 1.0) <= 2 * root, (
+            "a shorter last group saves one"
+        )
         assert recursive_bytes(num_blocks, 1.0, 1.0) == math.log2(num_blocks) + 1
     assert recursive_bytes(1, 1.0, 1.0) == 1 and recursive_bytes(5, 1.0, 1.0) == 4
-    assert grouped_bytes(10, 4, 1.0, 100.0) == 402, "the last group has two blocks, the one before four"
+    assert grouped_bytes(10, 4, 1.0, 100.0) == 402, (
+        "the last group has two blocks, the one before four"
+    )
     assert best_blocks_per_group(32, 80.0, 4132.0) == 1, "xl: a block saves fifty times its input"
 
 
@@ -330,7 +404,9 @@ def test_bad_checkpointing_is_refused():
     with pytest.raises(ValueError, match=message):
         apply_checkpointing(model, "selective")
     for name in ("0", "two", "-1", "", 5, None):
-        with pytest.raises(ValueError, match="must be none, recursive, selective or blocks per group, got"):
+        with pytest.raises(
+            ValueError, match="must be none, recursive, selective or blocks per group, got"
+        ):
             apply_checkpointing(model, name)
 
 
@@ -355,9 +431,13 @@ def test_compiled_blocks_under_checkpoints_on_a_gpu(checkpointing):
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_a_pass_that_runs_out_of_memory_leaves_its_trace_and_the_memory(monkeypatch):
-    """B1: what died is recorded up to there, the next cell finds as much memory as the first, and measures the same."""
+    """B1: what died is recorded up to there, the next cell finds as much memory as the first, and
+    measures the same.
+    """
     run = RunConfig(scale="handout", device="cuda")
-    good = MemoryCase(model=replace(proxy_model("xl"), context_length=128), batch=1, attention="reference")
+    good = MemoryCase(
+        model=replace(proxy_model("xl"), context_length=128), batch=1, attention="reference"
+    )
     huge = replace(good, model=replace(good.model, context_length=131_072))
     measured_phases(good, "train_step", run)  # cuBLAS has its workspace from here on, and keeps it
     first = measured_phases(good, "train_step", run)
@@ -369,7 +449,8 @@ def test_a_pass_that_runs_out_of_memory_leaves_its_trace_and_the_memory(monkeypa
     del broken
     release("cuda")
     assert torch.cuda.memory_allocated() == before
-    # The allocator hands a block out whole that would leave less than 1 MiB, so counts depend on what was freed before.
+    # The allocator hands a block out whole that would leave less than 1 MiB, so counts depend on
+    # what was freed before.
     again = measured_phases(good, "train_step", run).peak_bytes
     assert again == pytest.approx(first.peak_bytes, rel=0.01)
 
@@ -386,7 +467,8 @@ def test_predictions_hold_on_a_gpu(mode, precision):
     peak = max(measured.peak_bytes.values())
     assert measured.trace.peak_bytes() == pytest.approx(peak, rel=0.02)
     release("cuda")
-    peak -= torch.cuda.memory_allocated()  # what stays is cuBLAS's workspace, which no prediction counts
+    # what stays is cuBLAS's workspace, which no prediction counts
+    peak -= torch.cuda.memory_allocated()
     assert simulated_trace(case, mode).peak_bytes() == pytest.approx(peak, rel=0.05)
     assert model_peak_bytes(case, mode) == pytest.approx(peak, rel=0.05)
     step = [phase.name for phase in measured.trace.phases]
@@ -397,12 +479,22 @@ def test_predictions_hold_on_a_gpu(mode, precision):
 
 
 def test_handout_grids_are_the_handouts():
-    cases = [(cell.case, cell.rows[0].mode) for cell in PROFILING.cells(HANDOUT) if isinstance(cell.case, MemoryCase)]
+    cases = [
+        (cell.case, cell.rows[0].mode)
+        for cell in PROFILING.cells(HANDOUT)
+        if isinstance(cell.case, MemoryCase)
+    ]
     assert {(case.model.name, case.batch) for case, _ in cases} == {("xl", 4)}
     for context in (128, 256, 512, 2048):
-        found = {(mode, case.precision.autocast) for case, mode in cases if case.model.context_length == context}
+        found = {
+            (mode, case.precision.autocast)
+            for case, mode in cases
+            if case.model.context_length == context
+        }
         assert found == {(mode, autocast) for mode in PHASES for autocast in (None, "bfloat16")}
-    checkpointed = [cell for cell in CHECKPOINTING.cells(HANDOUT) if isinstance(cell.case, MemoryCase)]
+    checkpointed = [
+        cell for cell in CHECKPOINTING.cells(HANDOUT) if isinstance(cell.case, MemoryCase)
+    ]
     groups = {(cell.case.checkpointing, cell.implementation) for cell in checkpointed}
     assert {(size, how) for size in ("1", "2", "4") for how in ("eager", "compiled")} <= groups
     assert {("recursive", "eager"), ("selective", "eager"), ("none", "eager")} <= groups
@@ -411,7 +503,13 @@ def test_handout_grids_are_the_handouts():
 @pytest.mark.parametrize("context, implementation", [(128, "eager"), (2048, "simulated")])
 def test_a_blocks_gradients_are_read_off_the_published_timeline(context, implementation):
     """Where they are four matrices of attention and three of the feed-forward network: 400 MiB."""
-    records = Path(__file__).resolve().parents[1] / "results" / "nvidia-h200" / "records" / "memory_profiling.jsonl"
+    records = (
+        Path(__file__).resolve().parents[1]
+        / "results"
+        / "nvidia-h200"
+        / "records"
+        / "memory_profiling.jsonl"
+    )
     frame = load_frame(load("memory_profiling"), read_records(records))
     assert made_in_backward(frame, context, implementation) == pytest.approx(400, rel=0.01)
 
@@ -419,25 +517,41 @@ def test_a_blocks_gradients_are_read_off_the_published_timeline(context, impleme
 @pytest.mark.slow
 def test_a_memory_cell_gives_all_its_rows():
     for experiment in (PROFILING, CHECKPOINTING):
-        kinds = {(type(cell.case), cell.implementation, cell.rows[0].mode): cell for cell in experiment.cells(TINY)}
+        kinds = {
+            (type(cell.case), cell.implementation, cell.rows[0].mode): cell
+            for cell in experiment.cells(TINY)
+        }
         for cell in kinds.values():
-            rows = [measurement.row for measurement in experiment.measure(cell, TINY) if measurement.samples]
+            rows = [
+                measurement.row
+                for measurement in experiment.measure(cell, TINY)
+                if measurement.samples
+            ]
             assert set(rows) == set(cell.rows), cell
 
 
 def test_wrong_gradients_are_never_timed(monkeypatch):
-    monkeypatch.setattr(gradient_checkpointing, "GRADIENT_TOLERANCE", -1.0)  # not even equal gradients pass
+    # not even equal gradients pass
+    monkeypatch.setattr(gradient_checkpointing, "GRADIENT_TOLERANCE", -1.0)
     cell = next(cell for cell in CHECKPOINTING.cells(TINY) if cell.implementation == "eager")
-    with pytest.raises(Disagreement, match="gradients under checkpointing differ by 0, more than -"):
+    with pytest.raises(
+        Disagreement, match="gradients under checkpointing differ by 0, more than -"
+    ):
         next(CHECKPOINTING.measure(cell, TINY))
 
 
 def test_a_users_own_model_is_simulated_but_not_checkpointed():
     run = replace(TINY, model="tests.broken_models:Bigram")
     cells = PROFILING.cells(run)
-    cell = next(cell for cell in cells if cell.implementation == "simulated" and isinstance(cell.case, MemoryCase))
+    cell = next(
+        cell
+        for cell in cells
+        if cell.implementation == "simulated" and isinstance(cell.case, MemoryCase)
+    )
     assert all(measurement.samples for measurement in PROFILING.measure(cell, run))
-    checkpointed = next(cell for cell in CHECKPOINTING.cells(run) if getattr(cell.case, "checkpointing", "") == "2")
+    checkpointed = next(
+        cell for cell in CHECKPOINTING.cells(run) if getattr(cell.case, "checkpointing", "") == "2"
+    )
     with pytest.raises(Unsupported, match="model must be a TransformerLM"):
         list(CHECKPOINTING.measure(checkpointed, run))
 
@@ -448,6 +562,8 @@ def test_a_users_own_model_is_simulated_but_not_checkpointed():
 def test_a_laptop_answers_whether_a_model_fits():
     arguments = ("memory", "--model", "small", "--context", "512", "--batch", "2")
     fits = invoke(*arguments, "--fits", "80gb")
-    assert fits.exit_code == 0 and "fits in 80gb: peak " in fits.output and "backward" in fits.output
+    assert (
+        fits.exit_code == 0 and "fits in 80gb: peak " in fits.output and "backward" in fits.output
+    )
     does_not = invoke(*arguments, "--fits", "1GiB", "--checkpoint", "1")
     assert does_not.exit_code == 1 and "does not fit in 1GiB: peak " in does_not.output

@@ -1,4 +1,6 @@
-"""Section 4: the attention stages against the float64 oracle, on CPU (Triton through its interpreter) and on CUDA."""
+"""Section 4: the attention stages against the float64 oracle, on CPU (Triton through its
+interpreter) and on CUDA.
+"""
 
 from __future__ import annotations
 
@@ -39,21 +41,44 @@ def draw(*size: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
 
 
 def inputs(
-    batch: int, heads: int, kv_heads: int, seqlen_q: int, seqlen_k: int, head_dim: int, dtype: torch.dtype, device: str
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, grad_output = (draw(batch, heads, seqlen_q, head_dim, dtype=dtype, device=device, seed=seed) for seed in (0, 3))
-    k, v = (draw(batch, kv_heads, seqlen_k, head_dim, dtype=dtype, device=device, seed=seed) for seed in (1, 2))
+    q, grad_output = (
+        draw(batch, heads, seqlen_q, head_dim, dtype=dtype, device=device, seed=seed)
+        for seed in (0, 3)
+    )
+    k, v = (
+        draw(batch, kv_heads, seqlen_k, head_dim, dtype=dtype, device=device, seed=seed)
+        for seed in (1, 2)
+    )
     return q, k, v, grad_output
 
 
 NAMES = ("output", "lse", "grad_q", "grad_k", "grad_v")
 
 
-def all_results(attend: Callable[..., Any], tensors: Sequence[Tensor], *upstream: Tensor) -> dict[str, Tensor]:
-    """Output and log-sum-exp of `attend(q, k, v)`, and the gradients of those that `upstream` is for."""
+def all_results(
+    attend: Callable[..., Any], tensors: Sequence[Tensor], *upstream: Tensor
+) -> dict[str, Tensor]:
+    """Output and log-sum-exp of `attend(q, k, v)`, and the gradients of those that `upstream` is
+    for.
+    """
     leaves = [x.detach().requires_grad_() for x in tensors]
     results = attend(*leaves)
-    return dict(zip(NAMES, (*results, *torch.autograd.grad(results[: len(upstream)], leaves, upstream)), strict=True))
+    return dict(
+        zip(
+            NAMES,
+            (*results, *torch.autograd.grad(results[: len(upstream)], leaves, upstream)),
+            strict=True,
+        )
+    )
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, **options) -> dict[str, Tensor]:
@@ -61,7 +86,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, **options) -> dict
     return all_results(partial(flash_attention, return_lse=True, **options), (q, k, v), grad_output)
 
 
-def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad_output: Tensor) -> list[Tensor]:
+def with_gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], grad_output: Tensor
+) -> list[Tensor]:
     """The output of `function(*inputs)`, and its gradients by the inputs."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     output = function(*leaves)
@@ -88,7 +115,9 @@ def assert_refused(message: str, call: Callable[..., Any], *arguments: Any, **op
     """`call` raises the error whose name begins `message`, with a text that the rest of it matches."""
     with pytest.raises((TypeError, ValueError)) as caught:
         call(*arguments, **options)
-    assert re.match(message, f"{caught.typename}: {caught.value}"), f"{caught.typename}: {caught.value}"
+    assert re.match(message, f"{caught.typename}: {caught.value}"), (
+        f"{caught.typename}: {caught.value}"
+    )
 
 
 @pytest.fixture
@@ -108,13 +137,20 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
     from cs336_systems.attention.triton import launch
 
-    assert launch.empty((2,), torch.float32, torch.device("cpu")).isnan().all(), "the kernels' results come from there"
+    assert launch.empty((2,), torch.float32, torch.device("cpu")).isnan().all(), (
+        "the kernels' results come from there"
+    )
 
 
 def shipped_configs(head_dim: int, dtype: torch.dtype, device: str) -> list[AttentionConfig]:
-    """All configurations of this GPU's (the interpreter's) table for a head dim and dtype, three kernels at a time."""
+    """All configurations of this GPU's (the interpreter's) table for a head dim and dtype, three
+    kernels at a time.
+    """
     target = target_of(torch.cuda.get_device_capability() if device == "cuda" else None)
-    rows = {kernel: TABLES[target][kernel, dtype.itemsize, head_tile(head_dim)].configs for kernel in KERNELS}
+    rows = {
+        kernel: TABLES[target][kernel, dtype.itemsize, head_tile(head_dim)].configs
+        for kernel in KERNELS
+    }
     return [
         AttentionConfig(**{kernel: row[min(number, len(row) - 1)] for kernel, row in rows.items()})
         for number in range(max(map(len, rows.values())))
@@ -124,7 +160,9 @@ def shipped_configs(head_dim: int, dtype: torch.dtype, device: str) -> list[Atte
 def tiles(spelling: str, device: str) -> AttentionConfig:
     """All three kernels with these tiles."""
     target = "sm90" if device == "cuda" else "portable"
-    return AttentionConfig(**{kernel: KernelConfig.from_name(f"{target}_{kernel}_{spelling}") for kernel in KERNELS})
+    return AttentionConfig(
+        **{kernel: KernelConfig.from_name(f"{target}_{kernel}_{spelling}") for kernel in KERNELS}
+    )
 
 
 def assert_repeats(call: Callable[[], dict[str, Tensor]], times: int) -> None:
@@ -169,10 +207,19 @@ WHOLE_TILES = {  # for the handout's first kernel
 }
 LONG = {"S1024-d64": (1, 1, 1, 1024, 1024, 64), "S1025-d128": (1, 1, 1, 1025, 1025, 128)}
 CASES = [
-    *(pytest.param(shape, backend, id=f"{name}-{backend}") for name, shape in SHAPES.items() for backend in BACKENDS),
-    *(pytest.param(shape, "triton_first", id=f"{name}-triton_first") for name, shape in WHOLE_TILES.items()),
     *(
-        pytest.param(shape, backend, id=f"{name}-{backend}", marks=[pytest.mark.slow] * (backend == "triton"))
+        pytest.param(shape, backend, id=f"{name}-{backend}")
+        for name, shape in SHAPES.items()
+        for backend in BACKENDS
+    ),
+    *(
+        pytest.param(shape, "triton_first", id=f"{name}-triton_first")
+        for name, shape in WHOLE_TILES.items()
+    ),
+    *(
+        pytest.param(
+            shape, backend, id=f"{name}-{backend}", marks=[pytest.mark.slow] * (backend == "triton")
+        )
         for name, shape in LONG.items()
         for backend in ("tiled", "triton")
     ),
@@ -202,7 +249,12 @@ def test_float64_where_it_is_taken(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scale", [0.01, 1.0, 3.0])
 def test_scale(scale, backend, device):
-    assert_contract(*inputs(1, 2, 2, 80, 80, 32, torch.float32, device), scale=scale, backend=backend, is_causal=True)
+    assert_contract(
+        *inputs(1, 2, 2, 80, 80, 32, torch.float32, device),
+        scale=scale,
+        backend=backend,
+        is_causal=True,
+    )
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -212,7 +264,9 @@ def test_known_wrong_kernels_are_rejected(bug):
 
     def worst(planted: str | None) -> float:
         results = wrong_attention(*(x[:, 0] for x in tensors), is_causal=True, bug=planted)
-        return max(contract_errors(oracle, {name: x[:, None] for name, x in results.items()}).values())
+        return max(
+            contract_errors(oracle, {name: x[:, None] for name, x in results.items()}).values()
+        )
 
     assert worst(None) <= 1, "without a bug it must pass, or the rejection means nothing"
     assert worst(bug) > 1
@@ -235,7 +289,9 @@ FUNCTIONS = {
 @pytest.mark.parametrize("around", ["nothing", "autocast", "compile"])
 @pytest.mark.parametrize("implementation", FUNCTIONS)
 def test_function_forward_and_backward(implementation, around, is_causal, device):
-    """In float32 whatever is around it; it saves exactly one tensor of shape (batch, queries), the log-sum-exp."""
+    """In float32 whatever is around it; it saves exactly one tensor of shape (batch, queries), the
+    log-sum-exp.
+    """
     attend = FUNCTIONS[implementation]().apply
     if around == "compile":
         attend = torch.compile(attend, backend="inductor" if device == "cuda" else "aot_eager")
@@ -243,7 +299,11 @@ def test_function_forward_and_backward(implementation, around, is_causal, device
     leaves = [x[:, 0].requires_grad_() for x in tensors]
     with torch.autocast(device, dtype=torch.bfloat16, enabled=around == "autocast"):
         output = attend(*leaves, is_causal)
-        saved = [] if around == "compile" else [x for x in output.grad_fn.saved_tensors if x.shape == (4, 128)]
+        saved = (
+            []
+            if around == "compile"
+            else [x for x in output.grad_fn.saved_tensors if x.shape == (4, 128)]
+        )
         grads = torch.autograd.grad(output, leaves, grad_output[:, 0])
     assert len(saved) == (around != "compile")
     results = {"output": output, **dict(zip(NAMES[2:], grads)), **dict(zip(["lse"], saved))}
@@ -253,7 +313,9 @@ def test_function_forward_and_backward(implementation, around, is_causal, device
 
 def test_gradcheck_of_the_pytorch_function(is_causal):
     leaves = [x[:, 0].requires_grad_() for x in inputs(2, 1, 1, 9, 9, 4, torch.float64, "cpu")[:3]]
-    assert torch.autograd.gradcheck(lambda q, k, v: FlashAttentionPyTorch.apply(q, k, v, is_causal), leaves)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: FlashAttentionPyTorch.apply(q, k, v, is_causal), leaves
+    )
 
 
 # Inputs as they come
@@ -266,11 +328,13 @@ def hard_inputs(
     kind: str, dtype: str, device: str, *, seqlen: int = 130, head_dim: int = 64, seed: int = 0
 ) -> list[Tensor]:
     q, k, v, grad_output, *others = (
-        draw(1, 2, seqlen, head_dim, dtype=torch.float32, device=device, seed=10 * seed + number) for number in range(6)
+        draw(1, 2, seqlen, head_dim, dtype=torch.float32, device=device, seed=10 * seed + number)
+        for number in range(6)
     )
     if "logits" in kind:
-        # A common offset of the scaled scores of +-1e5 (as far as float16's raw scores reach: 4e3), over ordinary ones:
-        # the softmax is far from one-hot, and everything rides on how the maximum is subtracted.
+        # A common offset of the scaled scores of +-1e5 (as far as float16's raw scores reach: 4e3),
+        # over ordinary ones: the softmax is far from one-hot, and everything rides on how the
+        # maximum is subtracted.
         offset = math.sqrt(4e3 * 8 if dtype == "float16" else 1e5 * 8)
         q[..., 0], k[..., 0] = offset, offset * (-1 if "negative" in kind else 1)
         if kind == "some-huge-logits":  # of two rows in three the scaled scores are ordinary
@@ -291,7 +355,9 @@ def test_hard_values(kind, backend, dtype, device):
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "triton_first"])
 def test_a_first_key_tile_of_scores_of_minus_infinity(backend, device):
-    """Scores of -inf in a whole tile, before any finite one, made the running maximum -inf and the output NaN."""
+    """Scores of -inf in a whole tile, before any finite one, made the running maximum -inf and the
+    output NaN.
+    """
     keys = 256 if backend == "triton_first" else 200  # which takes whole tiles
     q, k, v, _ = inputs(1, 2, 2, 128, keys, 32, torch.float32, device)
     q[..., 0] = q[..., 0].abs() + 0.1
@@ -306,10 +372,11 @@ def test_a_first_key_tile_of_scores_of_minus_infinity(backend, device):
 def test_one_hot_rows_of_scores_of_1e5(backend, device):
     """Random scores of +-1e5 leave one key a row. Output and log-sum-exp stay within the contract.
 
-    For the gradients the contract's bound is the bare 1e-5, made for inputs of order one: plain attention has no error
-    here, its probabilities being exactly 0 and 1. A recomputed backward subtracts a float32 log-sum-exp of 1e5 (spaced
-    by 0.008, in base 2 by 0.016), so its probabilities are good to 2 %, and dQ and dK, which are zero, keep the
-    rounding of dP - D times the inputs' size of 300.
+    For the gradients the contract's bound is the bare 1e-5, made for inputs of order one: plain
+    attention has no error here, its probabilities being exactly 0 and 1. A recomputed backward
+    subtracts a float32 log-sum-exp of 1e5 (spaced by 0.008, in base 2 by 0.016), so its
+    probabilities are good to 2 %, and dQ and dK, which are zero, keep the rounding of dP - D times
+    the inputs' size of 300.
     """
     q, k, v, grad_output = inputs(1, 2, 2, 130, 130, 64, torch.float32, device)
     q, k = q * 300, k * 300
@@ -325,17 +392,22 @@ def test_one_hot_rows_of_scores_of_1e5(backend, device):
 @pytest.mark.parametrize("backend", ["tiled", "triton"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients_of_enormous_scores_stay_finite(masked, backend, device):
-    """Of scores of 1e9 a log-sum-exp is rounded by more than 100: recomputed probabilities were up to exp(100)."""
+    """Of scores of 1e9 a log-sum-exp is rounded by more than 100: recomputed probabilities were up
+    to exp(100).
+    """
     q, k, v, grad_output = inputs(1, 2, 2, 130, 130, 32, torch.float32, device)
     mask = BlockMask.causal(130, 130, device=device) if masked else None
     results = run(q * 2e4, k * 2e4, v, grad_output, backend=backend, block_mask=mask)
     assert all(results[name].isfinite().all() for name in ("grad_q", "grad_k", "grad_v"))
-    assert results["grad_v"].abs().max() <= grad_output.abs().sum(dim=-2).max()  # probabilities are at most 1
+    # probabilities are at most 1
+    assert results["grad_v"].abs().max() <= grad_output.abs().sum(dim=-2).max()
 
 
 @pytest.mark.parametrize("backend", ["tiled", "triton"])
 def test_dead_tiles_are_never_read(backend, device):
-    """Keys that no query may see can hold NaN: results are bit-identical, and their own gradients are zero."""
+    """Keys that no query may see can hold NaN: results are bit-identical, and their own gradients
+    are zero.
+    """
     q, k, v, grad_output = inputs(1, 2, 2, 64, 300, 64, torch.float32, device)
     clean = run(q, k, v, grad_output, backend=backend, is_causal=True)
     for x in (k, v):
@@ -351,7 +423,8 @@ def test_columns_farther_apart_than_32_bits_reach(device):
     """Their distance was taken in 32 bits, and another tensor's numbers were read."""
     head_dim = 64
     apart = -(-(2**31) // (head_dim - 1))
-    memory = torch.empty(apart * (head_dim - 1) + 8, dtype=torch.float16, device=device)  # of which few pages are used
+    # of which few pages are used
+    memory = torch.empty(apart * (head_dim - 1) + 8, dtype=torch.float16, device=device)
     q, k, v, grad_output = inputs(1, 1, 1, 8, 8, head_dim, torch.float16, device)
     far = memory.as_strided((1, 1, 8, head_dim), (0, 0, 1, apart)).copy_(q)
     assert_equal(*(run(x, k, v, grad_output, backend="triton") for x in (far, q)))
@@ -361,9 +434,14 @@ def test_columns_farther_apart_than_32_bits_reach(device):
 @pytest.mark.alone
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_float32_sums_of_a_long_sequence(head_dim):
-    """dK and dV of a key are sums over all later queries. With every product chained onto one accumulator the rounding
-    of 32768 of them left the contract, by up to 1.2 times its bound."""
-    assert_contract(*inputs(1, 1, 1, 32768, 32768, head_dim, torch.float32, "cuda"), is_causal=True, backend="triton")
+    """dK and dV of a key are sums over all later queries. With every product chained onto one
+    accumulator the rounding of 32768 of them left the contract, by up to 1.2 times its bound.
+    """
+    assert_contract(
+        *inputs(1, 1, 1, 32768, 32768, head_dim, torch.float32, "cuda"),
+        is_causal=True,
+        backend="triton",
+    )
 
 
 @pytest.mark.gpu
@@ -371,8 +449,9 @@ def test_float32_sums_of_a_long_sequence(head_dim):
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
 @pytest.mark.filterwarnings("error:.*does not fit this GPU")
 def test_every_shipped_configuration_is_bit_reproducible(head_dim, dtype, is_causal):
-    """Each fits and is right on ragged lengths. Miscompiled kernels on sm_90 corrupt results now and then: 200 repeats
-    of each, bit for bit."""
+    """Each fits and is right on ragged lengths. Miscompiled kernels on sm_90 corrupt results now
+    and then: 200 repeats of each, bit for bit.
+    """
     tensors = inputs(1, 2, 2, 515, 515, head_dim, DTYPES[dtype], "cuda")
     oracle = compute_oracle(*tensors, is_causal=is_causal)
     for config in shipped_configs(head_dim, DTYPES[dtype], "cuda"):
@@ -384,7 +463,9 @@ def test_every_shipped_configuration_is_bit_reproducible(head_dim, dtype, is_cau
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_more_batches_than_a_grid_dimension_of_65535():
-    assert_contract(*inputs(70_000, 1, 1, 3, 5, 16, torch.bfloat16, "cuda"), backend="triton", is_causal=True)
+    assert_contract(
+        *inputs(70_000, 1, 1, 3, 5, 16, torch.bfloat16, "cuda"), backend="triton", is_causal=True
+    )
 
 
 # Autograd's corners, torch.compile, threads
@@ -393,7 +474,9 @@ def test_more_batches_than_a_grid_dimension_of_65535():
 def test_a_call_of_any_length_is_compiled_once():
     """The back end's reason holds a size; in words it would be a constant of what is compiled."""
     counter = CompileCounter()
-    compiled = torch.compile(partial(flash_attention, is_causal=True), dynamic=True, fullgraph=True, backend=counter)
+    compiled = torch.compile(
+        partial(flash_attention, is_causal=True), dynamic=True, fullgraph=True, backend=counter
+    )
     for length in (16, 40, 77):
         q, k, v, _ = inputs(1, 2, 2, length, length, 32, torch.float32, "cpu")
         torch.testing.assert_close(compiled(q, k, v), flash_attention(q, k, v, is_causal=True))
@@ -405,34 +488,48 @@ def test_compiled_stages_meet_the_contract(device):
     """`compiled` through the public function, and the tiled stage with its two tile steps compiled."""
     tensors = inputs(1, 2, 2, 150, 150, 32, torch.float32, device)
     assert_contract(*tensors, backend="compiled", is_causal=True)
-    results = with_gradients(lambda *x: FlashAttentionPyTorch.apply(*x, True, None, True), tensors[:3], tensors[3])
-    assert_within(compute_oracle(*tensors, is_causal=True), dict(zip(("output", *NAMES[2:]), results)))
+    results = with_gradients(
+        lambda *x: FlashAttentionPyTorch.apply(*x, True, None, True), tensors[:3], tensors[3]
+    )
+    assert_within(
+        compute_oracle(*tensors, is_causal=True), dict(zip(("output", *NAMES[2:]), results))
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_grad_saves_nothing(backend, device):
     q, k, v, _ = (x.requires_grad_() for x in inputs(1, 1, 1, 40, 40, 16, torch.float32, device))
     saved: list[Tensor] = []
-    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+    with (
+        torch.no_grad(),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
+    ):
         output = flash_attention(q, k, v, backend=backend)
     assert not saved and not output.requires_grad
 
 
 @pytest.mark.parametrize("kind", ["tiled", "triton", "pytorch function", "triton function"])
 def test_double_backward_is_refused(kind, device):
-    """Also where a loss holds the output itself: a constant gradient in it once trained nothing, without a word."""
+    """Also where a loss holds the output itself: a constant gradient in it once trained nothing,
+    without a word.
+    """
     name, _, is_function = kind.partition(" ")
     attend = FUNCTIONS[name]().apply if is_function else partial(flash_attention, backend=name)
     q, k, v, _ = (x.requires_grad_() for x in inputs(1, 1, 1, 8, 8, 16, torch.float32, device))
     output = attend(q, k, v)
     (grad_q,) = torch.autograd.grad(output.sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="double backward is not supported here; backend='reference' has it"):
+    with pytest.raises(
+        NotImplementedError,
+        match="double backward is not supported here; backend='reference' has it",
+    ):
         (output.sum() + grad_q.square().sum()).backward()
 
 
 def test_interpreted_calls_of_several_threads_wait_for_one_another():
     """The interpreter's place in a grid is global: threads computed each other's tiles."""
-    calls = [inputs(1, 2, 2, length, length, 16, torch.float32, "cpu")[:3] for length in (70, 83, 96)]
+    calls = [
+        inputs(1, 2, 2, length, length, 16, torch.float32, "cpu")[:3] for length in (70, 83, 96)
+    ]
     expected = [flash_attention(*call, backend="triton") for call in calls]
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -454,7 +551,13 @@ def good() -> dict[str, Tensor]:
 MASK = BlockMask.causal(8, 9, block_size=64)
 BOOLS = torch.ones(8, 9, dtype=torch.bool)
 TILES = AttentionConfig()
-RIGHT = {"backend": "triton", "is_causal": True, "enable_gqa": True, "scale": 1.0, "deterministic": False}
+RIGHT = {
+    "backend": "triton",
+    "is_causal": True,
+    "enable_gqa": True,
+    "scale": 1.0,
+    "deterministic": False,
+}
 REFUSALS = {
     "not-a-tensor": ({"k": [1.0]}, r"TypeError: k must be a tensor of float64 or .*, got list"),
     "integers": ({"q": torch.ones(2, 4, 8, 16).long()}, r"TypeError: q must be a tensor of .*, got torch"),
@@ -519,7 +622,9 @@ REFUSALS = {
 
 @pytest.mark.parametrize("change, message", REFUSALS.values(), ids=REFUSALS.keys())
 def test_wrong_arguments_are_named(change, message):
-    """Also those that equal the right ones of a call before: the choice of a back end is kept by arguments."""
+    """Also those that equal the right ones of a call before: the choice of a back end is kept by
+    arguments.
+    """
     flash_attention(**good(), **RIGHT)
     assert_refused(message, flash_attention, **good() | change)
 
@@ -530,7 +635,15 @@ def test_functions_check_before_they_launch(implementation):
     attend = FUNCTIONS[implementation]().apply
     q, k, v = (torch.ones(1, rows, 16) for rows in (4, 64, 8))
     assert_refused("ValueError: v must have k's shape", attend, q, k, v)
-    assert_refused("ValueError: scale must be positive and a normal float32.* got -1", attend, q, k, k, False, -1.0)
+    assert_refused(
+        "ValueError: scale must be positive and a normal float32.* got -1",
+        attend,
+        q,
+        k,
+        k,
+        False,
+        -1.0,
+    )
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
@@ -539,7 +652,9 @@ def test_tiles_that_triton_miscompiles_are_refused(kernel):
     from cs336_systems.attention.triton.passes import kernel_config
 
     q, name = torch.ones(1, 1, 8, 64, dtype=torch.bfloat16), f"portable_{kernel}_64x32_w4_s1"
-    with pytest.raises(ValueError, match=r"tiles of at least 64 rows for torch\.bfloat16 on sm90, .*got portable_"):
+    with pytest.raises(
+        ValueError, match=r"tiles of at least 64 rows for torch\.bfloat16 on sm90, .*got portable_"
+    ):
         kernel_config(kernel, q, q, name, capability=(9, 0))
     assert kernel_config(kernel, q, q, name, capability=(8, 0)).name == name
     assert kernel_config(kernel, q.float(), q.float(), name, capability=(9, 0)).name == name
@@ -551,7 +666,9 @@ def test_query_tiles_longer_than_the_padding_of_rows_are_refused_in_the_backward
     q, k, v = (x.requires_grad_() for x in good().values())
     config = AttentionConfig(**{kernel: KernelConfig.from_name(f"portable_{kernel}_512x16_w4_s1")})
     output = flash_attention(q, k, v, backend="triton", config=config)
-    with pytest.raises(ValueError, match="query tiles of at most 256 rows in the backward, got portable_.*512x16"):
+    with pytest.raises(
+        ValueError, match="query tiles of at most 256 rows in the backward, got portable_.*512x16"
+    ):
         output.sum().backward()
 
 
@@ -567,7 +684,9 @@ def test_triton_refuses_cpu_tensors_on_a_gpu_machine():
 def test_the_first_kernel_saves_one_tensor_of_a_number_a_query(device):
     q, k, v, _ = (x.requires_grad_() for x in inputs(2, 3, 3, 64, 64, 16, torch.float32, device))
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.append(x.shape) or x, lambda x: x
+    ):
         flash_attention(q, k, v, backend="triton_first")
     assert sorted(map(len, saved)) == [3, 4, 4, 4, 4] and (2, 3, 64) in saved
 
@@ -590,4 +709,6 @@ def test_the_first_kernel_refuses_grouped_heads():
     from cs336_systems.attention.triton.first import flash_forward_first
 
     q, k = torch.zeros(1, 4, 64, 16), torch.zeros(1, 2, 64, 16)
-    assert_refused("ValueError: .*as many key heads as query heads", flash_forward_first, q, k, k, False, 1.0)
+    assert_refused(
+        "ValueError: .*as many key heads as query heads", flash_forward_first, q, k, k, False, 1.0
+    )

@@ -43,7 +43,10 @@ def test_the_best_bucket_has_the_least_overhead():
     assert best == pytest.approx((total / (bandwidth * call)) ** 0.5)
     least = bucket_overhead_s(total, bandwidth, call, best)
     assert least == pytest.approx(2 * best * call), "half for calls, half for the last bucket"
-    assert all(bucket_overhead_s(total, bandwidth, call, best * other) > least for other in (0.5, 0.9, 1.1, 2))
+    assert all(
+        bucket_overhead_s(total, bandwidth, call, best * other) > least
+        for other in (0.5, 0.9, 1.1, 2)
+    )
 
 
 # Cells
@@ -57,14 +60,26 @@ def test_the_handouts_grid_is_attempted(monkeypatch):
     }  # fmt: skip
     for cell in cells:
         asked = {(row.case.operation, row.case.num_bytes) for row in cell.rows}
-        assert asked == {(name, size) for name in COLLECTIVES for size in (10**6, 10**7, 10**8, 10**9)}
+        assert asked == {
+            (name, size) for name in COLLECTIVES for size in (10**6, 10**7, 10**8, 10**9)
+        }
     wrappers = cells_of("ddp_overlap_individual_parameters_benchmarking", HANDOUT)
     compared = {(cell.implementation, cell.case.num_ranks) for cell in wrappers}
     names = ("naive", "flat", "overlap", "bucketed", "torch_ddp", "torch_ddp_view")
     assert compared == {("naive", 1), *((name, ranks) for name in names for ranks in (2, 4))}
-    assert {cell.case.num_ranks for cell in cells_of("naive_ddp_benchmarking", HANDOUT)} == {1, 2, 4}
-    assert {cell.case.num_ranks for cell in cells_of("minimal_ddp_flat_benchmarking", HANDOUT)} == {4}
-    ours = [cell.case for cell in cells_of("ddp_bucketed_benchmarking", HANDOUT) if cell.implementation == "bucketed"]
+    assert {cell.case.num_ranks for cell in cells_of("naive_ddp_benchmarking", HANDOUT)} == {
+        1,
+        2,
+        4,
+    }
+    assert {cell.case.num_ranks for cell in cells_of("minimal_ddp_flat_benchmarking", HANDOUT)} == {
+        4
+    }
+    ours = [
+        cell.case
+        for cell in cells_of("ddp_bucketed_benchmarking", HANDOUT)
+        if cell.implementation == "bucketed"
+    ]
     assert {case.bucket_size_mb for case in ours} == {1, 10, 100, 1000}
     computes = [cell.case.precision.autocast for cell in wrappers]
     assert computes == ["bfloat16"] * 13 + [None] * 13  # the faster first, if time runs out
@@ -73,14 +88,18 @@ def test_the_handouts_grid_is_attempted(monkeypatch):
 
 
 def tiny_case(ranks: int = 2, bucket: float | None = None) -> DataParallelCase:
-    return replace(cells_of("naive_ddp_benchmarking", TINY)[0].case, num_ranks=ranks, bucket_size_mb=bucket)
+    return replace(
+        cells_of("naive_ddp_benchmarking", TINY)[0].case, num_ranks=ranks, bucket_size_mb=bucket
+    )
 
 
 def check_a_wrapper_that_forgets(rank: int, ranks: int, case: DataParallelCase) -> None:
     expected, step = plain_mean(case, TINY, rank), ParallelStep("naive", case, TINY, rank)
     assert check_gradients(step, expected) <= 1
     step.model.finish_gradient_synchronization = lambda: None
-    with pytest.raises(Disagreement, match="averaged gradients are off by .* times the bound of the plain mean's"):
+    with pytest.raises(
+        Disagreement, match="averaged gradients are off by .* times the bound of the plain mean's"
+    ):
         check_gradients(step, expected)
 
 
@@ -99,13 +118,17 @@ def test_gradients_that_are_missing_or_nan_are_not_timed(wrong, alone_in_a_group
         parameter.grad = None if wrong is None else torch.full_like(parameter, wrong)
 
     step.model.finish_gradient_synchronization = spoil
-    with pytest.raises(Disagreement, match="averaged gradients are off by (inf|nan) times the bound"):
+    with pytest.raises(
+        Disagreement, match="averaged gradients are off by (inf|nan) times the bound"
+    ):
         check_gradients(step, expected)
 
 
 @pytest.mark.parametrize("implementation", ["bucketed", "torch_ddp_view"])
 def test_a_cell_measures_every_row(implementation):
-    """Ours and the peer, at two ranks: gradients checked, samples positive, the trace's parts within the whole."""
+    """Ours and the peer, at two ranks: gradients checked, samples positive, the trace's parts
+    within the whole.
+    """
     cell = step_cell(tiny_case(bucket=0.1), implementation, memory=())
     cell = replace(cell, case=replace(cell.case, backend="gloo"))
     measured = {measurement.row.quantity: measurement for measurement in NAIVE.measure(cell, TINY)}
@@ -136,7 +159,12 @@ def fail(rank: int, ranks: int, error: str) -> None:
     if rank == 1:
         if error == "host":
             torch.empty(2**58, dtype=torch.uint8)
-        kinds = {"memory": torch.OutOfMemoryError, "python": MemoryError, "wrong": Disagreement, "bug": ArithmeticError}
+        kinds = {
+            "memory": torch.OutOfMemoryError,
+            "python": MemoryError,
+            "wrong": Disagreement,
+            "bug": ArithmeticError,
+        }
         raise kinds[error]("planted")
     dist.barrier()
 
@@ -174,19 +202,28 @@ def step_frame(**skipped: str):
         "overlap": {"time": [104.0], "communication_time": [40.0], "overlap_time": [30.0],
                     "compute_intervals": [0.0, 90.0], "communication_intervals": [50.0, 80.0, 90.0, 100.0]},
     }  # fmt: skip
-    case = DataParallelCase(model=MODEL_SIZES["xl"], batch=4, num_ranks=2, backend="nccl", attention="reference")
+    case = DataParallelCase(
+        model=MODEL_SIZES["xl"], batch=4, num_ranks=2, backend="nccl", attention="reference"
+    )
     records = [
         gpu_record(experiment.name, case, name, samples, mode="train_step", quantity=quantity)
         for name, quantities in values.items()
         for quantity, samples in quantities.items()
     ]
-    planted = [broken(one, "skipped") if skipped.get(one.implementation) == one.quantity else one for one in records]
+    planted = [
+        broken(one, "skipped") if skipped.get(one.implementation) == one.quantity else one
+        for one in records
+    ]
     return experiment, load_frame(experiment, planted)
 
 
 def test_the_step_table_says_what_is_communication_and_what_is_hidden():
     experiment, frame = step_frame()
-    table = experiment.tables["two_ranks"].build(frame).only(columns=["wrapper", "of the step", "hidden"])
+    table = (
+        experiment.tables["two_ranks"]
+        .build(frame)
+        .only(columns=["wrapper", "of the step", "hidden"])
+    )
     assert [[cell.text for cell in line] for line in table.lines] == [
         ["naive", "31 %", "0 %"], ["overlap", "38 %", "75 %"],
     ]  # fmt: skip
@@ -194,7 +231,10 @@ def test_the_step_table_says_what_is_communication_and_what_is_hidden():
 
 def test_a_step_with_half_of_its_lanes_is_not_drawn():
     """Communication without the compute beside it would look like no overlap."""
-    for skipped, drawn in (({}, {"naive", "overlap"}), ({"overlap": "compute_intervals"}, {"naive"})):
+    for skipped, drawn in (
+        ({}, {"naive", "overlap"}),
+        ({"overlap": "compute_intervals"}, {"naive"}),
+    ):
         experiment, frame = step_frame(**skipped)
         assert set(experiment.figures["traces"].rows(frame)["implementation"]) == drawn
 

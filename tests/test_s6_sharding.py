@@ -52,8 +52,11 @@ def train_with_and_without_shards(rank: int, num_ranks: int) -> None:
 
 
 def compare(build: Any, rank: int, num_ranks: int) -> None:
-    """Groups and a schedule, then state dicts: in both directions, through a file, and on from there."""
-    averages = build is not ShardedOptimizer  # of parts of the batch; the other gets whole batches on all ranks
+    """Groups and a schedule, then state dicts: in both directions, through a file, and on from
+    there.
+    """
+    # of parts of the batch; the other gets whole batches on all ranks
+    averages = build is not ShardedOptimizer
     single, model = seeded(awkward).double(), seeded(awkward, seed=rank if averages else 0).double()
     optimizers = AdamW(some_groups(single), lr=0.01), build(some_groups(model), AdamW, lr=0.01)
 
@@ -109,12 +112,16 @@ def test_the_sharded_optimizer_takes_closures_names_and_a_tensor_twice(alone_in_
         return loss
 
     for _ in range(2):
-        losses = [one.step(partial(closure, of, one)) for one, of in zip(optimizers, (single, model))]
+        losses = [
+            one.step(partial(closure, of, one)) for one, of in zip(optimizers, (single, model))
+        ]
         assert torch.equal(*losses)
 
 
 def test_zero1_keeps_low_precision_in_float32(alone_in_a_group):
-    """An update too small for bfloat16 is not lost; what is written into weights is what the next step starts from."""
+    """An update too small for bfloat16 is not lost; what is written into weights is what the next
+    step starts from.
+    """
     low = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
     optimizer = Zero1Optimizer(low.parameters(), SGD, lr=1e-3)
 
@@ -127,7 +134,10 @@ def test_zero1_keeps_low_precision_in_float32(alone_in_a_group):
 
     for value in (1.0, *[None] * 7):
         step_from(value)
-    assert low.weight.dtype == torch.bfloat16 and low.weight[0, 0].item() == pytest.approx(1 - 8e-3, abs=4e-3) != 1
+    assert (
+        low.weight.dtype == torch.bfloat16
+        and low.weight[0, 0].item() == pytest.approx(1 - 8e-3, abs=4e-3) != 1
+    )
     step_from(3.0)
     assert (low.weight == 3).all()
 
@@ -138,22 +148,36 @@ def test_zero1_keeps_low_precision_in_float32(alone_in_a_group):
 def test_what_optimizers_refuse(alone_in_a_group):
     model, moved, low = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     sharded = ShardedOptimizer([model.weight], SGD, lr=0.1)
-    zero1, lost = Zero1Optimizer(low.parameters(), SGD, lr=0.1), Zero1Optimizer(moved.parameters(), AdamW)
+    zero1, lost = (
+        Zero1Optimizer(low.parameters(), SGD, lr=0.1),
+        Zero1Optimizer(moved.parameters(), AdamW),
+    )
     x = torch.ones(3, 2)
     low(x).sum().backward()
     moved.to(torch.float64)
-    rows = [*FSDP(nn.Linear(2, 2)).parameters()]  # of which ShardedOptimizer gave all ranks those of one, in silence
+    # of which ShardedOptimizer gave all ranks those of one, in silence
+    rows = [*FSDP(nn.Linear(2, 2)).parameters()]
     refused: dict[str, Callable[[], object]] = {
-        "must have groups of .1. parameters, got .2.": lambda: sharded.load_state_dict(lost.state_dict()),
+        "must have groups of .1. parameters, got .2.": lambda: sharded.load_state_dict(
+            lost.state_dict()
+        ),
         "should be an iterable of Tensors": lambda: ShardedOptimizer(model.weight, AdamW),
         "gradient of parameter '.' arrived twice in a step": lambda: low(x).sum().backward(),
-        r"a parameter of shape \(2.*\) was moved or cast after": lambda: moved(x.double()).sum().backward(),
+        r"a parameter of shape \(2.*\) was moved or cast after": lambda: (
+            moved(x.double()).sum().backward()
+        ),
         "takes no closure: run backward before it": lambda: zero1.step(lambda: None),
         "Zero1Optimizer cannot add a group": lambda: zero1.add_param_group({"params": []}),
         "max_norm must be positive, got -1": lambda: zero1.clip_grad_norm_(-1),
-        "Adafactor does not update a weight element by": lambda: Zero1Optimizer(model.parameters(), Adafactor),
-        "LBFGS cannot be sharded: it searches along all": lambda: Zero1Optimizer(model.parameters(), LBFGS),
-        "FSDP has cut .* into rows: do without ShardedOptimizer": lambda: ShardedOptimizer(rows, AdamW),
+        "Adafactor does not update a weight element by": lambda: Zero1Optimizer(
+            model.parameters(), Adafactor
+        ),
+        "LBFGS cannot be sharded: it searches along all": lambda: Zero1Optimizer(
+            model.parameters(), LBFGS
+        ),
+        "FSDP has cut .* into rows: do without ShardedOptimizer": lambda: ShardedOptimizer(
+            rows, AdamW
+        ),
         "FSDP has cut .* into rows: do without Zero1Optimizer": lambda: Zero1Optimizer(rows, AdamW),
     }
     for message, call in refused.items():
@@ -167,11 +191,17 @@ def test_what_optimizers_refuse(alone_in_a_group):
 
 
 def test_the_predicted_bytes_of_10b_fit_two_h200_sharded_and_not_one():
-    options: dict[str, Any] = {"attention": "sdpa", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
+    options: dict[str, Any] = {
+        "attention": "sdpa",
+        "compute_dtype": "bfloat16",
+        "reduce_dtype": "float32",
+    }
     two = fsdp_bytes(MODEL_SIZES["10b"], 4, num_ranks=2, checkpointing=True, **options)
     one = fsdp_bytes(MODEL_SIZES["10b"], 4, num_ranks=1, checkpointing=True, **options)
     assert two.fits(139 * 2**30) and not one.fits(139 * 2**30)
-    assert two.parameters + two.gradients + two.optimizer < 0.51 * (one.parameters + one.gradients + one.optimizer)
+    assert two.parameters + two.gradients + two.optimizer < 0.51 * (
+        one.parameters + one.gradients + one.optimizer
+    )
     plain = fsdp_bytes(MODEL_SIZES["10b"], 4, num_ranks=2, **options)
     assert plain.activations > 5 * two.activations and plain.parameters == two.parameters
 
@@ -193,7 +223,9 @@ def test_an_optimizer_that_does_not_exchange_is_not_timed(rank: int, num_ranks: 
     assert check_training("sharded", case, run, rank) <= 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_step, "ShardedOptimizer", NeverSent)
-        with pytest.raises(Disagreement, match="changes of weights in 3 steps are off by .* times the bound"):
+        with pytest.raises(
+            Disagreement, match="changes of weights in 3 steps are off by .* times the bound"
+        ):
             check_training("sharded", case, run, rank)
 
 
@@ -206,7 +238,9 @@ def test_a_frozen_model_has_no_gradients_to_clip(alone_in_a_group):
 
 @TWO_RANKS.check
 def test_D1_zero1_takes_unused_parameters_for_having_zeros(rank: int, num_ranks: int) -> None:
-    """As its docstring says: nobody waits, and weight decay goes on, also of a bucket without any gradient."""
+    """As its docstring says: nobody waits, and weight decay goes on, also of a bucket without any
+    gradient.
+    """
     used, unused = nn.Linear(3, 3), nn.Linear(3, 3)
     parameters = [*used.parameters(), *unused.parameters()]
     optimizer = Zero1Optimizer(parameters, SGD, lr=0.5, weight_decay=0.5, bucket_size_mb=1e-6)
@@ -217,16 +251,25 @@ def test_D1_zero1_takes_unused_parameters_for_having_zeros(rank: int, num_ranks:
 
 
 @TWO_RANKS.check
-def test_zero1_reduces_the_buckets_of_all_groups_as_they_become_full(rank: int, num_ranks: int) -> None:
+def test_zero1_reduces_the_buckets_of_all_groups_as_they_become_full(
+    rank: int, num_ranks: int
+) -> None:
     """Vectors of all layers in one bucket once kept every matrix waiting for the first layer's."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(4)))
-    groups = [[one for one in model.parameters() if (one.ndim > 1) == is_matrix] for is_matrix in (False, True)]
-    optimizer = Zero1Optimizer([{"params": group} for group in groups], SGD, lr=0.1, bucket_size_mb=384 / 2**20)
+    groups = [
+        [one for one in model.parameters() if (one.ndim > 1) == is_matrix]
+        for is_matrix in (False, True)
+    ]
+    optimizer = Zero1Optimizer(
+        [{"params": group} for group in groups], SGD, lr=0.1, bucket_size_mb=384 / 2**20
+    )
     reduced = []  # when the backward comes to the first layer
     for _ in range(2):
         optimizer.zero_grad()
         x = model[0](torch.ones(2, 8))
-        x.register_hook(lambda _: reduced.append(len(optimizer.buckets) - len(optimizer._queue.waiting)))
+        x.register_hook(
+            lambda _: reduced.append(len(optimizer.buckets) - len(optimizer._queue.waiting))
+        )
         model[1:](x).sum().backward()
         optimizer.step()
     assert [*reduced, len(optimizer.buckets)] == [0, 3, 5]
@@ -240,28 +283,39 @@ def test_the_handouts_cells_cover_both_precisions_and_both_peers():
     assert {cell.implementation for cell in cells} >= expected
     assert {cell.case.precision for cell in cells} == {Precision(), Precision(autocast="bfloat16")}
     alone = {(cell.problem, cell.implementation) for cell in cells if cell.case.num_ranks == 1}
-    assert alone == {(problems[0], "unsharded"), *((problems[1], name) for name in ("unsharded", "fsdp", "torch_fsdp"))}
+    assert alone == {
+        (problems[0], "unsharded"),
+        *((problems[1], name) for name in ("unsharded", "fsdp", "torch_fsdp")),
+    }
 
 
 @pytest.mark.parametrize("implementation", ["fsdp", "torch_fsdp"])
 def test_a_single_rank_shards_nothing_and_sends_nothing(implementation):
     run = RunConfig(scale="tiny", device="cpu")
     cell = sharding_cell(ranks_case(ShardingCase, run, 1, Precision()), implementation)
-    found = {(one.row.mode, one.row.quantity): one for one in ShardingExperiment().measure(cell, run)}
-    assert found["train_step", "time"].error <= 1 and found["train_step", "communication_time"].samples == [0]
+    found = {
+        (one.row.mode, one.row.quantity): one for one in ShardingExperiment().measure(cell, run)
+    }
+    assert found["train_step", "time"].error <= 1 and found[
+        "train_step", "communication_time"
+    ].samples == [0]
 
 
 def test_what_zero1_would_average_twice_or_not_see_is_refused(alone_in_a_group):
     """Both trained on wrongly in silence."""
     wrapped = OverlapDDP(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="OverlapDDP averages the gradients already: give Zero1Optimizer the"):
+    with pytest.raises(
+        ValueError, match="OverlapDDP averages the gradients already: give Zero1Optimizer the"
+    ):
         Zero1Optimizer(wrapped.parameters(), SGD, lr=0.1)
     model = wrapped.module
     del wrapped
     optimizer = Zero1Optimizer(model.parameters(), SGD, lr=0.1)
     model(torch.ones(3, 2)).sum().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    with pytest.raises(RuntimeError, match="a gradient was changed after it was averaged.* use clip_grad_norm_ and"):
+    with pytest.raises(
+        RuntimeError, match="a gradient was changed after it was averaged.* use clip_grad_norm_ and"
+    ):
         optimizer.step()
     optimizer.zero_grad()
     model(torch.ones(3, 2)).sum().backward()
@@ -278,7 +332,9 @@ def test_what_zero1_would_average_twice_or_not_see_is_refused(alone_in_a_group):
 
 @pytest.mark.parametrize("bucket_size_mb", [1e-6, 1.0])
 def test_a_backward_that_is_thrown_away_leaves_nothing(bucket_size_mb, alone_in_a_group):
-    """With a parameter that it had not used, `step` took its gradients, and the next backward was called the second."""
+    """With a parameter that it had not used, `step` took its gradients, and the next backward was
+    called the second.
+    """
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = Zero1Optimizer(model.parameters(), SGD, lr=0.1, bucket_size_mb=bucket_size_mb)
     model[1](torch.ones(1, 2)).sum().backward()

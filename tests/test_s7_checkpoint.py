@@ -1,4 +1,6 @@
-"""Checkpoints: on other numbers of ranks, atomic, checked, harmless where a file is hostile (D10, D15, D16, S1)."""
+"""Checkpoints: on other numbers of ranks, atomic, checked, harmless where a file is hostile (D10,
+D15, D16, S1).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop
+from torch.optim import (
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 from cs336_systems.distributed import FSDP, OverlapDDP, checkpoint
 from cs336_systems.distributed.checkpoint import (
@@ -54,7 +67,9 @@ SCHEMES = ("fsdp", "zero1", "sharded")
 
 
 def gated() -> nn.Module:
-    """A 0-d parameter, a layer that steps may leave out, a tied weight, a buffer; five rows, which no ranks divide."""
+    """A 0-d parameter, a layer that steps may leave out, a tied weight, a buffer; five rows, which
+    no ranks divide.
+    """
 
     def run(model: Any, x: Tensor, all_of_it: bool) -> Tensor:
         x = model.tied(torch.tanh(model.used(x * model.scale))) + model.offset
@@ -83,7 +98,9 @@ def train(model: nn.Module, optimizer: Any, uses: tuple[bool, ...]) -> list[floa
 
 
 def save_half_way(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
-    """Train 2 steps, save, train 2 more; the losses of the latter. The learning rate has changed before."""
+    """Train 2 steps, save, train 2 more; the losses of the latter. The learning rate has changed
+    before.
+    """
     found: dict[str, Any] = {}
     for scheme in SCHEMES:
         for name in OPTIMIZERS:
@@ -94,7 +111,9 @@ def save_half_way(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
                 optimizer.param_groups[0]["lr"] = 5e-3
                 train(model, optimizer, (False,))
                 torch.manual_seed(100 + rank)
-                save_checkpoint(path, 2, model, optimizer, position={"batch": 3, "seen": {10: 1, 9: 2}})
+                save_checkpoint(
+                    path, 2, model, optimizer, position={"batch": 3, "seen": {10: 1, 9: 2}}
+                )
                 found[path.name] = train(model, optimizer, (True, True))
             except ValueError as refused:
                 found[path.name] = str(refused)
@@ -117,14 +136,20 @@ def move_down(model: nn.Module, optimizer: Zero1Optimizer, steps: int) -> Zero1O
 def refuse_together(rank: int, folder: Path) -> None:
     """What is wrong for one rank alone was refused by that one, and the others waited for it."""
     model, optimizer = build("sharded", "our adamw", 1)
-    state = next(name for name, parameter in model.module.named_parameters() if optimizer.owners[parameter] == 1)
+    state = next(
+        name
+        for name, parameter in model.module.named_parameters()
+        if optimizer.owners[parameter] == 1
+    )
     damaged = folder / "one rank"
     if rank == 0:
         shutil.copytree(folder / "sharded-our adamw" / "step-00000002", damaged)
         chunk = content_of(damaged)["tensors"][f"optimizer.{state}.exp_avg"]["chunks"][0]
         flip(damaged / chunk["file"], 8 * chunk["start"])
     torch.distributed.barrier()
-    with pytest.raises(CheckpointError, match=f"is damaged: 'optimizer.{state}.exp_avg' at .* has another checksum"):
+    with pytest.raises(
+        CheckpointError, match=f"is damaged: 'optimizer.{state}.exp_avg' at .* has another checksum"
+    ):
         load_checkpoint(damaged, model, optimizer)
     with pytest.raises(FileExistsError, match="step-00000002 exists"):
         save_checkpoint(folder / "sharded-our adamw", 2, model)
@@ -135,7 +160,8 @@ def resume(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     for path in sorted(path for scheme in SCHEMES for path in Path(folder).glob(f"{scheme}-*")):
         model, optimizer = build(*path.name.split("-"), 1)
         progress = load_checkpoint(path, model, optimizer)
-        # JSON's keys are strings; sorted as numbers when they were written, they had another checksum.
+        # JSON's keys are strings; sorted as numbers when they were written, they had another
+        # checksum.
         assert (progress.step, progress.position) == (2, {"batch": 3, "seen": {"10": 1, "9": 2}})
         assert optimizer.param_groups[0]["lr"] == 5e-3
         found["generator"] = torch.rand(1).item()
@@ -152,10 +178,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return folder, run_ranks(save_half_way, 2, str(folder))[0]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))])
+@pytest.mark.parametrize(
+    "num_ranks", [1, 3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))]
+)
 def test_D10_a_checkpoint_of_two_ranks_resumes_the_same_trajectory(saved, num_ranks):
     folder, expected = saved
-    results = [run_alone(resume, str(folder))] if num_ranks == 1 else run_ranks(resume, num_ranks, str(folder))
+    results = (
+        [run_alone(resume, str(folder))]
+        if num_ranks == 1
+        else run_ranks(resume, num_ranks, str(folder))
+    )
     for rank, found in enumerate(results):
         torch.manual_seed(100 + rank % 2)
         assert found["generator"] == torch.rand(1).item()
@@ -167,11 +199,15 @@ def test_D10_a_checkpoint_of_two_ranks_resumes_the_same_trajectory(saved, num_ra
 
 
 def test_D16_an_optimizer_that_cannot_be_cut_is_refused_by_name(saved):
-    """FSDP saved Adafactor's sums over rows as if they were whole: a resume went on wrongly, or died (D16)."""
+    """FSDP saved Adafactor's sums over rows as if they were whole: a resume went on wrongly, or
+    died (D16).
+    """
     refused = {name: text for name, text in saved[1].items() if isinstance(text, str)}
     assert refused.keys() == {"fsdp-adafactor", "zero1-adafactor"}
     for text in refused.values():
-        assert text.startswith("Adafactor does not update a weight element by element, so it and its state cannot be")
+        assert text.startswith(
+            "Adafactor does not update a weight element by element, so it and its state cannot be"
+        )
 
 
 # Killed, full, in use
@@ -202,7 +238,9 @@ def test_D10_a_rank_killed_while_saving_leaves_the_checkpoint_before(tmp_path):
     assert not list(tmp_path.glob(".step-*"))
 
 
-def test_D10_a_process_killed_while_it_removes_a_checkpoint_leaves_no_half_of_it(tmp_path, monkeypatch):
+def test_D10_a_process_killed_while_it_removes_a_checkpoint_leaves_no_half_of_it(
+    tmp_path, monkeypatch
+):
     """It left a folder of its step: complete without its tensors."""
 
     class Killed(BaseException):
@@ -220,7 +258,10 @@ def test_D10_a_process_killed_while_it_removes_a_checkpoint_leaves_no_half_of_it
         save_checkpoint(tmp_path, 2, model, keep=1)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002"]
     save_checkpoint(tmp_path, 3, model, keep=2)
-    assert sorted(path.name for path in tmp_path.glob("*step*")) == ["step-00000002", "step-00000003"]
+    assert sorted(path.name for path in tmp_path.glob("*step*")) == [
+        "step-00000002",
+        "step-00000003",
+    ]
 
 
 def full_for_data(path: Path, mode: str) -> Any:
@@ -292,24 +333,56 @@ class Payload:
         return (open, (self.path, "w"))
 
 
-Edit = Callable[[dict[str, Any], dict[str, Any]], object]  # of the content, and of the entry of one weight
+# of the content, and of the entry of one weight
+Edit = Callable[[dict[str, Any], dict[str, Any]], object]
 
-# A hostile index has the right checksum. None of these may leave the folder, take memory or wait for ever.
+# A hostile index has the right checksum. None of these may leave the folder, take memory or wait
+# for ever.
 HOSTILE: list[tuple[Edit, str]] = [
-    (lambda content, weight: weight.update(chunks=[]), "its chunks of 'model.used.weight' have 0 rows, and its"),
-    (lambda content, weight: weight["chunks"][0].update(file="../../secret"), r"matching regex .* - at .*file"),
-    (lambda content, weight: weight["chunks"][0].update(file="rank-7.bin"), "rank-7.bin is missing or no regular file"),
-    (lambda content, weight: weight["chunks"][0].update(start=2**40), "rank-0.bin has not the bytes of 'model.used.we"),
-    (lambda content, weight: weight["chunks"][0].update(rows=2**40, length=20 * 2**40), "has not the bytes of"),
+    (
+        lambda content, weight: weight.update(chunks=[]),
+        "its chunks of 'model.used.weight' have 0 rows, and its",
+    ),
+    (
+        lambda content, weight: weight["chunks"][0].update(file="../../secret"),
+        r"matching regex .* - at .*file",
+    ),
+    (
+        lambda content, weight: weight["chunks"][0].update(file="rank-7.bin"),
+        "rank-7.bin is missing or no regular file",
+    ),
+    (
+        lambda content, weight: weight["chunks"][0].update(start=2**40),
+        "rank-0.bin has not the bytes of 'model.used.we",
+    ),
+    (
+        lambda content, weight: weight["chunks"][0].update(rows=2**40, length=20 * 2**40),
+        "has not the bytes of",
+    ),
     (lambda content, weight: weight.update(dtype="float64"), "has not the bytes of"),
     (lambda content, weight: weight.update(size=[-1, 5]), r"Expected `int` >= 0 - at .*size"),
     (lambda content, weight: weight.update(size="x"), "is damaged: "),
-    (lambda content, weight: weight["chunks"][0].update(rows=4.0), "is damaged: Expected `int`, got `float`"),
-    (lambda content, weight: weight["chunks"][0].update(start=-8), "is damaged: Expected `int` >= 0"),
-    (lambda content, weight: content.update(num_ranks=0), "is damaged: Expected `int` >= 1 - at .*num_ranks"),
-    (lambda content, weight: content.update(optimizer={"kind": "SGD"}), "missing required field `groups`"),
+    (
+        lambda content, weight: weight["chunks"][0].update(rows=4.0),
+        "is damaged: Expected `int`, got `float`",
+    ),
+    (
+        lambda content, weight: weight["chunks"][0].update(start=-8),
+        "is damaged: Expected `int` >= 0",
+    ),
+    (
+        lambda content, weight: content.update(num_ranks=0),
+        "is damaged: Expected `int` >= 1 - at .*num_ranks",
+    ),
+    (
+        lambda content, weight: content.update(optimizer={"kind": "SGD"}),
+        "missing required field `groups`",
+    ),
     *(
-        (lambda content, weight, name=name: content.pop(name), f"is damaged: Object missing required field `{name}`")
+        (
+            lambda content, weight, name=name: content.pop(name),
+            f"is damaged: Object missing required field `{name}`",
+        )
         for name in ("tensors", "step", "position", "num_ranks", "optimizer")
     ),
 ]
@@ -364,7 +437,12 @@ def test_damaged_and_hostile_checkpoints_are_refused_and_nothing_of_them_runs(tm
     refused(good, "is of the optimizer None, not of AdamW", model, optimizer)
     path = save_checkpoint(tmp_path / "adamw", 1, model, optimizer)
     refused(path, "is of the optimizer AdamW, not of SGD", model, SGD(model.parameters()))
-    refused(path, "with other parameter groups", model, AdamW([{"params": [p]} for p in model.parameters()]))
+    refused(
+        path,
+        "with other parameter groups",
+        model,
+        AdamW([{"params": [p]} for p in model.parameters()]),
+    )
     for options, message in (
         ({"step": -1}, "step must not be negative, and keep at least 1, got -1 and 2"),
         ({"step": 1, "keep": 0}, "step must not be negative, and keep at least 1, got 1 and 0"),
@@ -373,22 +451,32 @@ def test_damaged_and_hostile_checkpoints_are_refused_and_nothing_of_them_runs(tm
         with pytest.raises((ValueError, TypeError), match=message):
             save_checkpoint(tmp_path / "bad", model=model, **options)  # type: ignore[arg-type]
     counting = type("Counting", (nn.Linear,), {"get_extra_state": lambda self: {"calls": 7}})(2, 2)
-    with pytest.raises(ValueError, match="'_extra_state' cannot be kept: a checkpoint has parameters, buffers and opt"):
+    with pytest.raises(
+        ValueError,
+        match="'_extra_state' cannot be kept: a checkpoint has parameters, buffers and opt",
+    ):
         save_checkpoint(tmp_path / "bad", 1, counting)
     named_alike = nn.Module()
     named_alike.register_buffer("cell_extra_state", torch.ones(1))
     save_checkpoint(tmp_path / "named alike", 1, named_alike)
     optimizer.state[model.scale]["history"] = [1]
-    with pytest.raises(ValueError, match="the state 'optimizer.scale.history' must be a tensor or a number, got list"):
+    with pytest.raises(
+        ValueError,
+        match="the state 'optimizer.scale.history' must be a tensor or a number, got list",
+    ):
         save_checkpoint(tmp_path / "bad", 1, model, optimizer)
 
 
-@pytest.mark.parametrize("first, then", [({}, {"foreach": True}), ({}, {"fused": True}), (None, None)])
+@pytest.mark.parametrize(
+    "first, then", [({}, {"foreach": True}), ({}, {"fused": True}), (None, None)]
+)
 def test_a_checkpoint_loads_under_other_settings_and_with_numbers_as_states(tmp_path, first, then):
     """The run now asks for foreach or fused; SparseAdam counts its steps in an int."""
     models = [nn.Embedding(4, 3, sparse=first is None) for _ in range(2)]
     kind = torch.optim.SparseAdam if first is None else torch.optim.AdamW
-    optimizers = [kind(model.parameters(), **(options or {})) for model, options in zip(models, (first, then))]
+    optimizers = [
+        kind(model.parameters(), **(options or {})) for model, options in zip(models, (first, then))
+    ]
 
     def step(place: int) -> None:
         optimizers[place].zero_grad()
@@ -396,7 +484,9 @@ def test_a_checkpoint_loads_under_other_settings_and_with_numbers_as_states(tmp_
         optimizers[place].step()
 
     step(0)
-    load_checkpoint(save_checkpoint(tmp_path, 1, models[0], optimizers[0]), models[1], optimizers[1])
+    load_checkpoint(
+        save_checkpoint(tmp_path, 1, models[0], optimizers[0]), models[1], optimizers[1]
+    )
     for place in range(2):
         step(place)
     torch.testing.assert_close(models[0].weight, models[1].weight)
@@ -482,11 +572,18 @@ def load_handles(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_D17_a_checkpoint_of_any_handle_of_the_model_is_exact(saved_handles, num_ranks):
-    """Of `fsdp.module`, a compiled FSDP or one inside another module it held rank 0's rows as if they were all of
-    them; a model's own `.module`, and an average's, counted as a wrapper's, and the rest of the model was lost.
-    Where a hook puts copies into the state dict, the values were loaded into those, and the model kept its own."""
+    """Of `fsdp.module`, a compiled FSDP or one inside another module it held rank 0's rows as if
+    they were all of them; a model's own `.module`, and an average's, counted as a wrapper's, and
+    the rest of the model was lost.
+    Where a hook puts copies into the state dict, the values were loaded into those, and the model
+    kept its own.
+    """
     folder, expected = saved_handles
-    results = [run_alone(load_handles, str(folder))] if num_ranks == 1 else run_ranks(load_handles, 3, str(folder))
+    results = (
+        [run_alone(load_handles, str(folder))]
+        if num_ranks == 1
+        else run_ranks(load_handles, 3, str(folder))
+    )
     for found in results:
         for name in HANDLES:
             assert found[name].keys() == expected[name].keys(), name
@@ -511,7 +608,9 @@ def test_D17_a_checkpoint_of_one_handle_loads_into_another(tmp_path, alone):
 
 @pytest.fixture
 def alone():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -520,7 +619,9 @@ def alone():
 
 
 def differ(rank: int, num_ranks: int, folder: str) -> list[list[float]]:
-    """The buffers of a model that ranks had unlike, saved and loaded; then what goes wrong on one rank alone."""
+    """The buffers of a model that ranks had unlike, saved and loaded; then what goes wrong on one
+    rank alone.
+    """
     found = []
     for name in ("plain", "ddp", "fsdp"):
         model = HANDLES[name](0)
@@ -537,31 +638,44 @@ def differ(rank: int, num_ranks: int, folder: str) -> list[list[float]]:
     save_checkpoint(Path(folder) / "pair", 1, pair, student_optimizer)
     load_checkpoint(Path(folder) / "pair", pair, student_optimizer)
     found.append([float(parameter.detach().mean()) for parameter in teacher.parameters()])
-    with pytest.raises(ValueError, match="ranks must save one step, rank 0 saves 2, rank 1 saves 3"):
+    with pytest.raises(
+        ValueError, match="ranks must save one step, rank 0 saves 2, rank 1 saves 3"
+    ):
         save_checkpoint(Path(folder) / "plain", 2 + rank, layers(0))
     with pytest.raises(ValueError, match="step must not be negative, .* got -1") as negative:
         save_checkpoint(Path(folder) / "plain", -1 if rank else 2, layers(0))
     assert negative.value.__notes__ == ["on rank 1"]
     model, optimizer = layers(0), None
     position = {"seen": {1, 2}} if rank else {}
-    with pytest.raises(TypeError if rank else RuntimeError, match="Object of type set is not JSON") as told:
+    with pytest.raises(
+        TypeError if rank else RuntimeError, match="Object of type set is not JSON"
+    ) as told:
         save_checkpoint(Path(folder) / "plain", 2, model, position=position)
     assert rank or str(told.value).startswith("rank 1: TypeError: ")
-    stranger = torch.optim.SGD([nn.Parameter(torch.ones(2, 7))] if rank else model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"the optimizer has a parameter of shape \(2, 7\) that is not the model's"):
+    stranger = torch.optim.SGD(
+        [nn.Parameter(torch.ones(2, 7))] if rank else model.parameters(), lr=0.1
+    )
+    with pytest.raises(
+        ValueError, match=r"the optimizer has a parameter of shape \(2, 7\) that is not the model's"
+    ):
         save_checkpoint(Path(folder) / "plain", 2, model, stranger)
     here = Path(folder) / ("absent" if rank else "plain")
     with pytest.raises(CheckpointError, match="absent holds no complete checkpoint"):
         load_checkpoint(here, model, optimizer)
-    with pytest.raises(CheckpointError, match="must be one folder .* rank 0 finds step-00000001, rank 1 step-00000001"):
+    with pytest.raises(
+        CheckpointError,
+        match="must be one folder .* rank 0 finds step-00000001, rank 1 step-00000001",
+    ):
         load_checkpoint(Path(folder) / ("fsdp" if rank else "plain"), model)
     assert [path.name for path in checkpoints(Path(folder) / "plain")] == ["step-00000001"]
     return found
 
 
 def test_D17_ranks_that_differ_save_rank_0s_buffers_and_fail_together(tmp_path):
-    """One rank wrote the mean, the other the variance, each its own, and so it went with the weights of a part that
-    is neither wrapped nor trained; what failed on one rank left the others waiting until their time-out."""
+    """One rank wrote the mean, the other the variance, each its own, and so it went with the
+    weights of a part that is neither wrapped nor trained; what failed on one rank left the others
+    waiting until their time-out.
+    """
     for found in run_ranks(differ, 2, str(tmp_path), timeout_s=30):
         assert found == [[1.0, 1.0, 1.0]] * 3 + [[1.0] * 6]
 
@@ -603,7 +717,9 @@ class WithWeight(OverlapDDP):
 
 def test_two_parameters_of_one_plain_name_are_refused(tmp_path, alone):
     """The later one took the place of the other."""
-    with pytest.raises(ValueError, match="two tensors would be kept as 'weight': 'weight' and 'module.weight'"):
+    with pytest.raises(
+        ValueError, match="two tensors would be kept as 'weight': 'weight' and 'module.weight'"
+    ):
         save_checkpoint(tmp_path, 1, WithWeight(nn.Linear(2, 2)))
 
 
@@ -621,7 +737,9 @@ def test_a_model_that_is_without_a_saved_parameter_is_refused(tmp_path):
 def test_a_learning_rate_that_is_a_tensor_stays_one(tmp_path):
     """It came back as a float, and a captured step went on with the old one."""
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5), capturable=False, foreach=False)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=torch.tensor(0.5), capturable=False, foreach=False
+    )
     save_checkpoint(tmp_path, 1, model, optimizer)
     optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
     load_checkpoint(tmp_path, model, optimizer)
@@ -634,10 +752,14 @@ def test_a_setting_that_is_no_json_is_refused_by_name(tmp_path, value):
     model = nn.Linear(2, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["schedule"] = value
-    with pytest.raises(ValueError, match="the optimizer's setting 'schedule' must be JSON to be saved, got "):
+    with pytest.raises(
+        ValueError, match="the optimizer's setting 'schedule' must be JSON to be saved, got "
+    ):
         save_checkpoint(tmp_path, 1, model, optimizer)
 
 
 def test_a_lazy_model_is_refused_with_what_to_do(tmp_path):
-    with pytest.raises(ValueError, match="parameter 'weight' has no shape yet: call the module once before"):
+    with pytest.raises(
+        ValueError, match="parameter 'weight' has no shape yet: call the module once before"
+    ):
         save_checkpoint(tmp_path, 1, nn.LazyLinear(2))

@@ -1,7 +1,7 @@
 """Section 7: FSDP against one process, on gloo.
 
-`test_equality.py` has the wide family of models and uses, `test_graded.py` the course's checks; here are its settings,
-what it refuses, memory, precision, and errors.
+`test_equality.py` has the wide family of models and uses, `test_graded.py` the course's checks;
+here are its settings, what it refuses, memory, precision, and errors.
 """
 
 from __future__ import annotations
@@ -55,9 +55,16 @@ def backward(model: nn.Module, step: int, *tensors: Tensor) -> None:
 
 
 def train_both(
-    rank: int, num_ranks: int, single: nn.Module, fsdp: Any, run: Callable[..., None] = backward, *, steps: int = 3
+    rank: int,
+    num_ranks: int,
+    single: nn.Module,
+    fsdp: Any,
+    run: Callable[..., None] = backward,
+    *,
+    steps: int = 3,
 ) -> float:
-    """Train one process's model on whole batches and FSDP's on parts; the largest difference between the weights.
+    """Train one process's model on whole batches and FSDP's on parts; the largest difference
+    between the weights.
 
     `run(model, step, *tensors)` makes forward and backward.
     """
@@ -65,7 +72,11 @@ def train_both(
     for step in range(steps):
         for model, optimizer in zip((single, fsdp), optimizers):
             optimizer.zero_grad()
-            tensors = batch(step) if model is single else tuple(part(one, rank, num_ranks) for one in batch(step))
+            tensors = (
+                batch(step)
+                if model is single
+                else tuple(part(one, rank, num_ranks) for one in batch(step))
+            )
             run(model, step, *tensors)
         fsdp.finish_gradient_synchronization()
         assert fsdp.gathered_units() == []
@@ -77,20 +88,35 @@ def train_both(
 def largest_difference(fsdp: Any, single: nn.Module) -> float:
     full = fsdp.gather_full_params()
     assert list(full) == [name for name, _ in single.named_parameters()]
-    whole = [(full[name].cpu(), parameter.detach().cpu()) for name, parameter in single.named_parameters()]
+    whole = [
+        (full[name].cpu(), parameter.detach().cpu())
+        for name, parameter in single.named_parameters()
+    ]
     # The maximum of a tensor is NaN where one is, Python's need not be.
-    return torch.stack([(ours - expected).abs().max() for ours, expected in whole if expected.numel()]).max().item()
+    return (
+        torch.stack([(ours - expected).abs().max() for ours, expected in whole if expected.numel()])
+        .max()
+        .item()
+    )
 
 
 # Equal to one process, whatever the model and the schedule (D2, D3, D4, D5)
 
 
-SETTINGS = [(how, granularity) for how in ("none", "reentrant", "non_reentrant") for granularity in ("block", "layer")]
+SETTINGS = [
+    (how, granularity)
+    for how in ("none", "reentrant", "non_reentrant")
+    for granularity in ("block", "layer")
+]
 
 
 @TWO_RANKS.check
-def test_D4_D9_in_float32_it_is_bit_equal_to_the_mean_of_the_ranks_gradients(rank: int, num_ranks: int) -> None:
-    """One process averages the gradients of the parts itself: of the whole batch they are another sum."""
+def test_D4_D9_in_float32_it_is_bit_equal_to_the_mean_of_the_ranks_gradients(
+    rank: int, num_ranks: int
+) -> None:
+    """One process averages the gradients of the parts itself: of the whole batch they are another
+    sum.
+    """
 
     def run(model: nn.Module, step: int, tokens: Tensor, targets: Tensor) -> None:
         num_parts = 1 if isinstance(model, FSDP) else num_ranks
@@ -99,7 +125,12 @@ def test_D4_D9_in_float32_it_is_bit_equal_to_the_mean_of_the_ranks_gradients(ran
 
     for how, granularity in SETTINGS:
         blocks = wrap_blocks(seeded(transformer, seed=rank), checkpointing=how)
-        assert train_both(rank, num_ranks, seeded(transformer), FSDP(blocks, granularity=granularity), run) == 0
+        assert (
+            train_both(
+                rank, num_ranks, seeded(transformer), FSDP(blocks, granularity=granularity), run
+            )
+            == 0
+        )
 
 
 def test_D9_a_single_rank_is_one_process(alone_in_a_group):
@@ -145,14 +176,30 @@ def test_D8_D14_D16_what_cannot_be_served_is_refused_by_name(rank: int, num_rank
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
     refused("parameter '0.weight' must have no gradient hooks: FSDP would drop them", hooked)
-    refused("parameter '0.weight' must have no gradient hooks: FSDP never calls them", in_a_sequence, hook_later)
+    refused(
+        "parameter '0.weight' must have no gradient hooks: FSDP never calls them",
+        in_a_sequence,
+        hook_later,
+    )
     message = "parameter 'weight' must not be changed in a forward, as max_norm does"
-    refused(message, lambda: nn.Embedding(5, 4, max_norm=0.5), lambda model: model(torch.tensor([[1, 2]])).sum())
+    refused(
+        message,
+        lambda: nn.Embedding(5, 4, max_norm=0.5),
+        lambda model: model(torch.tensor([[1, 2]])).sum(),
+    )
     message = f"all ranks must run the same modules in the same order: rank {rank}"
     runs, other = ("right", "left") if rank == 0 else ("left", "right")
     refused(f"{message} gathers {runs!r}, rank {1 - rank} gathers {other!r};", branches, differ)
-    refused(f"{message} reduces 'layers.0', rank {1 - rank} reduces", lambda: in_one_block(branches()), differ)
-    refused("create_graph=True is not supported: '0' is freed before", in_a_sequence, differentiate_twice)
+    refused(
+        f"{message} reduces 'layers.0', rank {1 - rank} reduces",
+        lambda: in_one_block(branches()),
+        differ,
+    )
+    refused(
+        "create_graph=True is not supported: '0' is freed before",
+        in_a_sequence,
+        differentiate_twice,
+    )
     message = "'layers.0' must not write into its arguments unless they are torch.bfloat16"
     writes = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
     refused(message, lambda: in_one_block(writes), dtype=torch.bfloat16)
@@ -173,16 +220,24 @@ def test_D5_a_step_that_overflows_on_one_rank_is_skipped_by_all(rank: int, num_r
         model.finish_gradient_synchronization()
         scaler.step(optimizer)
         scaler.update()
-        assert torch.equal(model.gather_full_params()["weight"], before) and scaler.get_scale() == 2.0**15
+        assert (
+            torch.equal(model.gather_full_params()["weight"], before)
+            and scaler.get_scale() == 2.0**15
+        )
 
 
-# After wrapping: weights that are replaced, cast, copied, changed between a forward and its backward (D17)
+# After wrapping: weights that are replaced, cast, copied, changed between a forward and its
+# backward (D17)
 
 
 def in_a_block(**parts: Any) -> nn.Module:
     """A block of one linear layer, and a linear head."""
     block = Net(lambda model, x: model.inner(x).tanh(), inner=nn.Linear(4, 4), **parts)
-    return Net(lambda model, x: model.head(model.layers[0](x)), layers=nn.ModuleList([block]), head=nn.Linear(4, 4))
+    return Net(
+        lambda model, x: model.head(model.layers[0](x)),
+        layers=nn.ModuleList([block]),
+        head=nn.Linear(4, 4),
+    )
 
 
 def replace_weight(model: FSDP) -> None:
@@ -213,7 +268,10 @@ HANDLED: list[tuple[Callable[[FSDP], object], str]] = [
     (replace_weight, "parameter 'head.weight' cannot be replaced once FSDP has wrapped its module"),
     (tie_weights, "parameter 'head.weight' cannot be replaced"),
     (add_a_parameter, "parameter 'head.scale' cannot be added"),
-    (lambda model: weight_norm(model.module.layers[0].inner), "parameter 'layers.0.inner.weight' cannot be removed"),  # type: ignore[union-attr, index]
+    (
+        lambda model: weight_norm(model.module.layers[0].inner),
+        "parameter 'layers.0.inner.weight' cannot be removed",
+    ),  # type: ignore[union-attr, index]
     (call_with_others, "parameter 'layers.0.inner.weight' cannot be replaced"),
     (replace_in_the_forward, "parameter 'head.weight' must not be replaced in a forward"),
     (
@@ -229,7 +287,9 @@ HANDLED: list[tuple[Callable[[FSDP], object], str]] = [
 
 
 def test_attention_in_a_unit_is_remembered_as_anywhere(alone_in_a_group):
-    """FSDP's hooks on saved tensors kept its launches from being replayed, which cost the host a millisecond a call."""
+    """FSDP's hooks on saved tensors kept its launches from being replayed, which cost the host a
+    millisecond a call.
+    """
     seen = []
 
     def run(model: Any, x: Tensor) -> Tensor:
@@ -246,7 +306,9 @@ def test_attention_in_a_unit_is_remembered_as_anywhere(alone_in_a_group):
 
 
 def test_D17_handling_weights_after_wrapping_is_refused_by_name(alone_in_a_group):
-    """A replaced weight, or functional_call's, was ignored; a cast or a copy ended in an error of torch or pickle."""
+    """A replaced weight, or functional_call's, was ignored; a cast or a copy ended in an error of
+    torch or pickle.
+    """
     for handle, message in HANDLED:
         model = FSDP(in_a_block())
         with pytest.raises((RuntimeError, TypeError), match=message):
@@ -261,7 +323,9 @@ def test_D17_handling_that_changes_nothing_is_served(alone_in_a_group):
     model.to("cpu", torch.float32).to(memory_format=torch.channels_last)
     model.half().float()  # rounded, and back in time
     own = dict(model.named_parameters())
-    torch.testing.assert_close(torch.func.functional_call(model, own, (x,)), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        torch.func.functional_call(model, own, (x,)), expected, rtol=1e-2, atol=1e-2
+    )
     copies = copy.deepcopy(list(model.parameters()))  # an average of this rank's rows
     assert [one.shape for one in copies] == [one.shape for one in model.parameters()]
 
@@ -273,7 +337,9 @@ def test_D17_rows_of_a_model_that_is_gone_count_as_no_whole_weight(alone_in_a_gr
     assert whole_of(nn.Parameter(torch.ones(2))) is None
     del model
     gc.collect()
-    with pytest.raises(RuntimeError, match=r"shape \(4, 4\) is a rank's rows of a weight whose FSDP module is gone"):
+    with pytest.raises(
+        RuntimeError, match=r"shape \(4, 4\) is a rank's rows of a weight whose FSDP module is gone"
+    ):
         whole_of(rows)
 
 
@@ -292,8 +358,15 @@ def test_D17_a_step_between_a_forward_and_its_backward_raises_as_in_one_process(
     zero1 = Zero1Optimizer(sharded.parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         step_between(plain, one_process, lambda: None)
-    with pytest.raises(RuntimeError, match=r"parameter 'head.weight' was changed between a forward and its backward"):
-        step_between(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), wrapped.finish_gradient_synchronization)
+    with pytest.raises(
+        RuntimeError,
+        match=r"parameter 'head.weight' was changed between a forward and its backward",
+    ):
+        step_between(
+            wrapped,
+            torch.optim.SGD(wrapped.parameters(), lr=0.1),
+            wrapped.finish_gradient_synchronization,
+        )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         step_between(sharded, zero1, lambda: None)
 
@@ -301,7 +374,9 @@ def test_D17_a_step_between_a_forward_and_its_backward_raises_as_in_one_process(
 def test_D17_a_step_between_of_what_the_backward_does_not_need_is_no_error(alone_in_a_group):
     gradients = []
     for model in (seeded(in_a_block), FSDP(seeded(in_a_block))):
-        bias = [parameter for name, parameter in model.named_parameters() if name.endswith("inner.bias")]
+        bias = [
+            parameter for name, parameter in model.named_parameters() if name.endswith("inner.bias")
+        ]
         optimizer = torch.optim.SGD(bias, lr=0.1)
         step_between(model, optimizer, partial(finish, model))
         finish(model)
@@ -310,7 +385,9 @@ def test_D17_a_step_between_of_what_the_backward_does_not_need_is_no_error(alone
 
 
 def test_D17_a_recomputation_after_a_step_sees_the_new_weights(alone_in_a_group):
-    """As in one process; the last blocks stay gathered for the backward, with the weights of before the step."""
+    """As in one process; the last blocks stay gathered for the backward, with the weights of before
+    the step.
+    """
     weights = []
     for wrap in (lambda module: module, FSDP):
         model = wrap(wrap_blocks(seeded(transformer), checkpointing="non_reentrant"))
@@ -329,7 +406,9 @@ def test_D17_a_recomputation_after_a_step_sees_the_new_weights(alone_in_a_group)
     torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
-def test_D17_what_a_block_changes_in_place_after_saving_it_raises_as_in_one_process(alone_in_a_group):
+def test_D17_what_a_block_changes_in_place_after_saving_it_raises_as_in_one_process(
+    alone_in_a_group,
+):
     """Saved-tensor hooks switch off autograd's own check."""
 
     def run(model: Any, x: Tensor) -> Tensor:
@@ -363,7 +442,9 @@ class Counted(dict[str, int]):
 
 
 def test_D18_a_block_may_refer_to_large_and_foreign_objects(alone_in_a_group):
-    """A vocabulary of 200,000 cost 340 ms in each forward; modules of Python in an attribute were a crash."""
+    """A vocabulary of 200,000 cost 340 ms in each forward; modules of Python in an attribute were a
+    crash.
+    """
     vocabulary = Counted({str(index): index for index in range(200_000)})
     parts = {
         "vocabulary": vocabulary,
@@ -393,11 +474,16 @@ def test_D18_a_block_may_refer_to_large_and_foreign_objects(alone_in_a_group):
 
 def test_D14_an_output_that_is_computed_later_is_refused(alone_in_a_group):
     model = FSDP(Net(lambda model, x: map(model.inner, x), inner=nn.Linear(4, 4)))
-    with pytest.raises(TypeError, match="forward must return what it has computed, got a map, which computes later"):
-        model(torch.ones(2, 4))
-    hidden = in_one_block(Net(lambda model, x: SimpleOutput(model.weight), weight=nn.Parameter(torch.ones(4, 4))))
     with pytest.raises(
-        RuntimeError, match="'layers.0' must not return its weights, which are freed, in a SimpleOutput"
+        TypeError, match="forward must return what it has computed, got a map, which computes later"
+    ):
+        model(torch.ones(2, 4))
+    hidden = in_one_block(
+        Net(lambda model, x: SimpleOutput(model.weight), weight=nn.Parameter(torch.ones(4, 4)))
+    )
+    with pytest.raises(
+        RuntimeError,
+        match="'layers.0' must not return its weights, which are freed, in a SimpleOutput",
     ):
         FSDP(hidden)(torch.ones(2, 4))
 
@@ -412,13 +498,17 @@ def test_D14_errors_of_torch_say_what_fsdp_has_to_do_with_them(alone_in_a_group)
         return torch.func.grad(lambda y: model.inner(y).sum())(x)
 
     model = FSDP(in_one_block(Net(differentiate, inner=nn.Linear(4, 4))))
-    with pytest.raises(RuntimeError, match="saved tensor hooks(.|\n)*FSDP has such hooks while 'layers.0' runs"):
+    with pytest.raises(
+        RuntimeError, match="saved tensor hooks(.|\n)*FSDP has such hooks while 'layers.0' runs"
+    ):
         model(torch.ones(2, 4))
     blur = Net(
         lambda model, x: nn.functional.conv1d(model.inner(x)[:, None], model.kernel),
         inner=nn.Linear(4, 4), kernel=nn.Buffer(torch.ones(1, 1, 3)),
     )  # fmt: skip
-    with pytest.raises(RuntimeError, match=r"casts no buffers: cast 'layers.0.kernel' in the forward, or before"):
+    with pytest.raises(
+        RuntimeError, match=r"casts no buffers: cast 'layers.0.kernel' in the forward, or before"
+    ):
         FSDP(in_one_block(blur), torch.bfloat16)(torch.ones(2, 4))
 
 
@@ -434,10 +524,16 @@ def stack(*widths: int) -> Any:
             x = layer(x[:, :1].expand(-1, layer.in_features)).tanh()
         return x
 
-    return Net(run, layers=nn.ModuleList(nn.Linear(width, width) for width in widths), order=range(len(widths)))
+    return Net(
+        run,
+        layers=nn.ModuleList(nn.Linear(width, width) for width in widths),
+        order=range(len(widths)),
+    )
 
 
-def part_in_the_fifth_step(rank: int, num_ranks: int, widths: tuple[int, ...], order: list[int]) -> None:
+def part_in_the_fifth_step(
+    rank: int, num_ranks: int, widths: tuple[int, ...], order: list[int]
+) -> None:
     model = FSDP(stack(*widths))
     for step in range(6):
         if step == 4 and rank == 1:
@@ -452,7 +548,9 @@ def part_in_the_fifth_step(rank: int, num_ranks: int, widths: tuple[int, ...], o
     ids=["another order of the same shapes", "the last of other shapes left out"],
 )
 def test_D6_ranks_that_part_after_the_first_steps_are_told_where(widths, order):
-    """With the same shapes they mixed weights in silence, with others they hung until the time-out or were killed."""
+    """With the same shapes they mixed weights in silence, with others they hung until the time-out
+    or were killed.
+    """
     with pytest.raises(
         RankError, match="all ranks must run the same modules in the same order: rank .* 'layers."
     ) as caught:
@@ -469,7 +567,9 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 @TWO_RANKS.check
-def test_D12_no_more_than_the_current_and_two_gathered_units_have_memory(rank: int, num_ranks: int) -> None:
+def test_D12_no_more_than_the_current_and_two_gathered_units_have_memory(
+    rank: int, num_ranks: int
+) -> None:
     """Whenever a block computes, in forward and backward of the second step."""
     fsdp = FSDP(seeded(transformer))
     seen: list[list[str]] = []
@@ -481,15 +581,18 @@ def test_D12_no_more_than_the_current_and_two_gathered_units_have_memory(rank: i
     loss = token_loss(fsdp, tokens, targets)
     assert fsdp.gathered_units() == ["layers.3", "lm_head"]
     loss.backward()
-    assert seen[:4] == [[f"layers.{i}", f"layers.{i + 1}"] for i in range(3)] + [["layers.3", "lm_head"]]
+    assert seen[:4] == [[f"layers.{i}", f"layers.{i + 1}"] for i in range(3)] + [
+        ["layers.3", "lm_head"]
+    ]
     assert len(seen) == 8 and max(map(len, seen)) == 2
     assert fsdp.gathered_units() == [] and {unit._memory.nbytes() for unit in fsdp.units} == {0}
 
 
 WIDE = replace(TINY, d_model=64, d_ff=256, num_layers=6)
 WIDE_BLOCK = 4 * 64 * 64 + 3 * 64 * 256  # elements of a block's matrices
-# Beside the shards and all their gradients, by (compute, reduce dtype): a gathered block, the whole gradients of two,
-# the float32 copy of one that is averaged so, its result; less the shard's gradients of the one not reduced yet.
+# Beside the shards and all their gradients, by (compute, reduce dtype): a gathered block, the whole
+# gradients of two, the float32 copy of one that is averaged so, its result; less the shard's
+# gradients of the one not reduced yet.
 BACKWARD_BLOCKS: dict[tuple[torch.dtype | None, torch.dtype | None], float] = {
     (None, None): 3.0,
     (torch.bfloat16, None): 1.25,
@@ -499,7 +602,9 @@ LITTLE = 0.2  # of a block's float32 bytes: activations, norms, rotary tables, e
 
 
 def without_transport() -> ExitStack:
-    """Every rank for itself: gloo's threads hold what they sent longer than FSDP does, on a busy host much longer."""
+    """Every rank for itself: gloo's threads hold what they sent longer than FSDP does, on a busy
+    host much longer.
+    """
 
     def gather(outputs: list[Tensor], inputs: list[Tensor], group: Any) -> list[Any]:
         for output, own in zip(outputs, inputs):
@@ -511,13 +616,17 @@ def without_transport() -> ExitStack:
             output.copy_(own[: output.shape[0]])
 
     patches = ExitStack()
-    patches.enter_context(patch("cs336_systems.distributed.fsdp.wrapper.broadcast_from_first", lambda *_: None))
+    patches.enter_context(
+        patch("cs336_systems.distributed.fsdp.wrapper.broadcast_from_first", lambda *_: None)
+    )
     patches.enter_context(patch("cs336_systems.distributed.fsdp.unit.gather_rows", gather))
     patches.enter_context(patch("cs336_systems.distributed.fsdp.reduce.reduce_rows_mean", reduce))
     return patches
 
 
-def count_live_block(compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> tuple[float, ...]:
+def count_live_block(
+    compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> tuple[float, ...]:
     """Peaks of construction, forward and backward above what stays, in a block's float32 bytes."""
     gc.collect()
     model = on_meta(lambda: TransformerLM.from_config(WIDE))
@@ -547,15 +656,19 @@ def test_D12_memory_beyond_the_shards_is_bounded_in_blocks(rank: int, num_ranks:
         with without_transport():
             construction, forward, backward = count_live_block(*dtypes)
         gathered = 1.0 if dtypes[0] is None else 0.5  # a whole block in the compute dtype
-        # Matrices of a quarter block: one whole, with its draw and its rows, and the one before until it is freed.
+        # Matrices of a quarter block: one whole, with its draw and its rows, and the one before
+        # until it is freed.
         # A block at a time would be two: whole, its rows, and the place for the gather.
         assert construction <= 1.25
-        assert forward <= 2 * gathered + LITTLE  # the one that runs and the next one; their gather needs no copy
+        # the one that runs and the next one; their gather needs no copy
+        assert forward <= 2 * gathered + LITTLE
         assert backward <= backward_blocks + LITTLE
 
 
 @TWO_RANKS.check
-def test_a_model_built_on_the_meta_device_draws_what_the_constructor_draws(rank: int, num_ranks: int) -> None:
+def test_a_model_built_on_the_meta_device_draws_what_the_constructor_draws(
+    rank: int, num_ranks: int
+) -> None:
     model = on_meta(transformer)
     torch.manual_seed(0)
     fsdp = FSDP(model, device="cpu")
@@ -567,7 +680,9 @@ def test_a_model_built_on_the_meta_device_draws_what_the_constructor_draws(rank:
 
 
 @THREE_RANKS.check
-def test_D2_D3_rows_are_split_exactly_and_replicated_parameters_are_not(rank: int, num_ranks: int) -> None:
+def test_D2_D3_rows_are_split_exactly_and_replicated_parameters_are_not(
+    rank: int, num_ranks: int
+) -> None:
     """Tied, frozen, 0-d and empty parameters, a buffer, and ranks without a row."""
     fsdp = FSDP(seeded(awkward, seed=rank))
     shapes = {name: tuple(parameter.shape) for name, parameter in fsdp.module.named_parameters()}
@@ -580,15 +695,23 @@ def test_D2_D3_rows_are_split_exactly_and_replicated_parameters_are_not(rank: in
     doubled = {name: 2 * value for name, value in full.items()}
     fsdp.load_full_params(doubled)
     torch.testing.assert_close(fsdp.gather_full_params(), doubled, rtol=0, atol=0)
-    with pytest.raises(ValueError, match=r"full must hold 'inner.weight' of shape \(7, 5\), it is missing"):
-        fsdp.load_full_params({name: value for name, value in full.items() if name != "inner.weight"})
-    with pytest.raises(ValueError, match=r"full must hold 'inner.weight' of shape \(7, 5\), got \(3, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"full must hold 'inner.weight' of shape \(7, 5\), it is missing"
+    ):
+        fsdp.load_full_params(
+            {name: value for name, value in full.items() if name != "inner.weight"}
+        )
+    with pytest.raises(
+        ValueError, match=r"full must hold 'inner.weight' of shape \(7, 5\), got \(3, 5\)"
+    ):
         fsdp.load_full_params({**full, "inner.weight": torch.zeros(3, 5)})
 
 
 def test_D3_chunks_cover_every_row_once():
     for rows, num_ranks in product((0, 1, 2, 3, 7, 8, 100), (1, 2, 3, 4)):
-        owned = [row for rank in range(num_ranks) for row in range(rows)[own_rows(rows, rank, num_ranks)]]
+        owned = [
+            row for rank in range(num_ranks) for row in range(rows)[own_rows(rows, rank, num_ranks)]
+        ]
         assert owned == list(range(rows))
         assert num_ranks * chunk_rows(rows, num_ranks) - rows < num_ranks
 
@@ -597,11 +720,15 @@ def test_D3_chunks_cover_every_row_once():
 
 
 @TWO_RANKS.check
-def test_D5_masters_stay_float32_and_a_norm_that_overflows_is_known_to_all(rank: int, num_ranks: int) -> None:
+def test_D5_masters_stay_float32_and_a_norm_that_overflows_is_known_to_all(
+    rank: int, num_ranks: int
+) -> None:
     dtypes = set()
     for reduce_dtype in (None, torch.float32):
         fsdp = FSDP(seeded(transformer), torch.bfloat16, reduce_dtype=reduce_dtype)
-        fsdp.module.layers[1].register_forward_hook(lambda _module, _args, output: dtypes.add(output.dtype))
+        fsdp.module.layers[1].register_forward_hook(
+            lambda _module, _args, output: dtypes.add(output.dtype)
+        )
         optimizer = AdamW(fsdp.parameters(), lr=1e-3)
         losses = []
         for _ in range(8):
@@ -612,9 +739,14 @@ def test_D5_masters_stay_float32_and_a_norm_that_overflows_is_known_to_all(rank:
             optimizer.step()
         assert losses[-1] < losses[0]
         assert {parameter.dtype for parameter in fsdp.parameters()} == {torch.float32}
-        rows = [parameter.grad for unit in fsdp.units for parameter in (weight.shard for weight in unit.weights)]
+        rows = [
+            parameter.grad
+            for unit in fsdp.units
+            for parameter in (weight.shard for weight in unit.weights)
+        ]
         rounded = all(torch.equal(row, row.bfloat16().float()) for row in rows)
-        assert rounded == (reduce_dtype is None)  # means of float32 are not rounded to the compute dtype
+        # means of float32 are not rounded to the compute dtype
+        assert rounded == (reduce_dtype is None)
     assert dtypes == {torch.bfloat16}
     if rank == 0:
         fsdp.units[1].weights[0].shard.grad[0, 0] = float("inf")
@@ -634,8 +766,12 @@ def test_compiled_blocks_train_like_one_process():
 
 
 @TWO_RANKS.check
-def test_D17_a_compiled_wrapper_trains_as_one_process_and_compiles_once(rank: int, num_ranks: int) -> None:
-    """Its hooks were traced: ranks told each other falsely that they had parted, or compiled anew in each step."""
+def test_D17_a_compiled_wrapper_trains_as_one_process_and_compiles_once(
+    rank: int, num_ranks: int
+) -> None:
+    """Its hooks were traced: ranks told each other falsely that they had parted, or compiled anew
+    in each step.
+    """
     single, fsdp = seeded(transformer), FSDP(seeded(transformer))
     counter = CompileCounter()
     compiled = torch.compile(fsdp, backend=counter)
@@ -661,7 +797,14 @@ def branches() -> Any:
         return model.out(x * model.gain if model.use_gain else x)
 
     layers = {"left": nn.Linear(4, 4), "right": nn.Linear(4, 4), "out": nn.Linear(4, 1)}
-    return Net(run, **layers, gain=nn.Parameter(torch.ones(4)), use_left=True, use_right=False, use_gain=True)
+    return Net(
+        run,
+        **layers,
+        gain=nn.Parameter(torch.ones(4)),
+        use_left=True,
+        use_right=False,
+        use_gain=True,
+    )
 
 
 @TWO_RANKS.check
@@ -674,7 +817,9 @@ def test_D1_unused_weights_keep_no_gradient_and_hang_nobody(rank: int, num_ranks
     assert fsdp.module.gain.grad is not None and fsdp.module.gain.grad.abs().max() > 0
 
 
-def take_every_form(model: Any, x: Tensor, pair: Any, *, factor: Tensor, seen: list[torch.dtype]) -> Tensor:
+def take_every_form(
+    model: Any, x: Tensor, pair: Any, *, factor: Tensor, seen: list[torch.dtype]
+) -> Tensor:
     seen += [x.dtype, pair[0].dtype, factor.dtype]
     return (x * factor + pair[0]) @ model.weight
 
@@ -694,11 +839,19 @@ def test_D16_optimizers_that_would_move_no_rows_or_move_them_wrongly_are_refused
     wrapped = FSDP(plain)
     wrapped(torch.ones(2, 4)).sum().backward()
     wrapped.finish_gradient_synchronization()
-    with pytest.raises(ValueError, match="parameters from before FSDP cut them: build it after wrapping"):
+    with pytest.raises(
+        ValueError, match="parameters from before FSDP cut them: build it after wrapping"
+    ):
         before.step()
     optimizer = torch.optim.Adafactor(wrapped.parameters())
-    for step in (optimizer.step, optimizer.step, torch.compile(lambda: optimizer.step(), backend="eager")):
-        with pytest.raises(ValueError, match="Adafactor does not update a weight element by element, so it and its"):
+    for step in (
+        optimizer.step,
+        optimizer.step,
+        torch.compile(lambda: optimizer.step(), backend="eager"),
+    ):
+        with pytest.raises(
+            ValueError, match="Adafactor does not update a weight element by element, so it and its"
+        ):
             step()
 
 
@@ -707,13 +860,17 @@ def test_D16_optimizers_that_would_move_no_rows_or_move_them_wrongly_are_refused
 
 @TWO_RANKS.check
 def test_D12_surprises_do_not_widen_the_window(rank: int, num_ranks: int) -> None:
-    """After an early exit six units were once gathered at a time: those of the wrong guesses stayed."""
+    """After an early exit six units were once gathered at a time: those of the wrong guesses
+    stayed.
+    """
     for how in ("early exit", "another order", "two forwards"):
         single, inner = seeded(transformer), seeded(transformer)
         fsdp = FSDP(inner, granularity="layer")
         events = watch(fsdp)
 
-        def run(model: nn.Module, step: int, *tensors: Tensor, how: str = how, inner: Any = inner) -> None:
+        def run(
+            model: nn.Module, step: int, *tensors: Tensor, how: str = how, inner: Any = inner
+        ) -> None:
             transformer: Any = inner if isinstance(model, FSDP) else model
             layers = transformer.layers
             if how == "early exit" and step == 2:
@@ -734,14 +891,28 @@ def test_D12_surprises_do_not_widen_the_window(rank: int, num_ranks: int) -> Non
 
 
 BAD: list[tuple[Callable[[], object], str]] = [
-    (lambda: FSDP(nn.Linear(3, 3), torch.int8), "compute_dtype must be a floating-point dtype, got torch.int8"),
-    (lambda: FSDP(nn.Linear(3, 3), reduce_dtype="float16"), "reduce_dtype must be a floating-point dtype"),  # type: ignore[arg-type]
-    (lambda: FSDP(nn.Linear(3, 3), granularity="row"), "granularity must be one of block, layer, got 'row'"),  # type: ignore[arg-type]
-    (lambda: wrap_blocks(transformer(), checkpointing="full"), "checkpointing must be one of none, reentrant, non_re"),  # type: ignore[arg-type]
+    (
+        lambda: FSDP(nn.Linear(3, 3), torch.int8),
+        "compute_dtype must be a floating-point dtype, got torch.int8",
+    ),
+    (
+        lambda: FSDP(nn.Linear(3, 3), reduce_dtype="float16"),
+        "reduce_dtype must be a floating-point dtype",
+    ),  # type: ignore[arg-type]
+    (
+        lambda: FSDP(nn.Linear(3, 3), granularity="row"),
+        "granularity must be one of block, layer, got 'row'",
+    ),  # type: ignore[arg-type]
+    (
+        lambda: wrap_blocks(transformer(), checkpointing="full"),
+        "checkpointing must be one of none, reentrant, non_re",
+    ),  # type: ignore[arg-type]
     (lambda: wrap_blocks(nn.Linear(3, 3)), "model must hold its blocks in an nn.ModuleList"),
     (lambda: FSDP(nn.Linear(3, 3)).clip_grad_norm_(0), "max_norm must be positive, got 0"),
     (
-        lambda: FSDP(on_meta(lambda: nn.Sequential(Net(None, weight=nn.Parameter(torch.ones(2, 2)))))),  # type: ignore[arg-type]
+        lambda: FSDP(
+            on_meta(lambda: nn.Sequential(Net(None, weight=nn.Parameter(torch.ones(2, 2)))))
+        ),  # type: ignore[arg-type]
         "module '0' was built on the meta device and has no reset_parameters",
     ),
     (

@@ -33,10 +33,20 @@ from tests.one_job import OneJob
 from tests.sharding_models import TINY
 from tests.test_records import RUN, gpu_record
 
-COVERS = ("cs336_systems/attention", "cs336_systems/distributed", "cs336_systems/model", "tests/sharding_models.py")
+COVERS = (
+    "cs336_systems/attention",
+    "cs336_systems/distributed",
+    "cs336_systems/model",
+    "tests/sharding_models.py",
+)
 CPU = RunConfig(scale="tiny", device="cpu")
 SMALL = LongStepCase(
-    model=replace(TINY, name="8b-small"), batch=2, num_ranks=2, backend="gloo", attention="sdpa", chunk_tokens=5
+    model=replace(TINY, name="8b-small"),
+    batch=2,
+    num_ranks=2,
+    backend="gloo",
+    attention="sdpa",
+    chunk_tokens=5,
 )
 PURE = replace(
     SMALL, precision=Precision(parameters="bfloat16"), recompute="after_attention", wide_blocks=TINY.num_layers
@@ -52,7 +62,10 @@ def loss_and_gradients(rank: int, num_ranks: int, implementation: str, recompute
     for parameter, value in zip(single.parameters(), step.full_parameters()):
         parameter.data.copy_(value)
     total = step.forward_backward()
-    batches = [token_batch(SMALL.model, SMALL.batch, device="cpu", seed=CPU.seed + one) for one in range(num_ranks)]
+    batches = [
+        token_batch(SMALL.model, SMALL.batch, device="cpu", seed=CPU.seed + one)
+        for one in range(num_ranks)
+    ]
     tokens, targets = (torch.cat(parts) for parts in zip(*batches))
     loss = cross_entropy(single(tokens), targets)
     loss.backward()
@@ -92,7 +105,9 @@ def test_a_loss_that_leaves_tokens_out_is_not_timed(rank: int, num_ranks: int) -
 
 
 @TWO_RANKS.check
-def test_the_head_is_gathered_once_for_all_chunks_forward_and_backward(rank: int, num_ranks: int) -> None:
+def test_the_head_is_gathered_once_for_all_chunks_forward_and_backward(
+    rank: int, num_ranks: int
+) -> None:
     step = LongStep("fsdp", SMALL, CPU, rank)
     step.train_step()
     gathered: list[str] = []
@@ -124,18 +139,24 @@ def test_the_predicted_peak_is_near_what_a_step_allocates(rank: int, num_ranks: 
 def test_the_8b_step_fits_two_h200_only_without_its_logits():
     model, h200 = MODEL_SIZES["8b"], 139 * 2**30
     options: dict[str, Any] = {"attention": "hopper", "num_ranks": 2, "reduce_dtype": "float32"}
-    case = LongStepCase(model=model, batch=1, backend="nccl", precision=Precision(autocast="bfloat16"), **options)
+    case = LongStepCase(
+        model=model, batch=1, backend="nccl", precision=Precision(autocast="bfloat16"), **options
+    )
     plans = {
         recompute: long_step_bytes(replace(case, recompute=recompute))
         for recompute in ("nothing", "after_attention", "around_attention", "block")
     }
     assert not plans["nothing"].fits(h200)
-    assert all(plans[name].fits(h200, usable=0.85) for name in ("after_attention", "around_attention", "block"))
+    assert all(
+        plans[name].fits(h200, usable=0.85)
+        for name in ("after_attention", "around_attention", "block")
+    )
     whole = fsdp_case_bytes(case, checkpointing=True)
     assert not whole.fits(h200) and whole.loss > 40 * 2**30 > 8 * plans["block"].loss * 0.9
     width = model.context_length * model.d_model * 2
     kept = plans["around_attention"].activations - plans["block"].activations
-    assert kept / (33 * 4 * width) == pytest.approx(1, abs=0.01)  # q, k, v and the output of all blocks but one
+    # q, k, v and the output of all blocks but one
+    assert kept / (33 * 4 * width) == pytest.approx(1, abs=0.01)
 
 
 # Cells
@@ -153,24 +174,37 @@ def test_the_handouts_cells_are_the_leaderboards():
         (1, 2, "fsdp"), (1, 2, "torch_fsdp")
     }  # fmt: skip
     masters, pure, first, second = cells[:4]
-    assert (first.implementation, second.implementation) == ("fsdp", "torch_fsdp") and first.case == second.case
+    assert (first.implementation, second.implementation) == (
+        "fsdp",
+        "torch_fsdp",
+    ) and first.case == second.case
     assert masters.case.precision == Precision(autocast="bfloat16")
-    assert pure.case.precision == Precision(parameters="bfloat16") and pure.case.reduce_dtype is None
+    assert (
+        pure.case.precision == Precision(parameters="bfloat16") and pure.case.reduce_dtype is None
+    )
     assert 34 > pure.case.wide_blocks > masters.case.wide_blocks > 0
     for case in (masters.case, pure.case):
         one_more = replace(case, wide_blocks=case.wide_blocks + 1)
         assert case.predicted_bytes <= 0.97 * 150_109_880_320 < long_step_bytes(one_more).peak
-    assert {cell.case.recompute for cell in cells} == {"around_attention", "after_attention", "block"}
+    assert {cell.case.recompute for cell in cells} == {
+        "around_attention",
+        "after_attention",
+        "block",
+    }
     assert {cell.case.compiled for cell in cells} == {True, False}
     assert 100 * 2**30 < first.predicted_bytes < 139 * 2**30
-    assert {"peak_memory", "start_time", "communication_time"} <= {row.quantity for row in first.rows}
+    assert {"peak_memory", "start_time", "communication_time"} <= {
+        row.quantity for row in first.rows
+    }
 
 
 @pytest.mark.slow
 def test_a_measured_cell_keeps_its_promises():
     cell = long_step_cell(SMALL, "fsdp")
     found = list(LEADERBOARD.measure(cell, CPU))
-    assert [measurement.row for measurement in found] != [] and {one.row for one in found} == set(cell.rows)
+    assert [measurement.row for measurement in found] != [] and {one.row for one in found} == set(
+        cell.rows
+    )
     by_name = {measurement.row.quantity: measurement for measurement in found}
     assert len(by_name["time"].samples) == leaderboard_2026.STEPS["tiny"]
     error = by_name["time"].error
@@ -182,7 +216,9 @@ def test_a_measured_cell_keeps_its_promises():
 
 
 def check_both_on_gpus(rank: int, num_ranks: int) -> list[float]:
-    """Compiled, in bfloat16, with the attention that the handout's cells would have: errors over their bounds."""
+    """Compiled, in bfloat16, with the attention that the handout's cells would have: errors over
+    their bounds.
+    """
     run = RunConfig(scale="smoke", device="cuda")
     listed = LEADERBOARD.cells(run)
     return [check_long_step(cell.implementation, cell.case, run, rank) for cell in listed]
@@ -201,8 +237,14 @@ def test_the_share_of_the_peak_is_the_devices_own():
     found = {}
     for name, backend in (("NVIDIA H200", "nccl"), ("NVIDIA A10", "nccl"), ("a processor", "gloo")):
         device = {"name": name, "kind": "cpu" if backend == "gloo" else "cuda"}
-        record = gpu_record("leaderboard_2026", replace(SMALL, backend=backend), "fsdp", [1.0], mode="train_step")
+        record = gpu_record(
+            "leaderboard_2026", replace(SMALL, backend=backend), "fsdp", [1.0], mode="train_step"
+        )
         record = structs.replace(record, run=structs.replace(RUN, device=device))
         (row,) = load_frame(LEADERBOARD, [record]).to_dict("records")
         found[name] = (row["tflops"] > 0, row["of_peak"] > 0)
-    assert found == {"NVIDIA H200": (True, True), "NVIDIA A10": (True, False), "a processor": (False, False)}
+    assert found == {
+        "NVIDIA H200": (True, True),
+        "NVIDIA A10": (True, False),
+        "a processor": (False, False),
+    }

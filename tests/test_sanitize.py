@@ -1,4 +1,6 @@
-"""tools/sanitize.py and what it runs: every shipped configuration is called, and what a sanitizer says is judged."""
+"""tools/sanitize.py and what it runs: every shipped configuration is called, and what a sanitizer
+says is judged.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +44,22 @@ def test_every_row_of_a_table_is_called(target, dtype):
     rows = [row for (_, width, _), row in TABLES[target].items() if width == DTYPES[dtype]]
     shipped = {config.name: config for row in rows for config in row.configs}
     called = {
-        family: {name for case in cases(target, [family], [dtype]) for name in case.configs} for family in FAMILIES
+        family: {name for case in cases(target, [family], [dtype]) for name in case.configs}
+        for family in FAMILIES
     }
     for family in GROUPS["triton"]:
         assert called[family] == set(shipped), family
     for family in GROUPS["split"]:
-        assert called[family] == {name for name, config in shipped.items() if config.kernel == "forward"}, family
+        assert called[family] == {
+            name for name, config in shipped.items() if config.kernel == "forward"
+        }, family
     schedules = [schedule for schedules in SCHEDULES.values() for schedule in schedules]
-    dense, packed = ({one.name(order) for one in schedules for order in orders} for orders in (ORDERS, UNPAIRED))
-    small, large = ({f"hopper_forward_{rows}x128_{order}" for order in UNPAIRED} for rows in (64, 128))
+    dense, packed = (
+        {one.name(order) for one in schedules for order in orders} for orders in (ORDERS, UNPAIRED)
+    )
+    small, large = (
+        {f"hopper_forward_{rows}x128_{order}" for order in UNPAIRED} for rows in (64, 128)
+    )
     for family in (*GROUPS["hopper"], *GROUPS["hopper_masked"]):
         expected = packed if "varlen" in family else {"deterministic", "atomic", "parts", *dense}
         if "blocks" in family:
@@ -77,7 +86,9 @@ def run_tool(sanitizer, *options, **environment):
         command, cwd=ROOT, capture_output=True, text=True, timeout=300,
         env={"PYTHONPATH": ".", "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]} | environment,
     )  # fmt: skip
-    return done, [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    return done, [
+        json.loads(line) for line in record.read_text().splitlines()
+    ] if record.exists() else []
 
 
 @pytest.mark.slow
@@ -97,12 +108,17 @@ def test_what_a_tool_finds_decides_the_exit_code_and_is_shown(sanitizer):
     found = "========= Invalid __global__ read\n" * 3
     done, (oracle, memcheck) = run_tool(sanitizer, "--tools", "memcheck", FINDS_MEMCHECK=found)
     assert done.returncode == 1 and oracle["errors"] == 0 and memcheck["errors"] == 3
-    assert "memcheck: NOT CLEAN: 1 calls, 3 errors" in done.stdout and "Invalid __global__ read" in done.stdout
+    assert (
+        "memcheck: NOT CLEAN: 1 calls, 3 errors" in done.stdout
+        and "Invalid __global__ read" in done.stdout
+    )
 
 
 def test_racecheck_judges_the_triton_kernels_alone():
     assert list(FAMILIES) == sanitize.FAMILIES
-    assert [*sanitize.JUDGED_BY_RACECHECK] == [family for family in FAMILIES if "hopper" not in family]
+    assert [*sanitize.JUDGED_BY_RACECHECK] == [
+        family for family in FAMILIES if "hopper" not in family
+    ]
 
 
 def compile_ptx(name: str) -> str:
@@ -117,11 +133,19 @@ def compile_ptx(name: str) -> str:
 @pytest.mark.slow
 def test_specialised_warps_take_what_they_share_in_order():
     """All kernels that ship; and that they do is seen: it is not without any one of their barriers."""
-    reports = pytest.importorskip("cs336_systems.compiler.hopper_reports", reason="no Gluon for Hopper in this triton")
+    reports = pytest.importorskip(
+        "cs336_systems.compiler.hopper_reports", reason="no Gluon for Hopper in this triton"
+    )
     names = list(map(repr, reports.shipped_hopper_kernels()))
     compiled = dict(compile_all(names, compile_ptx, jobs=2))
-    assert {name: ptx and disorder(ptx) for name, ptx in compiled.items()} == {name: [] for name in names}
-    ring = compiled[next(name for name in names if "kernel='backward'" in name and "deterministic=False" in name)]
+    assert {name: ptx and disorder(ptx) for name, ptx in compiled.items()} == {
+        name: [] for name in names
+    }
+    ring = compiled[
+        next(
+            name for name in names if "kernel='backward'" in name and "deterministic=False" in name
+        )
+    ]
     for barrier, complaint in {
         "mbarrier.try_wait": "no wait before", "bar.warp.sync": "nothing between st.shared",
         "bar.sync": "nothing between ld.shared", "barrier.sync": "no barrier of all around",

@@ -1,4 +1,6 @@
-"""Communication on paper: rings against sums, closed forms against simulation, predictions against their limits."""
+"""Communication on paper: rings against sums, closed forms against simulation, predictions against
+their limits.
+"""
 
 import math
 from functools import partial
@@ -15,7 +17,9 @@ from cs336_systems.analysis.simulate import Weights, simulate
 from cs336_systems.analysis.traffic import SCHEMES, bytes_sent, num_elements, parameters
 from cs336_systems.config import MODEL_SIZES, ModelConfig
 
-SMALL = ModelConfig(name="tiny", d_model=32, d_ff=96, num_layers=3, num_heads=4, vocab_size=120, context_length=64)
+SMALL = ModelConfig(
+    name="tiny", d_model=32, d_ff=96, num_layers=3, num_heads=4, vocab_size=120, context_length=64
+)
 HEAD = SMALL.vocab_size * SMALL.d_model
 BLOCK = 4 * SMALL.d_model**2 + 3 * SMALL.d_model * SMALL.d_ff
 LAYER = FeedForward(tokens=65_536, d_model=4096, d_ff=11_008)
@@ -29,7 +33,10 @@ MODES = ("forward", "backward")
 
 
 def buffers_of(num_ranks: int, length: int) -> list[list[int]]:
-    return [[(rank + 1) * 1000 + element * element for element in range(length)] for rank in range(num_ranks)]
+    return [
+        [(rank + 1) * 1000 + element * element for element in range(length)]
+        for rank in range(num_ranks)
+    ]
 
 
 def column_sums(buffers: list[list[int]]) -> list[int]:
@@ -57,17 +64,23 @@ def test_reduce_scatter_and_all_gather_keep_each_ranks_chunk(num_ranks: int):
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_simulated_rings_take_the_closed_forms_time(num_ranks: int):
-    """Where N divides the buffer, exactly: 2(N - 1)/N · S/W, and (N - 1) · S/W of the alternate ring."""
+    """Where N divides the buffer, exactly: 2(N - 1)/N · S/W, and (N - 1) · S/W of the alternate
+    ring.
+    """
     length, element_bytes, rate = 16 * num_ranks, 2, 10.0
     size = length * element_bytes
     _, ring = rings.ring_all_reduce(buffers_of(num_ranks, length))
     _, alternate = rings.alternate_ring_all_reduce(buffers_of(num_ranks, length))
     assert ring.steps == 2 * (num_ranks - 1)
     assert alternate.steps == num_ranks - 1
-    assert ring.seconds(rate, element_bytes) == pytest.approx(rings.all_reduce_seconds(size, num_ranks, rate))
+    assert ring.seconds(rate, element_bytes) == pytest.approx(
+        rings.all_reduce_seconds(size, num_ranks, rate)
+    )
     expected = rings.alternate_all_reduce_seconds(size, num_ranks, rate)
     assert alternate.seconds(rate, element_bytes) == pytest.approx(expected)
-    assert expected == pytest.approx(num_ranks / 2 * rings.all_reduce_seconds(size, num_ranks, rate))
+    assert expected == pytest.approx(
+        num_ranks / 2 * rings.all_reduce_seconds(size, num_ranks, rate)
+    )
 
 
 # The feed-forward layer
@@ -116,9 +129,16 @@ def hidden(communication_s: float, flops: float) -> bool:
 @pytest.mark.parametrize(
     ("mode", "seconds", "limit"),
     [
-        ("backward", calcs.data_parallel_seconds, calcs.data_parallel_limit),  # whose forward sends nothing
-        *((mode, partial(calcs.fsdp_seconds, mode=mode), partial(calcs.fsdp_limit, mode=mode)) for mode in MODES),
-        *((mode, partial(calcs.tp_seconds, mode=mode), partial(calcs.tp_limit, mode=mode)) for mode in MODES),
+        # whose forward sends nothing
+        ("backward", calcs.data_parallel_seconds, calcs.data_parallel_limit),
+        *(
+            (mode, partial(calcs.fsdp_seconds, mode=mode), partial(calcs.fsdp_limit, mode=mode))
+            for mode in MODES
+        ),
+        *(
+            (mode, partial(calcs.tp_seconds, mode=mode), partial(calcs.tp_limit, mode=mode))
+            for mode in MODES
+        ),
     ],
     ids=["data_parallel", *(f"{scheme}-{mode}" for scheme in ("fsdp", "tp") for mode in MODES)],
 )
@@ -185,7 +205,9 @@ def test_bad_arguments_are_refused_by_name(call: Any, message: str):
 
 
 def test_xxl_needs_this_much_memory():
-    """P = 126 · 2 · 16384 · 53248; 16 bytes of each; 2 · (16384 + 53248) · 126 bytes saved for a token."""
+    """P = 126 · 2 · 16384 · 53248; 16 bytes of each; 2 · (16384 + 53248) · 126 bytes saved for a
+    token.
+    """
     assert xxl.XXL.parameters == 219_848_638_464
     assert xxl.fixed_bytes(xxl.XXL) == 16 * 219_848_638_464
     assert math.ceil(xxl.fixed_bytes(xxl.XXL) / xxl.H100_BYTES) == 44
@@ -222,9 +244,13 @@ def test_listed_parameters_are_the_models(size: str):
 
 
 def test_schemes_send_what_they_should():
-    """All-reduce counts twice; ZeRO-1's two halves send the same; FSDP gathers twice and reduces once, in two bytes."""
+    """All-reduce counts twice; ZeRO-1's two halves send the same; FSDP gathers twice and reduces
+    once, in two bytes.
+    """
     size, share = 4 * num_parameters(SMALL), 3 / 4
-    sent = {scheme: bytes_sent(SMALL, Plan(scheme=scheme, data_parallel=4)) for scheme in SCHEMES[1:]}
+    sent = {
+        scheme: bytes_sent(SMALL, Plan(scheme=scheme, data_parallel=4)) for scheme in SCHEMES[1:]
+    }
     for scheme in ("naive", "flat", "overlap", "bucketed", "zero1"):
         assert sent[scheme] == pytest.approx(2 * share * size)
     assert sent["sharded-optimizer"] == pytest.approx(3 * share * size)
@@ -268,19 +294,27 @@ def test_the_predicted_step_reaches_the_closed_forms_limit():
     assert bound.exposed_s < 0.01 * bound.step_s
     starved = predict(model, plan, H200, batch=1, matmul_efficiency=1.0)
     assert starved.exposed_s > 0.3 * starved.step_s
-    assert starved.exposed_s + starved.forward_s + starved.backward_s >= 0.9 * starved.communication_s
+    assert (
+        starved.exposed_s + starved.forward_s + starved.backward_s >= 0.9 * starved.communication_s
+    )
 
 
 def test_fsdp_fits_10b_on_two_h200_and_nothing_replicated_does():
     model, usable = MODEL_SIZES["10b"], 0.95 * H200.memory_bytes
     assert rank_bytes(model, Plan(scheme="fsdp", data_parallel=2), batch=2).peak < usable
     for scheme in ("naive", "bucketed", "zero1", "sharded-optimizer"):
-        assert rank_bytes(model, Plan(scheme=scheme, data_parallel=2), batch=2).peak > H200.memory_bytes
+        assert (
+            rank_bytes(model, Plan(scheme=scheme, data_parallel=2), batch=2).peak
+            > H200.memory_bytes
+        )
 
 
 def test_each_scheme_divides_what_it_shards():
     model, total = MODEL_SIZES["xl"], 4 * num_parameters(MODEL_SIZES["xl"])
-    by_scheme = {scheme: rank_bytes(model, Plan(scheme=scheme, data_parallel=4), batch=1) for scheme in SCHEMES[1:]}
+    by_scheme = {
+        scheme: rank_bytes(model, Plan(scheme=scheme, data_parallel=4), batch=1)
+        for scheme in SCHEMES[1:]
+    }
     for scheme in ("naive", "overlap", "bucketed"):
         assert (by_scheme[scheme].parameters, by_scheme[scheme].optimizer) == (total, 2 * total)
     assert by_scheme["flat"].buffers == total
@@ -296,11 +330,17 @@ def test_each_scheme_divides_what_it_shards():
 
 
 def test_buckets_are_there_beside_the_activations() -> None:
-    """Their memory was counted at backward's end only, as if it were free while activations need theirs."""
+    """Their memory was counted at backward's end only, as if it were free while activations need
+    theirs.
+    """
     model = MODEL_SIZES["xl"]
     kept = rank_bytes(model, Plan(scheme="bucketed", data_parallel=2), batch=2)
     freed = rank_bytes(model, Plan(scheme="overlap", data_parallel=2), batch=2)
     assert kept.peak == kept.persistent + kept.gradients + kept.activations + kept.loss
-    assert freed.peak == freed.persistent + max(freed.activations + freed.loss, freed.gradients + freed.block)
+    assert freed.peak == freed.persistent + max(
+        freed.activations + freed.loss, freed.gradients + freed.block
+    )
     zero = rank_bytes(model, Plan(scheme="zero1", data_parallel=2), batch=2)
-    assert zero.peak == zero.persistent + zero.gradients + zero.buffers + zero.activations + zero.loss
+    assert (
+        zero.peak == zero.persistent + zero.gradients + zero.buffers + zero.activations + zero.loss
+    )

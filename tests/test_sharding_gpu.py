@@ -1,4 +1,6 @@
-"""FSDP and the sharded optimizers on GPUs: NCCL with two, gloo and both ranks on one where there is only one."""
+"""FSDP and the sharded optimizers on GPUs: NCCL with two, gloo and both ranks on one where there is
+only one.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,12 @@ def train_variants(rank: int, num_ranks: int) -> dict[str, float]:
     models = {
         "plain": FSDP(seeded(transformer), device="cuda"),
         "layers": FSDP(seeded(transformer), device="cuda", granularity="layer"),
-        "fp32 reduce": FSDP(seeded(transformer), torch.float32, reduce_dtype=torch.float64, device="cuda"),
-        "checkpointed": FSDP(wrap_blocks(seeded(transformer), checkpointing="non_reentrant"), device="cuda"),
+        "fp32 reduce": FSDP(
+            seeded(transformer), torch.float32, reduce_dtype=torch.float64, device="cuda"
+        ),
+        "checkpointed": FSDP(
+            wrap_blocks(seeded(transformer), checkpointing="non_reentrant"), device="cuda"
+        ),
         "compiled": FSDP(wrap_blocks(seeded(transformer).cuda(), compiled=True)),
     }
     found = {}
@@ -54,7 +60,8 @@ def train_variants(rank: int, num_ranks: int) -> dict[str, float]:
     train(rank, num_ranks, model, Zero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1))
     found["zero1"] = largest_difference(dict(model.named_parameters()), expected)[0]
     model = seeded(transformer).cuda()
-    train(0, 1, model, ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))  # equal gradients on all ranks
+    # equal gradients on all ranks
+    train(0, 1, model, ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
     found["sharded"] = largest_difference(dict(model.named_parameters()), expected)[0]
     return found
 
@@ -63,11 +70,15 @@ def train_variants(rank: int, num_ranks: int) -> dict[str, float]:
 @pytest.mark.several_gpus
 def test_every_sharding_on_gpus_trains_like_one_process():
     for found in gpu_ranks(train_variants):
-        assert not {name: difference for name, difference in found.items() if not difference <= BOUND}
+        assert not {
+            name: difference for name, difference in found.items() if not difference <= BOUND
+        }
 
 
 def watch_memory(rank: int, num_ranks: int) -> dict[str, int]:
-    """Bytes after 3 and after 12 steps, and their peaks; the model is built on the meta device in bfloat16 compute."""
+    """Bytes after 3 and after 12 steps, and their peaks; the model is built on the meta device in
+    bfloat16 compute.
+    """
     with torch.device("meta"):
         model = TransformerLM.from_config(TINY)
     torch.manual_seed(0)
@@ -80,7 +91,10 @@ def watch_memory(rank: int, num_ranks: int) -> dict[str, int]:
         train(rank, num_ranks, fsdp, optimizer, steps)
         optimizer.zero_grad()
         torch.cuda.synchronize()
-        found[f"{name} peak"], found[name] = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        found[f"{name} peak"], found[name] = (
+            torch.cuda.max_memory_allocated(),
+            torch.cuda.memory_allocated(),
+        )
     assert fsdp.gathered_units() == []
     return found
 

@@ -17,16 +17,22 @@ def test_a_shard_is_one_of_several(text):
         Shard.parse(text)
 
 
-@pytest.mark.parametrize("problem", ["flash_benchmarking", "benchmarking_script", "naive_ddp_benchmarking"])
+@pytest.mark.parametrize(
+    "problem", ["flash_benchmarking", "benchmarking_script", "naive_ddp_benchmarking"]
+)
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_shards_share_the_cells_out_and_split_no_group(problem, count):
     cells = planned_cells(problem, HANDOUT)
     parts = [Shard(index=index, count=count).of(cells) for index in range(1, count + 1)]
     assert sorted(map(id, sum(parts, []))) == sorted(map(id, cells))
     for part in parts:
-        assert part == [cell for cell in cells if any(cell is other for other in part)], "in their order"
+        assert part == [cell for cell in cells if any(cell is other for other in part)], (
+            "in their order"
+        )
     where = [{cell.group for cell in part if not cell.alone} for part in parts]
-    assert sum(map(len, where)) == len(set().union(*where)), "what tables compare is measured on one GPU"
+    assert sum(map(len, where)) == len(set().union(*where)), (
+        "what tables compare is measured on one GPU"
+    )
     assert not any(cell.alone for part in parts[1:] for cell in part)
     assert all(cell.alone for cell in planned_cells("short_calls", HANDOUT)), "they time the host"
 
@@ -48,22 +54,36 @@ def test_an_implementation_of_a_readers_own_gets_a_cell_a_case():
     cells = planned_cells("flash_benchmarking", run, ["tests.own_attention:attend"])
     own = [cell for cell in cells if cell.implementation == "tests.own_attention:attend"]
     assert [cell.case for cell in own] == list(dict.fromkeys(cell.case for cell in cells))
-    assert {cell.predicted_bytes for cell in own} == {0}, "that plain attention's scores do not fit says nothing of it"
+    assert {cell.predicted_bytes for cell in own} == {0}, (
+        "that plain attention's scores do not fit says nothing of it"
+    )
     assert cells[: -len(own)] == planned_cells("flash_benchmarking", run)
 
 
 def test_own_implementations_take_turns_in_the_cell_of_their_case():
-    """Each had a cell of its own, of which the next one replaced the others' rows: ratios were of unrelated rounds."""
+    """Each had a cell of its own, of which the next one replaced the others' rows: ratios were of
+    unrelated rounds.
+    """
     own = ["tests.own_attention:attend", "tests.own_attention:attend_to_everything"]
-    (cell,) = planned_cells("attention_shapes", RunConfig(scale="tiny", device="cpu"), ["triton", *own])
+    (cell,) = planned_cells(
+        "attention_shapes", RunConfig(scale="tiny", device="cpu"), ["triton", *own]
+    )
     assert cell.implementations == (*load("attention_shapes").implementations, *own)
-    rows = {name: [(row.mode, row.quantity) for row in cell.rows if row.implementation == name] for name in own}
+    rows = {
+        name: [(row.mode, row.quantity) for row in cell.rows if row.implementation == name]
+        for name in own
+    }
     assert rows[own[0]] == rows[own[1]] and len(rows[own[0]]) == 3
 
 
 def test_a_readers_own_attention_is_checked_and_measured(tmp_path):
-    statuses = {"tests.own_attention:attend": "ok", "tests.own_attention:attend_to_everything": "failed"}
-    result = invoke(*tiny_run(tmp_path, "attention_shapes", *(f"--implementation={own}" for own in statuses)))
+    statuses = {
+        "tests.own_attention:attend": "ok",
+        "tests.own_attention:attend_to_everything": "failed",
+    }
+    result = invoke(
+        *tiny_run(tmp_path, "attention_shapes", *(f"--implementation={own}" for own in statuses))
+    )
     (path,) = tmp_path.rglob("attention_shapes.jsonl")
     for own, status in statuses.items():
         records = [record for record in read_records(path) if record.implementation == own]

@@ -34,7 +34,9 @@ def tiny_cell():
 
 
 def test_the_host_is_free_before_the_device_is_done(monkeypatch):
-    """Milliseconds a call, of which waiting for the device is no part of the host's; the first call is not timed."""
+    """Milliseconds a call, of which waiting for the device is no part of the host's; the first call
+    is not timed.
+    """
     monkeypatch.setitem(CALLS, "cpu", 4)
     monkeypatch.setattr(short_calls, "synchronize", lambda device: time.sleep(0.02))
     called: list[float] = []
@@ -46,16 +48,24 @@ def test_the_host_is_free_before_the_device_is_done(monkeypatch):
     turn = PROBLEM.turn_of(call, "cpu")
     samples = play([Player(name="a", kernel="", error=0.0, turns={"forward": turn})], 2)
     assert len(called) == (2 + 1) * (1 + 4)
-    for host, whole in zip(samples["a", "forward", "host_time"], samples["a", "forward", "time"], strict=True):
+    for host, whole in zip(
+        samples["a", "forward", "host_time"], samples["a", "forward", "time"], strict=True
+    ):
         assert 1 <= host < whole - 4.9
 
 
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_a_replayed_call_takes_its_kernels_time_and_no_launch():
-    cycles_per_ms = 2 * 10**8 / max(time_calls(lambda: torch.cuda._sleep(2 * 10**8), device="cuda", num_samples=3))
+    cycles_per_ms = (
+        2
+        * 10**8
+        / max(time_calls(lambda: torch.cuda._sleep(2 * 10**8), device="cuda", num_samples=3))
+    )
     run = RunConfig(scale="tiny", device="cuda")
-    samples = load("few_queries").samples_of(lambda: torch.cuda._sleep(int(0.1 * cycles_per_ms)), None, run)
+    samples = load("few_queries").samples_of(
+        lambda: torch.cuda._sleep(int(0.1 * cycles_per_ms)), None, run
+    )
     assert len(samples) == GRAPH_SAMPLES
     assert median(samples) == pytest.approx(0.1, rel=0.1)
 
@@ -63,16 +73,25 @@ def test_a_replayed_call_takes_its_kernels_time_and_no_launch():
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_a_turn_on_a_gpu_tells_host_whole_and_graph_apart():
-    """A kernel of a millisecond keeps the host for a few microseconds; a host that sleeps is no part of the graph."""
+    """A kernel of a millisecond keeps the host for a few microseconds; a host that sleeps is no
+    part of the graph.
+    """
     run = RunConfig(scale="tiny", device="cuda")
     cell = replace(PROBLEM.cells(run)[0], case=replace(tiny_cell().case, dtype="bfloat16"))
     found = {
-        (measurement.row.implementation, measurement.row.mode, measurement.row.quantity): measurement
+        (
+            measurement.row.implementation,
+            measurement.row.mode,
+            measurement.row.quantity,
+        ): measurement
         for measurement in PROBLEM.measure(cell, run)
     }
     for name in ("triton", "sdpa_flash"):
         for mode in ("forward", "forward_backward"):
-            taken = {quantity: found[name, mode, quantity].samples for quantity in ("host_time", "time", "graph_time")}
+            taken = {
+                quantity: found[name, mode, quantity].samples
+                for quantity in ("host_time", "time", "graph_time")
+            }
             assert {len(samples) for samples in taken.values()} == {ROUNDS["cuda"]}
             assert all(host <= whole for host, whole in zip(taken["host_time"], taken["time"]))
             assert median(taken["graph_time"]) < median(taken["time"])

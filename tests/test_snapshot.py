@@ -21,11 +21,15 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 @pytest.mark.parametrize("name", ["system", "a name alone"])
 def test_s1_a_hostile_snapshot_is_refused_and_nothing_runs(name, protocol, tmp_path):
-    """PyTorch's own viewers unpickle: opening a stranger's snapshot there runs whatever it asks for."""
+    """PyTorch's own viewers unpickle: opening a stranger's snapshot there runs whatever it asks
+    for.
+    """
     planted = tmp_path / "planted"
     asked = Call(os.system, f"touch {planted}") if name == "system" else os.system
     path = write(tmp_path / "x.pickle", small_snapshot() | {"zz": asked}, protocol)
-    refused_on_the_command_line(path, r"it asks for posix\.system, and a snapshot is plain data: refused, nothing was")
+    refused_on_the_command_line(
+        path, r"it asks for posix\.system, and a snapshot is plain data: refused, nothing was"
+    )
     assert not planted.exists()
 
 
@@ -74,10 +78,21 @@ def test_a_pipe_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "shown"), [("\x1b[2Ja\x1b]0;t\x07", r"\x1b[2Ja\x1b]0;t\x07"), ("\ud800", r"\ud800"), ("\u202e", r"\u202e")]
+    ("name", "shown"),
+    [
+        ("\x1b[2Ja\x1b]0;t\x07", r"\x1b[2Ja\x1b]0;t\x07"),
+        ("\ud800", r"\ud800"),
+        ("\u202e", r"\u202e"),
+    ],
 )
 def test_names_in_a_snapshot_give_no_orders_to_a_terminal(name, shown, tmp_path):
-    written = changed("device_traces", 0, -1, "frames", value=[{"filename": f"/p/{name}.py", "line": 1, "name": name}])
+    written = changed(
+        "device_traces",
+        0,
+        -1,
+        "frames",
+        value=[{"filename": f"/p/{name}.py", "line": 1, "name": name}],
+    )
     result = invoke("memory", "--snapshot", write(tmp_path / "x.pickle", written))
     assert result.exit_code == 0, result.output
     assert f"{shown}.py:1 {shown}" in result.output and name not in result.output
@@ -109,9 +124,14 @@ def test_a_snapshot_of_any_rank_shows_its_memory(number, tmp_path):
     expected = read_snapshot(write(tmp_path / "x.pickle", small_snapshot()))
     path = write(tmp_path / "y.pickle", on_gpu(number))
     trace = read_snapshot(path)
-    assert trace.active_bytes().tolist() == expected.active_bytes().tolist() and trace.peak_bytes() == 7680
+    assert (
+        trace.active_bytes().tolist() == expected.active_bytes().tolist()
+        and trace.peak_bytes() == 7680
+    )
     shown = invoke("memory", "--snapshot", path)
-    assert shown.exit_code == 0 and (f"recorded on GPU {number} of {number}" in shown.output) == (number > 0)
+    assert shown.exit_code == 0 and (f"recorded on GPU {number} of {number}" in shown.output) == (
+        number > 0
+    )
 
 
 def test_of_several_gpus_the_fullest_is_shown_and_all_are_named(tmp_path):
@@ -124,11 +144,15 @@ def test_of_several_gpus_the_fullest_is_shown_and_all_are_named(tmp_path):
     assert trace.peak_bytes() == 7680 - 3072 + 2**30
     assert [phase.name for phase in trace.phases] == ["recorded on GPU 1 of 0, 1"]
     written["segments"][1]["device"] = 2**40
-    refused_on_the_command_line(write(tmp_path / "x.pickle", written), "GPUs must be numbered from 0 to 127, got 0 to")
+    refused_on_the_command_line(
+        write(tmp_path / "x.pickle", written), "GPUs must be numbered from 0 to 127, got 0 to"
+    )
 
 
 def test_a_trace_without_its_beginning_still_adds_up(tmp_path):
-    """Recording drops its oldest events when its buffer is full; blocks they made are known by their release only."""
+    """Recording drops its oldest events when its buffer is full; blocks they made are known by
+    their release only.
+    """
     snapshot = small_snapshot()
     del snapshot["device_traces"][0][0]
     trace = read_snapshot(write(tmp_path / "x.pickle", snapshot))
@@ -170,9 +194,12 @@ def check_a_real_snapshot(path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_real_snapshot_gives_the_allocators_own_peak(tmp_path):
-    """In a process of its own: of a block that earlier tests have left, the allocator counts also what it cannot split
-    off, and the history only what was asked for."""
+    """In a process of its own: of a block that earlier tests have left, the allocator counts also
+    what it cannot split off, and the history only what was asked for.
+    """
     path = str(tmp_path / "x.pickle")
     code = f"from tests.test_snapshot import Path, check_a_real_snapshot; check_a_real_snapshot(Path({path!r}))"
-    checked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    checked = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert checked.returncode == 0, checked.stderr

@@ -8,7 +8,7 @@ import pytest
 
 from cs336_systems.bench import sources
 from cs336_systems.bench.records import Record, read_records
-from cs336_systems.bench.sources import ROOT, older_hashes, reached, sources_hash
+from cs336_systems.bench.sources import ROOT, code_of, older_hashes, reached, sources_hash
 from cs336_systems.bench.spec import load
 from cs336_systems.book.pages import AGE, CHANGED, UNCHANGED, Book
 
@@ -18,7 +18,11 @@ EXPERIMENT = "leaderboard_2025"
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of the sources, as an unpacked archive has them: without git."""
-    shutil.copytree(ROOT / "cs336_systems", tmp_path / "cs336_systems", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "cs336_systems",
+        tmp_path / "cs336_systems",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     sources._imported.cache_clear()
     sources_hash.cache_clear()
     return tmp_path
@@ -69,7 +73,9 @@ def test_a_table_says_how_old_it_is(book):
     rows = book.frame(EXPERIMENT)
     assert book.age(EXPERIMENT, rows.assign(sources="0" * 12)).endswith(f"{CHANGED}.*")
     fresh = rows.assign(sources=sources_hash(EXPERIMENT))
-    assert re.fullmatch(rf"\*NVIDIA H200, records of 20\d\d-\d\d-\d\d, {UNCHANGED}\.\*", book.age(EXPERIMENT, fresh))
+    assert re.fullmatch(
+        rf"\*NVIDIA H200, records of 20\d\d-\d\d-\d\d, {UNCHANGED}\.\*", book.age(EXPERIMENT, fresh)
+    )
     mixed = fresh.assign(sources=[sources_hash(EXPERIMENT)] * (len(fresh) - 1) + ["0" * 12])
     assert CHANGED in book.age(EXPERIMENT, mixed), "one row is enough"
     held = fresh.assign(held_mib=11264.0)
@@ -99,3 +105,52 @@ def test_older_records_have_their_hashes_beside_them():
             records: list[Record] = read_records(path.with_name(f"{problem}.jsonl"))
             assert load(problem) and set(of_runs) <= {record.run.id for record in records}
             assert all(re.fullmatch("[0-9a-f]{12}", digits) for digits in of_runs.values())
+
+
+SHORT = "def f(x, *, y=None):\n    return g(x, 'a' 'b', f'{x!r:>{y}}') + 1.50"
+LONG = '''
+def f(
+    x,
+    *,
+    y=None,  # none
+):
+    """Say what it is."""
+    return (
+        g(
+            x,
+            "ab",
+            f"{x!r:>{y}}",
+        )
+        + 1.5
+    )
+'''
+
+
+def test_code_that_is_formatted_anew_keeps_its_hash():
+    """A line length of 100 in place of 120 would have made each record and each GPU test stale."""
+    assert code_of(SHORT, ".py") == code_of(LONG, ".py")
+    assert code_of("x = 1", ".py") == (
+        "Module(body=Assign(targets=Name(id='x',),value=Constant(value=1,),),)"
+    ), "the same in every version of Python"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("f(x, y)", "f(x, *y)"),
+        ("f(x, y=1)", "f(x, y=True)"),
+        ("{1: x, **y}", "{1: x, 2: y}"),
+        ("def f(*, a, b=1): ...", "def f(*, a=1, b): ..."),
+        ("f'{x}a'", "f'{x}' 'b'"),
+        ("f'{x!r}'", "f'{x!s}'"),
+        ("a - (b - c)", "a - b - c"),
+        ("return_ = None", "return_ = ()"),
+        ("x: int = 1", "x: int"),
+        ("if a:\n  b\nc", "if a:\n  b\n  c"),
+        ("'a'", "b'a'"),
+        ("global a", "global b"),
+        ("import a.b as c", "import a.c as c"),
+    ],
+)
+def test_code_that_says_something_else_has_another_hash(before, after):
+    assert code_of(before, ".py") != code_of(after, ".py")

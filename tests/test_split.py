@@ -35,11 +35,15 @@ from tests.test_s4_attention import (
 COVERS = TRITON
 
 
-def assert_split(tensors: tuple[Tensor, ...], is_causal: bool, spelling: str, *part_sizes: int) -> None:
+def assert_split(
+    tensors: tuple[Tensor, ...], is_causal: bool, spelling: str, *part_sizes: int
+) -> None:
     q, k, v, _ = tensors
     config = tiles(spelling, q.device.type).forward
     oracle = compute_oracle(*tensors, is_causal=is_causal)
-    attend = partial(launch_split_forward, q, k, v, is_causal=is_causal, scale=q.shape[-1] ** -0.5, config=config)
+    attend = partial(
+        launch_split_forward, q, k, v, is_causal=is_causal, scale=q.shape[-1] ** -0.5, config=config
+    )
     for size in part_sizes:
         output, lse = attend(part_size=size)
         assert output.is_contiguous() and output.dtype == q.dtype and lse.dtype == torch.float32
@@ -67,7 +71,9 @@ SHAPES = {
 def test_contract(shape, dtype, is_causal, device):
     """Whole parts, a ragged last one, and on a GPU all keys in one."""
     skip_what_cannot_run("triton", dtype, device)
-    spelling = "32x32_w4_s1" if dtype == "float32" else "64x64_w4_s2" if shape[-1] < 256 else "64x64_w8_s1"
+    spelling = (
+        "32x32_w4_s1" if dtype == "float32" else "64x64_w4_s2" if shape[-1] < 256 else "64x64_w8_s1"
+    )
     part_sizes = (64, 192, 320) if device == "cuda" else (64,)
     assert_split(inputs(*shape, DTYPES[dtype], device), is_causal, spelling, *part_sizes)
 
@@ -93,7 +99,9 @@ def test_rows_are_merged_alone_and_together(single_rows, is_causal, device, monk
 
 @pytest.mark.parametrize("spelling", [None, "32x32_w4_s1"], ids=["table", "named"])
 def test_the_operator_with_its_gradients(spelling, is_causal, device, monkeypatch):
-    """As on a GPU with 132 multiprocessors, wherever it runs; parts are whole tiles of the configuration that runs."""
+    """As on a GPU with 132 multiprocessors, wherever it runs; parts are whole tiles of the
+    configuration that runs.
+    """
     asked = []
 
     def launch(*tensors, part_size: int, config: KernelConfig, **options):
@@ -102,11 +110,17 @@ def test_the_operator_with_its_gradients(spelling, is_causal, device, monkeypatc
 
     monkeypatch.setattr(function, "launch_split_forward", launch)
     monkeypatch.setattr(function, "num_multiprocessors", lambda device: 132)
-    tensors = inputs(*((1, 1, 1, 400, 400) if is_causal else (1, 4, 2, 40, 600)), 64, torch.float32, device)
+    tensors = inputs(
+        *((1, 1, 1, 400, 400) if is_causal else (1, 4, 2, 40, 600)), 64, torch.float32, device
+    )
     config = AttentionConfig(forward=tiles(spelling, device).forward) if spelling else None
     assert_contract(*tensors, is_causal=is_causal, backend="triton", enable_gqa=True, config=config)
     ((used, size),) = asked
-    assert 0 < size < tensors[1].shape[2] and size % used.key_tile == 0 and (config is None or used == config.forward)
+    assert (
+        0 < size < tensors[1].shape[2]
+        and size % used.key_tile == 0
+        and (config is None or used == config.forward)
+    )
 
 
 @pytest.mark.gpu
@@ -115,12 +129,16 @@ def test_shipped_tiles_on_a_gpu(head_dim, is_causal):
     """Every configuration of the table."""
     for dtype in (torch.bfloat16, torch.float32):
         tensors = inputs(1, 2, 1, 1100, 1300, head_dim, dtype, "cuda")
-        for spelling in {configs.forward.spelling for configs in shipped_configs(head_dim, dtype, "cuda")}:
+        for spelling in {
+            configs.forward.spelling for configs in shipped_configs(head_dim, dtype, "cuda")
+        }:
             assert_split(tensors, is_causal, spelling, 128, 384, 1024)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1, 1, 1, 4096, 4096, 128), (2, 32, 8, 1, 8192, 128)], ids=["one-head", "decode"])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 4096, 4096, 128), (2, 32, 8, 1, 8192, 128)], ids=["one-head", "decode"]
+)
 def test_200_repeats_are_bit_equal(shape):
     is_causal = shape[3] == shape[4]
     tensors = inputs(*shape, torch.bfloat16, "cuda")
@@ -144,7 +162,10 @@ def test_heads_of_a_group_are_rows_of_one_tile():
     one_token, packed = q[:, :, 3:4], LAYOUTS["transposed"](q[:, :, :1])
     for queries in (q, one_token, packed):
         rows = rows_of_groups(queries, k, False)
-        assert torch.equal(rows, queries.reshape(2, 2, -1, 16)) and rows.data_ptr() == queries.data_ptr()
+        assert (
+            torch.equal(rows, queries.reshape(2, 2, -1, 16))
+            and rows.data_ptr() == queries.data_ptr()
+        )
     more_than_a_tile = draw(2, 6, 22, 16, dtype=torch.float32, device="cpu", seed=0)
     for queries, keys, is_causal in (
         (q, k, True), (q, q, False), (more_than_a_tile, k, False), (q[:, :, :4], k, False)
@@ -167,7 +188,14 @@ def test_grouped_heads_attend_like_heads(layout, device):
 # How many parts
 
 
-def parts(seqlen_q: int, seqlen_k: int, heads: int, head_dim: int, is_causal: bool, dtype: str = "bfloat16") -> int:
+def parts(
+    seqlen_q: int,
+    seqlen_k: int,
+    heads: int,
+    head_dim: int,
+    is_causal: bool,
+    dtype: str = "bfloat16",
+) -> int:
     config = select_config(
         "forward", capability=(9, 0), head_dim=head_dim, batch=1, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
         dtype=dtype, is_causal=is_causal, tma=dtype != "float32",
@@ -183,13 +211,18 @@ def parts(seqlen_q: int, seqlen_k: int, heads: int, head_dim: int, is_causal: bo
 
 
 def test_parts_fill_the_gpu_and_no_more():
-    for head_dim, dtype, is_causal in itertools.product((64, 128), ("bfloat16", "float32"), (False, True)):
+    for head_dim, dtype, is_causal in itertools.product(
+        (64, 128), ("bfloat16", "float32"), (False, True)
+    ):
         assert parts(2048, 2048, 1, head_dim, is_causal, dtype) >= 4
         assert parts(8192, 8192, 64, head_dim, is_causal, dtype) == 1
         assert parts(128, 128, 1, head_dim, is_causal, dtype) == 1
-        # Keys behind all causal queries would be memory that nobody writes, and leave the others in parts too large.
+        # Keys behind all causal queries would be memory that nobody writes, and leave the others in
+        # parts too large.
         assert parts(1024, 131072, 1, head_dim, True) == parts(1024, 1024, 1, head_dim, True) > 1
         assert parts(64, 131072, 1, head_dim, True) == 1
     assert parts(1, 131072, 1, 128, False) >= 32
     assert parts(1, 8192, 1024, 128, False) == 1
-    assert parts(16384, 16384, 1, 64, True) == 2, "the last causal tile walks alone what all others share"
+    assert parts(16384, 16384, 1, 64, True) == 2, (
+        "the last causal tile walks alone what all others share"
+    )

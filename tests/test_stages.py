@@ -19,7 +19,9 @@ COVERS = ("cs336_systems/measure",)
 
 def unaccounted(samples: dict[str, list[float]]) -> float:
     """The share of the whole call, by medians, that no stage accounts for."""
-    return 1 - sum(median(values) for name, values in samples.items() if name != TOTAL) / median(samples[TOTAL])
+    return 1 - sum(median(values) for name, values in samples.items() if name != TOTAL) / median(
+        samples[TOTAL]
+    )
 
 
 @pytest.fixture
@@ -31,7 +33,9 @@ def pause(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def test_stages_add_up_to_the_whole(pause: Callable[[float], None]) -> None:
-    """Time in an inner stage is not the outer one's; one entered twice is summed, one that is not reached is 0."""
+    """Time in an inner stage is not the outer one's; one entered twice is summed, one that is not
+    reached is 0.
+    """
     calls: list[int] = []
 
     def call() -> None:
@@ -67,14 +71,18 @@ def test_marks_on_another_thread_are_seen(pause: Callable[[float], None]) -> Non
 
 
 def test_one_measurement_at_a_time() -> None:
-    with pytest.raises(RuntimeError, match="stages are being timed already: one measurement at a time"):
+    with pytest.raises(
+        RuntimeError, match="stages are being timed already: one measurement at a time"
+    ):
         time_stages(lambda: time_stages(lambda: None, device="cpu"), device="cpu", warmup=0)
 
 
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_a_slow_host_is_no_part_of_a_stage() -> None:
-    """The host sleeps 5 ms in each stage, the GPU about 0.5 and 0.25: its clock is not known here, only their ratio."""
+    """The host sleeps 5 ms in each stage, the GPU about 0.5 and 0.25: its clock is not known here,
+    only their ratio.
+    """
 
     def call() -> None:
         with stage("forward"):

@@ -50,15 +50,26 @@ def tile_case(seqlen: int, head_dim: int = 64, kv_heads: int | None = None) -> A
 
 def test_every_kernel_of_twelve_shapes_is_judged():
     cells = handout_cells()
-    grid = [cell for cell in cells if cell.implementation not in ("table", *tile_choice.FIXED, "compile_ahead")]
+    grid = [
+        cell
+        for cell in cells
+        if cell.implementation not in ("table", *tile_choice.FIXED, "compile_ahead")
+    ]
     chosen = [cell for cell in grid if cell.implementation.startswith("table_")]
     assert len({cell.case for cell in grid}) == 12
-    assert Counter(cell.implementation for cell in chosen) == dict.fromkeys([f"table_{name}" for name in KERNELS], 12)
+    assert Counter(cell.implementation for cell in chosen) == dict.fromkeys(
+        [f"table_{name}" for name in KERNELS], 12
+    )
     assert tuple(ROWS) == KERNELS
     cases = {cell.case for cell in grid}
-    assert {case.head_dim for case in cases} == {64, 128} and {case.is_causal for case in cases} == {True, False}
+    assert {case.head_dim for case in cases} == {64, 128} and {
+        case.is_causal for case in cases
+    } == {True, False}
     assert any(case.kv_heads for case in cases) and any(case.batch > 1 for case in cases)
-    assert min(case.seqlen_q for case in cases) <= 512 and max(case.seqlen_q for case in cases) >= 32768
+    assert (
+        min(case.seqlen_q for case in cases) <= 512
+        and max(case.seqlen_q for case in cases) >= 32768
+    )
 
 
 @NO_CUDA
@@ -83,13 +94,20 @@ def test_the_grid_is_plausible_and_holds_the_table_s(kernel, head_dim):
 
 def test_a_name_stands_for_its_configurations():
     shape = tile_case(8192)
-    by_name = {name: [config.name for config in cell_configs(name, shape, TINY)] for name in ("table_dq", "fixed")}
+    by_name = {
+        name: [config.name for config in cell_configs(name, shape, TINY)]
+        for name in ("table_dq", "fixed")
+    }
     assert [name.split("_")[1] for name in by_name["table_dq"]] == ["dq"]
     assert by_name["fixed"] == ["portable_dkdv_64x64_w4_s2", "portable_dq_64x64_w4_s2"]
     assert [config.kernel for config in cell_configs("table", shape, TINY)] == ["dkdv", "dq"]
-    with pytest.raises(Unsupported, match="GPUs of sm90 and sm100 read tiles by TMA, and this is portable"):
+    with pytest.raises(
+        Unsupported, match="GPUs of sm90 and sm100 read tiles by TMA, and this is portable"
+    ):
         cell_configs("fixed_tma", shape, TINY)
-    with pytest.raises(ValueError, match="config must be named like sm90_forward_128x64_w8_s3, got 'fastest'"):
+    with pytest.raises(
+        ValueError, match="config must be named like sm90_forward_128x64_w8_s3, got 'fastest'"
+    ):
         cell_configs("fastest", shape, TINY)
 
 
@@ -97,7 +115,9 @@ def test_a_name_stands_for_its_configurations():
 
 
 @NO_CUDA
-@pytest.mark.parametrize("name", ["table_forward", "table_dkdv", "table_dq", "portable_dq_32x32_w8_s1", "table"])
+@pytest.mark.parametrize(
+    "name", ["table_forward", "table_dkdv", "table_dq", "portable_dq_32x32_w8_s1", "table"]
+)
 def test_a_kernel_is_checked_and_timed_alone(name):
     cell = tiny_cells()[name]
     (measurement,) = CHOICE.measure(cell, TINY)
@@ -117,7 +137,9 @@ def test_a_part_takes_less_than_the_whole(monkeypatch):
     given = {"dkv": [1.0], "dq": [2.0], "total": [4.0]}
     monkeypatch.setattr(tuning, "time_stages", lambda *_, **__: given)
     cells = tiny_cells()
-    samples = [next(CHOICE.measure(cells[name], TINY)).samples for name in ("table_dkdv", "table_dq")]
+    samples = [
+        next(CHOICE.measure(cells[name], TINY)).samples for name in ("table_dkdv", "table_dq")
+    ]
     assert samples == [[1.0], [2.0]]
 
 
@@ -135,7 +157,8 @@ def test_every_kind_of_cell_is_measured_on_a_gpu():
     for name in ("table", "table_dkdv", "table_dq"):
         case = replace(cells[name].case, heads=16, kv_heads=None, seqlen_q=4096, seqlen_k=4096)
         times[name] = min(next(CHOICE.measure(replace(cells[name], case=case), run)).samples)
-    assert times["table_dkdv"] + times["table_dq"] < 1.5 * times["table"]  # each alone, not the backward twice
+    # each alone, not the backward twice
+    assert times["table_dkdv"] + times["table_dq"] < 1.5 * times["table"]
 
 
 # Compiling ahead
@@ -144,7 +167,9 @@ def test_every_kind_of_cell_is_measured_on_a_gpu():
 @NO_CUDA
 def test_the_grid_is_compiled_ahead(monkeypatch):
     seen = []
-    monkeypatch.setattr(tile_choice, "compile_ahead", lambda tiles, arch: seen.extend([arch, *tiles]))
+    monkeypatch.setattr(
+        tile_choice, "compile_ahead", lambda tiles, arch: seen.extend([arch, *tiles])
+    )
     first, *others = handout_cells()
     (measurement,) = CHOICE.measure(first, HANDOUT)
     assert measurement.row == tile_choice.COMPILE and seen[0] == "sm90"
@@ -159,7 +184,8 @@ def test_grouped_heads_compile_without_a_gpu():
     """Under its own shape: the reports of `tune flash` have as many key heads as query heads."""
     shape = tile_case(8192, kv_heads=4)
     good, bad = (
-        (shape, KernelConfig.from_name(f"sm90_dkdv_{rest}")) for rest in ("64x64_w4_s2_tma", "2048x2048_w4_s1")
+        (shape, KernelConfig.from_name(f"sm90_dkdv_{rest}"))
+        for rest in ("64x64_w4_s2_tma", "2048x2048_w4_s1")
     )
     found = dict(compile_all([good, bad], partial(compile_on_shape, "sm90"), jobs=2))
     assert found[good] == "" and found[bad]

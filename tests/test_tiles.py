@@ -51,22 +51,32 @@ def test_every_shape_has_a_row_that_fits(capability):
 
 @pytest.mark.parametrize("target", TABLES)
 def test_rows_of_a_table(target):
-    """The kernels of a call round their scores alike: the backward makes those again whose log-sum-exp the forward
-    saved, and of 1e5 the last bit is 0.008. Tiles stay clear of the sizes that Triton miscompiles."""
+    """The kernels of a call round their scores alike: the backward makes those again whose
+    log-sum-exp the forward saved, and of 1e5 the last bit is 0.008. Tiles stay clear of the sizes
+    that Triton miscompiles.
+    """
     table = TABLES[target]
     assert table.keys() == TABLES["sm90"].keys()
     precisions = {}
     for (kernel, element_bytes, columns), row in table.items():
         for config in row.configs:
             assert (config.target, config.kernel) == (target, kernel)
-            assert min(config.query_tile, config.key_tile) >= smallest_tile(target, element_bytes), config.name
+            assert min(config.query_tile, config.key_tile) >= smallest_tile(
+                target, element_bytes
+            ), config.name
             assert element_bytes == 4 or config.precision == "ieee", config.name
-            assert precisions.setdefault((element_bytes, columns), config.precision) == config.precision, config.name
+            assert (
+                precisions.setdefault((element_bytes, columns), config.precision)
+                == config.precision
+            ), config.name
             assert KernelConfig.from_name(config.name) == config
 
 
 def test_sizes_of_tiles():
-    assert smallest_tile("sm90", 2) == 64 and smallest_tile("sm90", 4) == smallest_tile("sm80", 2) == 16
+    assert (
+        smallest_tile("sm90", 2) == 64
+        and smallest_tile("sm90", 4) == smallest_tile("sm80", 2) == 16
+    )
     assert head_tile(16) == head_tile(64) == 64 and head_tile(65) == 128
 
 
@@ -84,15 +94,28 @@ def test_the_first_exception_that_holds_is_taken():
                 "128x64_w8_s3",
             ),
             ("dkdv", 2, 64): (Only("64x64_w4_s2", is_causal=False), "64x128_w8_s2"),
-            ("dq", 2, 64): (Only("64x64_w4_s2_tma", tma=True), Only("64x64_w4_s3", tma=False), "64x64_w4_s4"),
+            ("dq", 2, 64): (
+                Only("64x64_w4_s2_tma", tma=True),
+                Only("64x64_w4_s3", tma=False),
+                "64x64_w4_s4",
+            ),
         },
     )
 
     def chosen(kernel: str, **shape: int | bool) -> str:
-        defaults = {"batch": 1, "heads": 1, "seqlen_q": 1, "seqlen_k": 1, "is_causal": False, "tma": False}
+        defaults = {
+            "batch": 1,
+            "heads": 1,
+            "seqlen_q": 1,
+            "seqlen_k": 1,
+            "is_causal": False,
+            "tma": False,
+        }
         return table[kernel, 2, 64].choose(**(defaults | shape)).spelling
 
-    assert chosen("forward", seqlen_q=512, seqlen_k=512, is_causal=True, heads=1000) == "64x64_w4_s1"
+    assert (
+        chosen("forward", seqlen_q=512, seqlen_k=512, is_causal=True, heads=1000) == "64x64_w4_s1"
+    )
     assert chosen("forward", seqlen_q=513, seqlen_k=512, is_causal=True) == "64x64_w4_s2"
     assert chosen("forward", seqlen_q=512, seqlen_k=512, heads=1000) == "128x64_w8_s3"
     assert chosen("forward", seqlen_q=64, seqlen_k=512, heads=1000) == "64x64_w8_s1"
@@ -103,10 +126,15 @@ def test_the_first_exception_that_holds_is_taken():
     assert chosen("forward", seqlen_q=128, heads=11, batch=12) == "128x64_w8_s3"
     assert chosen("dkdv") == "64x64_w4_s2" and chosen("dkdv", is_causal=True) == "64x128_w8_s2"
     assert chosen("dq", tma=True) == "64x64_w4_s2_tma" and chosen("dq") == "64x64_w4_s3"
-    assert [config.spelling for config in table["dkdv", 2, 64].configs] == ["64x64_w4_s2", "64x128_w8_s2"]
+    assert [config.spelling for config in table["dkdv", 2, 64].configs] == [
+        "64x64_w4_s2",
+        "64x128_w8_s2",
+    ]
 
 
-@pytest.mark.parametrize("row", [(Only("64x64_w4_s2", max_queries=1),), ("64x64_w4_s2", "128x64_w4_s2")], ids=str)
+@pytest.mark.parametrize(
+    "row", [(Only("64x64_w4_s2", max_queries=1),), ("64x64_w4_s2", "128x64_w4_s2")], ids=str
+)
 def test_a_row_is_exceptions_and_an_entry_for_all_else(row):
     with pytest.raises(AssertionError, match="exceptions, then all else"):
         make_table("sm90", {("dq", 2, 64): row})
@@ -128,15 +156,20 @@ def test_the_grid_holds_the_table_and_only_what_fits(arch):
         assert {(config.target, config.kernel) for config in grid} == {(arch, kernel)}
         for config in grid:
             assert min(config.query_tile, config.key_tile) >= smallest_tile(arch, width)
-            assert config.shared_memory_bytes(head_dim, width) <= SHARED_MEMORY_LIMIT_BYTES[arch], config.name
+            assert config.shared_memory_bytes(head_dim, width) <= SHARED_MEMORY_LIMIT_BYTES[arch], (
+                config.name
+            )
         precisions = {config.precision for config in grid}
         assert precisions <= ({"ieee"} if width == 2 else {"ieee", "tf32x3"})
-        assert head_dim > 128 or len(precisions) == width // 2  # tiles of 256 columns leave no room for tf32x3 on sm_86
+        # tiles of 256 columns leave no room for tf32x3 on sm_86
+        assert head_dim > 128 or len(precisions) == width // 2
 
 
 def test_the_grid_reads_by_tma_where_there_is_an_engine_and_it_can():
     def engines(arch: str, head_dim: int, dtype: str) -> set[bool]:
-        return {config.tma for config in tuning_grid("dq", arch=arch, head_dim=head_dim, dtype=dtype)}
+        return {
+            config.tma for config in tuning_grid("dq", arch=arch, head_dim=head_dim, dtype=dtype)
+        }
 
     assert engines("sm90", 128, "float16") == engines("sm100", 64, "bfloat16") == {False, True}
     assert engines("sm90", 59, "float16") == {False}  # rows of 118 bytes
@@ -158,12 +191,18 @@ def test_every_configuration_has_smaller_ones_down_to_the_smallest(arch):
     for kernel, (width, dtype) in itertools.product(KERNELS, ((2, "bfloat16"), (4, "float32"))):
         for config in tuning_grid(kernel, arch=arch, head_dim=128, dtype=dtype):
             while (smaller := smaller_config(config, width)) is not None:
-                assert smaller.shared_memory_bytes(128, width) < config.shared_memory_bytes(128, width)
+                assert smaller.shared_memory_bytes(128, width) < config.shared_memory_bytes(
+                    128, width
+                )
                 for name in ("kernel", "target", "precision", "tma"):
                     assert getattr(smaller, name) == getattr(config, name), name
                 config = smaller
             smallest = smallest_tile(arch, width)
-            assert (config.query_tile, config.key_tile, config.num_stages) == (smallest, smallest, 1)
+            assert (config.query_tile, config.key_tile, config.num_stages) == (
+                smallest,
+                smallest,
+                1,
+            )
 
 
 def test_the_way_down_keeps_what_matters_longest():
@@ -171,7 +210,16 @@ def test_the_way_down_keeps_what_matters_longest():
     while (smaller := smaller_config(config, 2)) is not None:
         config = smaller
         steps.append(config.spelling.replace("_w8", ""))
-    assert steps == ["64x128_s3", "64x128_s2", "64x64_s2", "64x64_s1", "64x32_s1", "32x32_s1", "32x16_s1", "16x16_s1"]
+    assert steps == [
+        "64x128_s3",
+        "64x128_s2",
+        "64x64_s2",
+        "64x64_s1",
+        "64x32_s1",
+        "32x32_s1",
+        "32x16_s1",
+        "16x16_s1",
+    ]
 
 
 def test_an_unknown_gpu_gets_the_portable_table_and_one_warning():
@@ -187,11 +235,20 @@ def test_an_unknown_gpu_gets_the_portable_table_and_one_warning():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"kernel": "sideways"}, "ValueError: kernel must be one of forward, dkdv, dq, got 'sideways'"),
+        (
+            {"kernel": "sideways"},
+            "ValueError: kernel must be one of forward, dkdv, dq, got 'sideways'",
+        ),
         ({"head_dim": 257}, "ValueError: head_dim must be between 1 and 256, got 257"),
-        ({"dtype": "float64"}, "ValueError: dtype must be float32, float16 or bfloat16, got 'float64'"),
+        (
+            {"dtype": "float64"},
+            "ValueError: dtype must be float32, float16 or bfloat16, got 'float64'",
+        ),
         ({"seqlen_q": -1}, "ValueError: seqlen_q must not be negative, got -1"),
-        ({"capability": "sm90"}, r"TypeError: capability must be a tuple of two ints .* got 'sm90'"),
+        (
+            {"capability": "sm90"},
+            r"TypeError: capability must be a tuple of two ints .* got 'sm90'",
+        ),
     ],
 )
 def test_what_no_table_covers_is_refused(change, message):
@@ -202,11 +259,22 @@ def test_what_no_table_covers_is_refused(change, message):
 def test_names_spell_the_configuration():
     forward = KernelConfig.from_name("sm90_forward_128x64_w8_s3")
     assert forward == KernelConfig(
-        target="sm90", kernel="forward", query_tile=128, key_tile=64, num_warps=8, num_stages=3, precision="ieee"
+        target="sm90",
+        kernel="forward",
+        query_tile=128,
+        key_tile=64,
+        num_warps=8,
+        num_stages=3,
+        precision="ieee",
     )
     by_tma = KernelConfig.from_name("sm90_forward_64x32_w4_s1_tma_tf32x3")
-    assert by_tma.tma and by_tma.precision == "tf32x3" and by_tma.spelling == "64x32_w4_s1_tma_tf32x3"
-    assert parse_configs(AttentionConfig(forward=forward, dq=DQ).names) == {"forward": forward, "dq": DQ}
+    assert (
+        by_tma.tma and by_tma.precision == "tf32x3" and by_tma.spelling == "64x32_w4_s1_tma_tf32x3"
+    )
+    assert parse_configs(AttentionConfig(forward=forward, dq=DQ).names) == {
+        "forward": forward,
+        "dq": DQ,
+    }
     assert parse_configs("") == {}
 
 

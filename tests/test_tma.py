@@ -1,6 +1,8 @@
-"""Tiles read by Hopper's copy engine (TMA), which inputs it can read, and the order in which programs run.
+"""Tiles read by Hopper's copy engine (TMA), which inputs it can read, and the order in which
+programs run.
 
-On CPU Triton's interpreter stands in for the engine; on CUDA the configurations with and without it are compared.
+On CPU Triton's interpreter stands in for the engine; on CUDA the configurations with and without it
+are compared.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ SHAPES = {
 
 
 def assert_tma_equals_pointers(tensors: tuple[Tensor, ...], tile: str, **options) -> None:
-    """Both within the contract; in the interpreter, which does the same arithmetic on the same tiles, equal."""
+    """Both within the contract; in the interpreter, which does the same arithmetic on the same
+    tiles, equal.
+    """
     device = tensors[0].device.type
     mask = options["block_mask"].to_dense() if "block_mask" in options else None
     oracle = compute_oracle(*tensors, is_causal=options.get("is_causal", False), mask=mask)
@@ -71,13 +75,17 @@ def test_dense(shape, dtype, is_causal, device):
     assert_tma_equals_pointers(inputs(*shape, DTYPES[dtype], device), tile, is_causal=is_causal)
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 2, 200, 150, 40), (2, 1, 1, 97, 130, 64)], ids=["gqa-d40", "batch-d64"])
+@pytest.mark.parametrize(
+    "shape", [(1, 4, 2, 200, 150, 40), (2, 1, 1, 97, 130, 64)], ids=["gqa-d40", "batch-d64"]
+)
 def test_block_sparse(shape, device):
     dense = torch.rand(1, shape[1], *shape[3:5], generator=torch.Generator().manual_seed(5)) < 0.4
     dense[:, :, :64, 64:128] = False  # a dead tile
     dense[:, :, 64:128, :64] = True  # a full one
     mask = BlockMask.from_dense(dense.to(device), 64)
-    assert_tma_equals_pointers(inputs(*shape, torch.float16, device), "64x64_w4_s2", block_mask=mask)
+    assert_tma_equals_pointers(
+        inputs(*shape, torch.float16, device), "64x64_w4_s2", block_mask=mask
+    )
 
 
 @pytest.mark.gpu
@@ -90,7 +98,8 @@ def test_large_tiles(head_dim, tile, is_causal):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="TMA is sm_90's"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="TMA is sm_90's",
 )
 @pytest.mark.parametrize("layout", ["fused", "unaligned"])
 def test_the_table_reads_by_tma_what_it_can(layout):
@@ -120,7 +129,9 @@ def test_describable():
     flat = torch.zeros(1 + 2 * 3 * 70 * 64, dtype=torch.float16)
     assert not describable(flat[1:].view(x.shape)), "the address is odd"
     # Strides of 20 bytes are fine in float32 and in no 16-bit dtype
-    assert describable(torch.zeros(1, 1, 8, 20)) and not describable(torch.zeros(1, 1, 8, 20, dtype=torch.float16))
+    assert describable(torch.zeros(1, 1, 8, 20)) and not describable(
+        torch.zeros(1, 1, 8, 20, dtype=torch.float16)
+    )
 
 
 def test_strides_of_dimensions_of_one_are_no_obstacle(device):
@@ -133,8 +144,13 @@ def test_strides_of_dimensions_of_one_are_no_obstacle(device):
 
 
 def test_a_gradient_that_no_copy_helps_takes_the_pointer_kernels(device):
-    """q, k and v of head dim 59 cut from rows of 64 can be described, a contiguous gradient of 59 cannot."""
-    q, k, v = (draw(1, 1, 70, 64, dtype=torch.float16, device=device, seed=seed)[..., :59] for seed in range(3))
+    """q, k and v of head dim 59 cut from rows of 64 can be described, a contiguous gradient of 59
+    cannot.
+    """
+    q, k, v = (
+        draw(1, 1, 70, 64, dtype=torch.float16, device=device, seed=seed)[..., :59]
+        for seed in range(3)
+    )
     grad_output = draw(1, 1, 70, 59, dtype=torch.float16, device=device, seed=3)
     assert describable(q, k, v) and not describable(grad_output)
     assert_within(compute_oracle(q, k, v, grad_output), run(q, k, v, grad_output, backend="triton"))
@@ -144,8 +160,12 @@ def test_a_gradient_that_no_copy_helps_takes_the_pointer_kernels(device):
 
 
 @triton.jit
-def record_order_kernel(order_ptr, num_tiles, N_HEADS, HEADS_TOGETHER, LAST_TILE_FIRST: tl.constexpr):
-    tile, batch_head, batch, head = tile_of_program(num_tiles, N_HEADS, HEADS_TOGETHER, LAST_TILE_FIRST)
+def record_order_kernel(
+    order_ptr, num_tiles, N_HEADS, HEADS_TOGETHER, LAST_TILE_FIRST: tl.constexpr
+):
+    tile, batch_head, batch, head = tile_of_program(
+        num_tiles, N_HEADS, HEADS_TOGETHER, LAST_TILE_FIRST
+    )
     row = order_ptr + tl.program_id(0) * 4
     tl.store(row, tile)
     tl.store(row + 1, batch_head.to(tl.int32))
@@ -159,7 +179,9 @@ def test_each_program_has_a_tile_of_its_own(together, last_first, device):
     """2 x 5 heads: no number here but 1 and 2 divides them, and 16 is more than there are."""
     num_tiles, batches, heads = 3, 2, 5
     order = torch.full((num_tiles * batches * heads, 4), -1, dtype=torch.int32, device=device)
-    record_order_kernel[(len(order),)](order, num_tiles, heads, together, LAST_TILE_FIRST=last_first)
+    record_order_kernel[(len(order),)](
+        order, num_tiles, heads, together, LAST_TILE_FIRST=last_first
+    )
     everything = [(head // heads, head % heads) for head in range(batches * heads)]
     expected = [
         [tile, batch * heads + head, batch, head]
@@ -172,7 +194,9 @@ def test_each_program_has_a_tile_of_its_own(together, last_first, device):
 
 def test_heads_together_fill_the_cache_share():
     def together(batch_heads: int, rows: int, group: int = 1) -> int:
-        return heads_together(batch_heads, torch.empty(1, 1, rows, 64, dtype=torch.bfloat16, device="meta"), group)
+        return heads_together(
+            batch_heads, torch.empty(1, 1, rows, 64, dtype=torch.bfloat16, device="meta"), group
+        )
 
     head_bytes = 2 * 1024 * 64 * 2  # K and V, or Q and dO, of 1024 rows
     fitting = L2_SHARE_BYTES // head_bytes
@@ -181,7 +205,10 @@ def test_heads_together_fill_the_cache_share():
     assert together(10 * fitting, 1024, group=4) == fitting // 4  # each program reads four heads
     assert together(1, 1024) == 1 and together(2, 1024) == 2 and together(7, 1024) == 4
     assert together(64, 2**22) == 1  # not even one fits
-    assert heads_together(64, torch.empty(1024, 64, dtype=torch.bfloat16), share=L2_SHARE_BYTES // 4) == 32
+    assert (
+        heads_together(64, torch.empty(1024, 64, dtype=torch.bfloat16), share=L2_SHARE_BYTES // 4)
+        == 32
+    )
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
@@ -204,7 +231,8 @@ def test_heads_take_turns_where_tiles_differ_in_length(mask, monkeypatch):
     options = {"is_causal": mask == "causal", "scale": 1.0}
     forward.launch_forward(q, q, q, lists, **options, config=kernel_config("forward", q, q))
     backward.launch_backward(q, q, q, q, rows, q, None, lists, **options, **configs)
-    assert len(together) == 3 and set(together.values()) == {1 if mask == "full" else 8}  # a power of two of the twelve
+    # a power of two of the twelve
+    assert len(together) == 3 and set(together.values()) == {1 if mask == "full" else 8}
 
 
 # Rows of the backward
@@ -212,8 +240,12 @@ def test_heads_take_turns_where_tiles_differ_in_length(mask, monkeypatch):
 
 @pytest.mark.parametrize("num_queries", [1, 255, 256, 257])
 def test_rows_past_the_end_give_no_probability(num_queries, device):
-    output, grad_output = (draw(2, 3, num_queries, 40, dtype=torch.float16, device=device, seed=s) for s in range(2))
-    lse, grad_lse = (draw(2, 3, num_queries, dtype=torch.float32, device=device, seed=s) for s in (2, 3))
+    output, grad_output = (
+        draw(2, 3, num_queries, 40, dtype=torch.float16, device=device, seed=s) for s in range(2)
+    )
+    lse, grad_lse = (
+        draw(2, 3, num_queries, dtype=torch.float32, device=device, seed=s) for s in (2, 3)
+    )
     lse_log2, delta = launch_preprocess(output, lse, grad_output, grad_lse)
     padded = -(-num_queries // ROW_PADDING.value) * ROW_PADDING.value
     assert lse_log2.shape == delta.shape == (2, 3, padded)
@@ -222,4 +254,6 @@ def test_rows_past_the_end_give_no_probability(num_queries, device):
     torch.testing.assert_close(lse_log2[..., :num_queries], lse / math.log(2), rtol=1e-6, atol=1e-6)
     assert (lse_log2[..., num_queries:] == math.inf).all() and (delta[..., num_queries:] == 0).all()
     exact = launch_preprocess(output, lse, grad_output, grad_lse, padded=False)
-    assert torch.equal(exact[0], lse_log2[..., :num_queries]) and torch.equal(exact[1], delta[..., :num_queries])
+    assert torch.equal(exact[0], lse_log2[..., :num_queries]) and torch.equal(
+        exact[1], delta[..., :num_queries]
+    )

@@ -1,4 +1,6 @@
-"""The scripts that the Makefile runs: the course's tests against our adapters, notebooks, the check of the Python."""
+"""The scripts that the Makefile runs: the course's tests against our adapters, notebooks, the check
+of the Python.
+"""
 
 import importlib
 import re
@@ -32,7 +34,9 @@ LAYOUTS = ["cs336-basics/cs336_basics", "cs336_basics"]
 
 @pytest.fixture
 def checkout(request, tmp_path: Path) -> Path:
-    """A checkout laid out like the course's: tests, their adapters, cs336_basics and a cs336_systems to shadow ours."""
+    """A checkout laid out like the course's: tests, their adapters, cs336_basics and a
+    cs336_systems to shadow ours.
+    """
     root = tmp_path / "assignment2-systems"
     basics = root / getattr(request, "param", LAYOUTS[0])
     for folder in (root / "tests", basics, root / "cs336_systems"):
@@ -45,7 +49,9 @@ def checkout(request, tmp_path: Path) -> Path:
     (basics / "__init__.py").write_text(
         "import importlib.metadata\nVERSION = importlib.metadata.version('cs336_basics')\n"
     )
-    (basics.parent / "pyproject.toml").write_text('[project]\nname = "cs336-basics"\nversion = "26.1.4"\n')
+    (basics.parent / "pyproject.toml").write_text(
+        '[project]\nname = "cs336-basics"\nversion = "26.1.4"\n'
+    )
     return root
 
 
@@ -65,7 +71,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("checkout", LAYOUTS, indirect=True)
-def test_course_tests_run_against_our_adapters_and_leave_the_checkout_alone(checkout, adapters, capfd):
+def test_course_tests_run_against_our_adapters_and_leave_the_checkout_alone(
+    checkout, adapters, capfd
+):
     before = contents(checkout)
     assert course_tests.run(checkout, adapters) == 0
     assert "1 passed" in capfd.readouterr().out
@@ -96,7 +104,9 @@ def test_course_tests_find_what_lies_beside_the_adapters(checkout, adapters):
 
 
 def test_course_tests_import_her_modules_and_her_basics(checkout, adapters):
-    """They ran with the course's `cs336_basics`, whose layers are not those that her wrappers look for."""
+    """They ran with the course's `cs336_basics`, whose layers are not those that her wrappers look
+    for.
+    """
     basics = adapters.parent.parent / "cs336_basics"
     basics.mkdir()
     (basics / "__init__.py").write_text("VERSION = '26.1.4'\nANSWER = 42\n")
@@ -115,7 +125,9 @@ def test_course_tests_do_not_serve_our_package_for_hers(checkout, adapters, capf
 
 def test_course_tests_get_a_free_port(checkout, adapters):
     """Two runs on one machine met at the fixed one."""
-    (checkout / "tests/common.py").write_text('import os\nos.environ["MASTER_PORT"] = "12390"\nEXPECTED = 42\n')
+    (checkout / "tests/common.py").write_text(
+        'import os\nos.environ["MASTER_PORT"] = "12390"\nEXPECTED = 42\n'
+    )
     with (checkout / "tests/test_answer.py").open("a") as test:
         test.write("    import os\n    assert os.environ['MASTER_PORT'] not in ('', '12390')\n")
     assert course_tests.run(checkout, adapters) == 0
@@ -135,7 +147,9 @@ def test_course_tests_end_at_the_time_limit(checkout, adapters, capfd):
         ("cs336", "has no cs336_basics package in any of cs336-basics/cs336_basics, cs336_basics"),
     ],
 )
-def test_course_tests_refuse_a_folder_that_is_no_checkout(checkout, adapters, remove, message, capsys):
+def test_course_tests_refuse_a_folder_that_is_no_checkout(
+    checkout, adapters, remove, message, capsys
+):
     for path in [checkout] if remove == "." else checkout.glob(f"{remove}*"):
         path.rename(checkout.parent / f"removed-{path.name}")
     with pytest.raises(course_tests.CourseError, match=message):
@@ -153,7 +167,9 @@ def check_notebooks() -> ModuleType:
     return importlib.import_module("tools.check_notebooks")
 
 
-def test_a_notebook_runs_and_finds_the_package_and_one_that_raises_fails_the_check(check_notebooks, tmp_path, capsys):
+def test_a_notebook_runs_and_finds_the_package_and_one_that_raises_fails_the_check(
+    check_notebooks, tmp_path, capsys
+):
     good = "# %% [markdown]\n# # Title\n# %%\nimport cs336_systems\nopen('left', 'w').close()\n"
     (tmp_path / "good.py").write_text(good)
     (tmp_path / "bad.py").write_text("# %%\nvalue = 1\n# %%\nassert value == 2, 'wrong value'\n")
@@ -166,7 +182,9 @@ def test_a_notebook_runs_and_finds_the_package_and_one_that_raises_fails_the_che
 
 
 def test_a_figure_that_is_shown_as_its_name_fails_the_check(check_notebooks, tmp_path, capsys):
-    """A figure that pyplot does not know, returned by a cell, was `<Figure size ...>` in the notebook, and passed."""
+    """A figure that pyplot does not know, returned by a cell, was `<Figure size ...>` in the
+    notebook, and passed.
+    """
     make = "# %%\nfrom matplotlib.figure import Figure\nfigure = Figure()\nfigure.subplots()\n"
     show = "from cs336_systems.notebook import show\nshow(figure, 'axes')\n{'a': 1}\n"
     (tmp_path / "shown.py").write_text(make + show)
@@ -177,7 +195,9 @@ def test_a_figure_that_is_shown_as_its_name_fails_the_check(check_notebooks, tmp
     assert "cell-0 shows '<Figure size 640x480 with 1 Axes>' in place of what it is" in output.err
 
 
-@pytest.mark.parametrize("executed", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "executed", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem
+)
 def test_no_committed_notebook_shows_a_name_in_place_of_a_picture(check_notebooks, executed):
     """Both timelines of s3_memory were the names of their figures."""
     cells = check_notebooks.jupytext.read(executed).cells
@@ -189,7 +209,11 @@ def test_no_committed_notebook_shows_a_name_in_place_of_a_picture(check_notebook
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 DOCUMENTS = ["README.md", "writeup.md", "CONTRIBUTING.md"]
-DOCUMENTS += sorted(f"{folder}/{path.name}" for folder in ("docs", "writeup") for path in (ROOT / folder).glob("*.md"))
+DOCUMENTS += sorted(
+    f"{folder}/{path.name}"
+    for folder in ("docs", "writeup")
+    for path in (ROOT / folder).glob("*.md")
+)
 
 
 def anchors(text: str) -> set[str]:
@@ -219,17 +243,29 @@ def test_every_link_of_a_document_leads_somewhere(document):
     assert broken_links(ROOT / document) == []
 
 
-@pytest.mark.parametrize("source", sorted((ROOT / "notebooks").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "source", sorted((ROOT / "notebooks").glob("*.py")), ids=lambda path: path.stem
+)
 def test_the_executed_notebook_has_the_cells_of_its_source(check_notebooks, source):
-    written, executed = (check_notebooks.jupytext.read(path).cells for path in (source, source.with_suffix(".ipynb")))
-    assert [(cell.cell_type, cell.source) for cell in written] == [(cell.cell_type, cell.source) for cell in executed]
+    written, executed = (
+        check_notebooks.jupytext.read(path).cells for path in (source, source.with_suffix(".ipynb"))
+    )
+    assert [(cell.cell_type, cell.source) for cell in written] == [
+        (cell.cell_type, cell.source) for cell in executed
+    ]
 
 
-@pytest.mark.parametrize("executed", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "executed", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem
+)
 def test_the_committed_solutions_of_exercises_are_right(check_notebooks, executed):
     """Each exercise's check prints one line, which nothing but this test reads."""
     cells = check_notebooks.jupytext.read(executed).cells
-    checks = [cell for cell in cells if cell.cell_type == "code" and re.search(r"^check\(", cell.source, re.MULTILINE)]
+    checks = [
+        cell
+        for cell in cells
+        if cell.cell_type == "code" and re.search(r"^check\(", cell.source, re.MULTILINE)
+    ]
     assert len(checks) >= 2
     for cell in checks:
         assert [output.get("text") for output in cell.outputs] == ["right\n"], cell.source
@@ -242,7 +278,9 @@ def test_a_check_tells_the_first_difference_and_its_hint(capsys):
 
 
 def test_the_hopper_notebook_answers_from_the_records_of_now(check_notebooks):
-    """It is not executed when records are published; what it says of them would stay what they were."""
+    """It is not executed when records are published; what it says of them would stay what they
+    were.
+    """
     shown = [
         output["data"]["text/markdown"]
         for cell in check_notebooks.jupytext.read(ROOT / "notebooks" / "s4_hopper.ipynb").cells

@@ -1,4 +1,6 @@
-"""Profiles: kernels by name, ranges on models, traces read back, on what a GPU prints and on what this CPU does."""
+"""Profiles: kernels by name, ranges on models, traces read back, on what a GPU prints and on what
+this CPU does.
+"""
 
 # ruff: noqa: E501 - kernel names are as long as they are
 from __future__ import annotations
@@ -49,9 +51,7 @@ MEAN = (
     f"{NATIVE}reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float, float, float>, "
     "unsigned int, float, 4, 4> >(at::native::ReduceOp<float, at::native::MeanOps<float, float, float, float>>)"
 )
-SOFTMAX = (
-    "void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>(float*, float const*, int)"
-)
+SOFTMAX = "void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>(float*, float const*, int)"
 SIMT = "void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>(cutlass_80_simt_sgemm_256x128_8x4_nn_align1::Params)"
 FOREACH = (
     f"{NATIVE}(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::TensorListMetadata<1>, "
@@ -131,7 +131,9 @@ def test_short_names_fit_a_table_and_still_tell_kernels_apart() -> None:
 
 
 class TheirAttention(nn.Module):
-    """Attention as somebody else writes it: einsum, a softmax by hand, weights used as 2-D views or in 3-D."""
+    """Attention as somebody else writes it: einsum, a softmax by hand, weights used as 2-D views or
+    in 3-D.
+    """
 
     def __init__(self, fails: bool = False) -> None:
         super().__init__()
@@ -159,7 +161,9 @@ class FusedAttention(nn.Module):
 class TheirModel(nn.Module):
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.ModuleDict({"self_attn": attention, "mlp": nn.Linear(8, 8)})])
+        self.blocks = nn.ModuleList(
+            [nn.ModuleDict({"self_attn": attention, "mlp": nn.Linear(8, 8)})]
+        )
         self.lm_head = nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -175,7 +179,9 @@ RANGES = [
 
 
 def range_names(model: nn.Module, x: torch.Tensor) -> list[str]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as profiler:
         model(x)
     events = sorted(profiler.events(), key=lambda event: event.time_range.start)
     known = ("block:", "attention", "feed_forward:", "head:")
@@ -227,12 +233,16 @@ def test_what_cannot_be_annotated_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ['a"b', "a\\b", 'a\\"b', "é×", "a\tb\nc", "%22"])
 def test_any_module_path_stays_readable_in_the_trace(name: str, tmp_path: Path) -> None:
-    """torch.profiler writes a double quote as it is: the trace was no JSON. Names beyond ASCII became "unknown"."""
+    """torch.profiler writes a double quote as it is: the trace was no JSON. Names beyond ASCII
+    became "unknown".
+    """
     model = nn.Module()
     model.blocks = nn.ModuleDict({name: nn.ModuleDict({"ffn": nn.Linear(2, 2)})})
     with annotate(model) as ranges:
         module = model.blocks[name]["ffn"]
-        trace = capture(lambda: module(torch.ones(2)), device="cpu", warmup=0, path=tmp_path / "x.trace.json.gz")
+        trace = capture(
+            lambda: module(torch.ones(2)), device="cpu", warmup=0, path=tmp_path / "x.trace.json.gz"
+        )
     (wanted,) = ranges.values()
     assert trace.select(within=wanted), "the range is found by the name that `annotate` gives"
 
@@ -247,33 +257,49 @@ def written(path: Path, content: Any) -> Path:
     ("name", "content", "message"),
     [
         ("x.json", b"", "no chrome trace: Expecting value"),
-        ("x.json", b'{"traceEvents": [{"name": "a"b"}]}', "torch.profiler escapes no double quote in the name of a"),
+        (
+            "x.json",
+            b'{"traceEvents": [{"name": "a"b"}]}',
+            "torch.profiler escapes no double quote in the name of a",
+        ),
         ("x.json", b"[" * 100_000, "no chrome trace: "),
         ("x.json", {}, "it has no list of objects under 'traceEvents'"),
         ("x.json", {"traceEvents": {"a": 1}}, "it has no list of objects"),
         ("x.json", [1], "it has no list of objects"),
         ("x.json", 3, "it has no list of objects"),
         ("x.json.gz", b"no gzip", "no chrome trace: Not a gzipped file"),
-        ("x.json.gz", gzip.compress(b"[]", mtime=0)[:-4], "no chrome trace: Compressed file ended before"),
+        (
+            "x.json.gz",
+            gzip.compress(b"[]", mtime=0)[:-4],
+            "no chrome trace: Compressed file ended before",
+        ),
     ],
 )
-def test_a_file_that_is_no_trace_is_refused_by_name(name: str, content: Any, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_trace_is_refused_by_name(
+    name: str, content: Any, message: str, tmp_path: Path
+) -> None:
     """They were a bare KeyError, TypeError or BadGzipFile."""
     with pytest.raises(ValueError, match=rf"^{name}: .*{message}"):
         read_events(written(tmp_path / name, content))
 
 
 def test_a_list_of_events_alone_is_a_trace_and_a_pipe_is_none(tmp_path: Path) -> None:
-    assert trace_of(read_events(written(tmp_path / "x.json", gpu_events()))) == trace_of(gpu_events())
+    assert trace_of(read_events(written(tmp_path / "x.json", gpu_events()))) == trace_of(
+        gpu_events()
+    )
     os.mkfifo(tmp_path / "pipe.json")
     with pytest.raises(ValueError, match="^pipe.json: not a regular file"):
         read_events(tmp_path / "pipe.json")
 
 
 @pytest.mark.parametrize("place", [1, 4, 6, 7])
-@pytest.mark.parametrize("field", ["name", "ts", "dur", "pid", "tid", "args", "Sequence number", "correlation"])
+@pytest.mark.parametrize(
+    "field", ["name", "ts", "dur", "pid", "tid", "args", "Sequence number", "correlation"]
+)
 @pytest.mark.parametrize("value", [None, [], "x", math.nan])
-def test_an_event_of_a_foreign_trace_is_read_or_refused_by_name(place: int, field: str, value: Any) -> None:
+def test_an_event_of_a_foreign_trace_is_read_or_refused_by_name(
+    place: int, field: str, value: Any
+) -> None:
     events = gpu_events()
     inner = events[place] if field in events[place] else events[place]["args"]
     inner[field] = value
@@ -288,14 +314,27 @@ def test_an_event_of_a_foreign_trace_is_read_or_refused_by_name(place: int, fiel
             trace_of(events)
 
 
-def event(name: str, category: str, ts: float, dur: float, tid: Any = 1, **args: Any) -> dict[str, Any]:
+def event(
+    name: str, category: str, ts: float, dur: float, tid: Any = 1, **args: Any
+) -> dict[str, Any]:
     names = {"seq": "Sequence number", "forward_thread": "Fwd thread id", "origin": "External id"}
     args = {names.get(key, key): value for key, value in args.items()}
-    return {"ph": "X", "cat": category, "name": name, "pid": 9, "tid": tid, "ts": ts, "dur": dur, "args": args}
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 9,
+        "tid": tid,
+        "ts": ts,
+        "dur": dur,
+        "args": args,
+    }
 
 
 def gpu_events() -> list[dict[str, Any]]:
-    """One step: a scores product and a softmax forward, the product's backward on autograd's thread, an update."""
+    """One step: a scores product and a softmax forward, the product's backward on autograd's
+    thread, an update.
+    """
     return [
         {"ph": "M", "name": "process_name", "pid": 9, "args": {"name": "python"}},
         event("profiled_step", "user_annotation", 0, 1000),
@@ -333,7 +372,9 @@ def test_kernels_belong_to_the_ranges_that_launched_them() -> None:
     assert (forward.category, forward.phase, forward.step) == ("gemm", "forward", 0)
     assert softmax.ranges[-1] == "attention.softmax"
     assert backward.phase == "backward" and "attention.scores" in backward.ranges
-    assert (update.category, update.phase) == ("optimizer", "optimizer"), "an update is one whatever its kernel"
+    assert (update.category, update.phase) == ("optimizer", "optimizer"), (
+        "an update is one whatever its kernel"
+    )
     assert (collective.category, collective.ranges, collective.step) == ("communication", (), -1)
 
 
@@ -341,19 +382,30 @@ def test_a_kernel_without_a_launch_belongs_to_the_operator_it_names() -> None:
     operator = event("aten::add", "cpu_op", 130, 10, seq=10, origin=77)
     kernel = event(ADD, "kernel", 2000, 10, 7, correlation=999, stream=7, origin=77)
     found = trace_of([*gpu_events(), operator, kernel]).kernels[-1]
-    assert found.name == ADD and found.ranges == ("profiled_step", "attention:layers.0.attn") and found.step == 0
+    assert (
+        found.name == ADD
+        and found.ranges == ("profiled_step", "attention:layers.0.attn")
+        and found.step == 0
+    )
 
 
 def test_sums_selections_and_tops() -> None:
     trace = trace_of(gpu_events())
-    assert [kernel.step for kernel in trace.select(category="gemm")] == [0, 0], "run after the step that launched them"
+    assert [kernel.step for kernel in trace.select(category="gemm")] == [0, 0], (
+        "run after the step that launched them"
+    )
     assert trace.kernel_ms(category="gemm") == pytest.approx(0.7)
     assert trace.kernel_ms(phase="forward", within="attention.") == pytest.approx(0.4)
     assert trace.kernel_ms(step=0) == pytest.approx(0.85)
-    assert trace.busy_ms() == pytest.approx(1.0), "the collective runs beside others and counts once"
+    assert trace.busy_ms() == pytest.approx(1.0), (
+        "the collective runs beside others and counts once"
+    )
     assert trace.kernel_ms() == pytest.approx(1.35)
     top = trace.top_kernels(2, step=0)
-    assert [(row.category, row.calls, row.ms) for row in top] == [("gemm", 1, 0.4), ("gemm", 1, 0.3)]
+    assert [(row.category, row.calls, row.ms) for row in top] == [
+        ("gemm", 1, 0.4),
+        ("gemm", 1, 0.3),
+    ]
 
 
 # Profiles of this machine's device
@@ -373,22 +425,34 @@ def check_training_step(trace: Trace, num_steps: int) -> None:
     for step in range(num_steps):
         assert trace.busy_ms(step=step) > 0
         for phase in ("forward", "backward"):
-            inside = [trace.kernel_ms(step=step, phase=phase, within=part) for part in ATTENTION_PARTS[:3]]
+            inside = [
+                trace.kernel_ms(step=step, phase=phase, within=part) for part in ATTENTION_PARTS[:3]
+            ]
             assert all(ms > 0 for ms in inside), "scores, softmax and values, forward and backward"
             assert sum(inside) < trace.kernel_ms(step=step, phase=phase, within="attention:")
-        assert trace.kernel_ms(step=step, category="optimizer") == trace.kernel_ms(step=step, phase="optimizer") > 0
+        assert (
+            trace.kernel_ms(step=step, category="optimizer")
+            == trace.kernel_ms(step=step, phase="optimizer")
+            > 0
+        )
     products = trace.select(step=0, category="gemm", phase="forward", within="attention.scores")
     assert len({product.ranges for product in products}) == 2, "one for each layer"
 
 
 def outermost_operators_ms(path: Path) -> float:
-    """Summed duration of the operators that lie in no other operator of their thread, by comparing all pairs."""
+    """Summed duration of the operators that lie in no other operator of their thread, by comparing
+    all pairs.
+    """
     operators = [e for e in read_events(path) if e.get("cat") == "cpu_op" and e["ph"] == "X"]
     spans = [(e["tid"], e["ts"], e["ts"] + e["dur"]) for e in operators]
 
     def inside_another(index: int) -> bool:
         thread, start, end = spans[index]
-        return any(t == thread and s <= start and end <= f for i, (t, s, f) in enumerate(spans) if i != index)
+        return any(
+            t == thread and s <= start and end <= f
+            for i, (t, s, f) in enumerate(spans)
+            if i != index
+        )
 
     # Durations as the file has them: the difference of two timestamps has lost their last digits.
     return sum(e["dur"] for i, e in enumerate(operators) if not inside_another(i)) / 1e3
@@ -399,7 +463,8 @@ def test_a_training_step_on_this_cpu_is_taken_apart(tmp_path: Path) -> None:
     trace = profiled("cpu", num_steps=2, path=path)
     check_training_step(trace, 2)
     assert not trace.on_gpu and trace_of(read_events(path)) == trace
-    for step in range(2):  # own times add up to the operators that nobody called, and never to more than the step
+    # own times add up to the operators that nobody called, and never to more than the step
+    for step in range(2):
         assert trace.kernel_ms(step=step) <= trace.step_ms[step] * 1.01
     assert trace.kernel_ms() == pytest.approx(outermost_operators_ms(path))
     bmm = [row for row in trace.top_kernels(step=0, phase="forward") if row.name == "aten::bmm"]
@@ -424,7 +489,9 @@ def test_a_training_step_on_this_gpu_is_taken_apart() -> None:
     assert trace.on_gpu
     check_training_step(trace, 2)
     unknown = [row.name for row in trace.top_kernels(category="other")]
-    assert trace.kernel_ms(category="other") < 0.1 * trace.kernel_ms(), f"kernels of no known category: {unknown}"
+    assert trace.kernel_ms(category="other") < 0.1 * trace.kernel_ms(), (
+        f"kernels of no known category: {unknown}"
+    )
     for step in range(2):
         assert trace.busy_ms(step=step) <= trace.step_ms[step] * 1.05
 
@@ -438,10 +505,15 @@ def test_library_attention_is_known_by_its_kernels(backend: str) -> None:
 
     def call() -> None:
         with sdpa_kernel(getattr(SDPBackend, backend)):
-            torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+            torch.nn.functional.scaled_dot_product_attention(
+                q, q, q, is_causal=True
+            ).sum().backward()
 
     trace = capture(call, device="cuda", warmup=2)
     names = [row.name for row in trace.top_kernels()]
     assert trace.top_kernels(1)[0].category == "attention", names
     assert trace.kernel_ms(category="attention") > 0.5 * trace.kernel_ms(), names
-    assert {kernel.phase for kernel in trace.select(category="attention")} == {"forward", "backward"}
+    assert {kernel.phase for kernel in trace.select(category="attention")} == {
+        "forward",
+        "backward",
+    }

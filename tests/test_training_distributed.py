@@ -1,4 +1,6 @@
-"""Training on two gloo ranks: one process's losses under every wrapper, resuming, torchrun, and the bytes predicted."""
+"""Training on two gloo ranks: one process's losses under every wrapper, resuming, torchrun, and the
+bytes predicted.
+"""
 
 from __future__ import annotations
 
@@ -41,22 +43,29 @@ def everything(rank: int, num_ranks: int, out: str) -> dict[str, Any]:
         folder = Path(out) / wrapper
         found["plain"][wrapper] = train(wrapped(wrapper), RunOptions(log_every=2, sample_bytes=20))
         found["split"][wrapper] = train(
-            wrapped(wrapper, context_parallel=2, accumulation=2), RunOptions(log_every=2, sample_bytes=20)
+            wrapped(wrapper, context_parallel=2, accumulation=2),
+            RunOptions(log_every=2, sample_bytes=20),
         )
         train(wrapped(wrapper), RunOptions(out=folder, checkpoint_every=2, stop_after=4))
-        found["resumed"][wrapper] = train(wrapped(wrapper), RunOptions(out=folder, resume=True, log_every=2))
+        found["resumed"][wrapper] = train(
+            wrapped(wrapper), RunOptions(out=folder, resume=True, log_every=2)
+        )
     # one wrapper's checkpoint under the next one's hands
     for earlier, later in zip(WRAPPERS[1:], WRAPPERS[2:]):
         folder = Path(out) / f"{earlier}-{later}"
         train(wrapped(earlier), RunOptions(out=folder, checkpoint_every=3, stop_after=3))
-        found["handed over"][later] = train(wrapped(later), RunOptions(out=folder, resume=True, log_every=2))
+        found["handed over"][later] = train(
+            wrapped(later), RunOptions(out=folder, resume=True, log_every=2)
+        )
     train(wrapped("fsdp"), RunOptions(out=Path(out) / FOR_ONE, checkpoint_every=3, stop_after=3))
     for wrapper in HALF_WRAPPERS:
         folder = Path(out) / f"half-{wrapper}"
         half = wrapped(wrapper, precision=Precision(autocast="float16"))
         found["plain"][f"half {wrapper}"] = train(half, RunOptions(log_every=2))
         train(half, RunOptions(out=folder, checkpoint_every=2, stop_after=4))
-        found["resumed"][f"half {wrapper}"] = train(half, RunOptions(out=folder, resume=True, log_every=2))
+        found["resumed"][f"half {wrapper}"] = train(
+            half, RunOptions(out=folder, resume=True, log_every=2)
+        )
     return found
 
 
@@ -126,9 +135,20 @@ def test_a_wrong_number_of_ranks_is_refused():
 @pytest.mark.slow
 def test_two_agents_of_torchrun_train_as_one_process(tmp_path):
     """The command of the README on two nodes, both on this host."""
-    arguments = ["train", "--wrapper", "fsdp", "--batch", "4", "--steps", "3", "--context-length", "16"]
+    arguments = [
+        "train",
+        "--wrapper",
+        "fsdp",
+        "--batch",
+        "4",
+        "--steps",
+        "3",
+        "--context-length",
+        "16",
+    ]
     arguments += ["--device", "cpu", "--log-every", "1", "--out", str(tmp_path / "run")]
-    agents = start_agents(Path("-m"), 2, 1, ["cs336_systems", *arguments])  # a module in place of a script
+    # a module in place of a script
+    agents = start_agents(Path("-m"), 2, 1, ["cs336_systems", *arguments])
     try:
         outputs = [agent.communicate(timeout=240)[0] for agent in agents]
     finally:
@@ -136,7 +156,10 @@ def test_two_agents_of_torchrun_train_as_one_process(tmp_path):
             agent.kill()
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert sum("on held-out text" in output for output in outputs) == 1  # rank 0 alone
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "losses.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["loss"]
+        for line in (tmp_path / "run" / "losses.jsonl").read_text().splitlines()
+    ]
     model = replace(TrainingConfig().model, context_length=16)
     alone = train(TrainingConfig(model=model, batch=4, steps=3))
     assert losses == pytest.approx(alone.losses, rel=1e-5)
@@ -148,7 +171,12 @@ def test_two_agents_of_torchrun_train_as_one_process(tmp_path):
 class SentBytes(TorchDispatchMode):
     """Bytes that each rank of a ring would send for the collectives that are called."""
 
-    SHARES = {"allreduce_": 2.0, "_allgather_base_": 1.0, "_reduce_scatter_base_": 1.0, "broadcast_": 1.0}
+    SHARES = {
+        "allreduce_": 2.0,
+        "_allgather_base_": 1.0,
+        "_reduce_scatter_base_": 1.0,
+        "broadcast_": 1.0,
+    }
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__()
@@ -157,7 +185,9 @@ class SentBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            largest = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+            largest = max(
+                leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)
+            )
             self.total += self.SHARES[func.overloadpacket.__name__] * self.share * largest
         return func(*args, **(kwargs or {}))
 
@@ -177,11 +207,15 @@ def bytes_of_all(rank: int, num_ranks: int) -> dict[str, float]:
 
 
 def test_predicted_bytes_are_those_that_the_wrappers_send(monkeypatch):
-    """Within 2 %: buckets and shards are padded, and a wrapper may agree with its peers in a few bytes."""
+    """Within 2 %: buckets and shards are padded, and a wrapper may agree with its peers in a few
+    bytes.
+    """
     monkeypatch.setattr(traffic, "COMPUTE_BYTES", 4)  # the wrappers' model is in float32
     for found in run_ranks(bytes_of_all, NUM_RANKS):
         for wrapper, sent in found.items():
-            predicted = traffic.bytes_sent(SHORT.model, traffic.Plan(scheme=wrapper, data_parallel=NUM_RANKS))
+            predicted = traffic.bytes_sent(
+                SHORT.model, traffic.Plan(scheme=wrapper, data_parallel=NUM_RANKS)
+            )
             assert sent == pytest.approx(predicted, rel=0.02), wrapper
 
 
@@ -213,6 +247,8 @@ def test_another_curve_is_not_recorded():
     curve = [5.0 - 0.01 * step for step in range(30)]
     assert curve_error(curve, curve) == 0
     assert curve_error([*curve[:3], curve[3] * (1 + 2 * FIRST_BOUND), *curve[4:]], curve) > 1
-    assert curve_error([*curve[:20], *(loss * (1 + 2 * LAST_BOUND) for loss in curve[20:])], curve) > 1
+    assert (
+        curve_error([*curve[:20], *(loss * (1 + 2 * LAST_BOUND) for loss in curve[20:])], curve) > 1
+    )
     assert curve_error([*curve[:15], float("nan"), *curve[16:]], curve) == float("inf")
     assert curve_error(curve[:-1], curve) == float("inf")

@@ -1,4 +1,5 @@
-"""Every model class of Transformers that can be built small, under our attention: equal to `eager`, or refused by name.
+"""Every model class of Transformers that can be built small, under our attention: equal to `eager`,
+or refused by name.
 
 The classes are enumerated from the library, so that one that is new in a release cannot slip in.
 """
@@ -17,8 +18,8 @@ from tests.transformers_models import (
     ways_to_call,
 )
 
-# What is reached with the Transformers of constraints.txt. Where it becomes less, the tests name what was not built and
-# why. In another release the parts hold other models: measure anew.
+# What is reached with the Transformers of constraints.txt. Where it becomes less, the tests name
+# what was not built and why. In another release the parts hold other models: measure anew.
 # Classes of each part that are built, then judged:
 COVERED = (61, 47, 51, 44, 46, 30, 39, 50, 63, 41, 43, 46, 52, 34, 46, 50)
 WAYS_COVERED = 71  # ways to call attention of which a module is
@@ -56,7 +57,9 @@ def walk(folders: list[str], calls: list[str]) -> dict[str, Verdict]:
 
 
 def walk_one_of_each_kind(folder: str, calls: list[str]) -> dict[str, Verdict]:
-    """The verdict, with gradients and a cache, on the first class that generates and the first that does not."""
+    """The verdict, with gradients and a cache, on the first class that generates and the first that
+    does not.
+    """
     verdicts = {}
     wanted = {True, False}
     for model_class in model_classes(folder):
@@ -69,15 +72,19 @@ def walk_one_of_each_kind(folder: str, calls: list[str]) -> dict[str, Verdict]:
 
 
 def of_outcome(verdicts: dict[str, Verdict], *outcomes: str) -> dict[str, str]:
-    return {name: verdict.reason for name, verdict in verdicts.items() if verdict.outcome in outcomes}
+    return {
+        name: verdict.reason for name, verdict in verdicts.items() if verdict.outcome in outcomes
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(len(COVERED)))
 def test_every_model_class_is_equal_to_eager_or_refused_by_name(hf, calls, part):
-    """Bloom lost its causal mask under our name, CodeGen added bools to its scores, Align's text saw the past alone.
+    """Bloom lost its causal mask under our name, CodeGen added bools to its scores, Align's text
+    saw the past alone.
 
-    Their attention is their own code, which never called us, or calls without a mask and means every key.
+    Their attention is their own code, which never called us, or calls without a mask and means
+    every key.
     """
     verdicts = walk(model_folders()[part :: len(COVERED)], calls)
     assert of_outcome(verdicts, "different", "broken") == {}
@@ -86,7 +93,9 @@ def test_every_model_class_is_equal_to_eager_or_refused_by_name(hf, calls, part)
 
 
 def test_a_model_of_each_way_to_call_attention_is_equal_or_refused(hf, calls):
-    """With gradients, and with a cache from left-padded prompts: the first module of each way that can be built."""
+    """With gradients, and with a cache from left-padded prompts: the first module of each way that
+    can be built.
+    """
     ways = ways_to_call(model_folders())
     wrong: dict[str, str] = {}
     unbuilt: list[dict[str, str]] = []
@@ -110,12 +119,26 @@ def test_a_model_of_each_way_to_call_attention_is_equal_or_refused(hf, calls):
 def test_the_walk_rejects_a_lost_mask_and_a_lost_sink(hf, calls, monkeypatch):
     """Known-wrong attention, in a decoder, an encoder-decoder and a model with sinks."""
     counted = integration.attention_forward
-    mistakes: dict[str, Any] = {"mask": lambda options: options, "sink": lambda options: options | {"s_aux": None}}
+    mistakes: dict[str, Any] = {
+        "mask": lambda options: options,
+        "sink": lambda options: options | {"s_aux": None},
+    }
     for mistake, folder in (("mask", "llama"), ("mask", "bart"), ("sink", "gpt_oss")):
 
-        def broken(module: Any, q: Any, k: Any, v: Any, mask: Any, *, _mistake: str = mistake, **options: Any) -> Any:
+        def broken(
+            module: Any,
+            q: Any,
+            k: Any,
+            v: Any,
+            mask: Any,
+            *,
+            _mistake: str = mistake,
+            **options: Any,
+        ) -> Any:
             mask = None if _mistake == "mask" else mask
-            return counted(module, q, k, v, mask, **mistakes[_mistake](options) | {"is_causal": False})
+            return counted(
+                module, q, k, v, mask, **mistakes[_mistake](options) | {"is_causal": False}
+            )
 
         monkeypatch.setattr(integration, "attention_forward", broken)
         register("cs336_walk", backend="reference")

@@ -1,4 +1,6 @@
-"""Configuration of launches around the tables: offline compilation, tuning, the launch log, the way down."""
+"""Configuration of launches around the tables: offline compilation, tuning, the launch log, the way
+down.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ import torch
 from cs336_systems.attention import flash_attention
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.tiles import AttentionConfig, KernelConfig, select_config
-from cs336_systems.attention.tiles.choice import SHARED_MEMORY_LIMIT_BYTES, TABLES, TARGET_OF_CAPABILITY
+from cs336_systems.attention.tiles.choice import (
+    SHARED_MEMORY_LIMIT_BYTES,
+    TABLES,
+    TARGET_OF_CAPABILITY,
+)
 from cs336_systems.attention.tiles.kernel_config import KERNELS
 from cs336_systems.attention.triton import launch
 from cs336_systems.bench.harness import Provenance, Sweep
@@ -72,12 +78,17 @@ SHIPPED = [
     for is_causal in ((True, False) if triton_version() == JUDGE else (True,))
 ]
 OPTIONS = {rest: request(f"sm90_forward_64x64_{rest}") for rest in ("w4_s2", "w4_s3", "w8_s2")}
-GOOD, BAD = request("sm80_dq_64x64_w4_s1", arch="sm80"), request("sm80_dq_2048x2048_w4_s1", arch="sm80")
+GOOD, BAD = (
+    request("sm80_dq_64x64_w4_s1", arch="sm80"),
+    request("sm80_dq_2048x2048_w4_s1", arch="sm80"),
+)
 
 
 @pytest.fixture(scope="module")
 def reports() -> dict[CompileRequest, CompileReport]:
-    return {report.request: report for report in compile_configs([*OPTIONS.values(), GOOD, BAD], jobs=2)}
+    return {
+        report.request: report for report in compile_configs([*OPTIONS.values(), GOOD, BAD], jobs=2)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +117,9 @@ def test_shipped_rows_of_hopper_neither_spill_nor_wait(shipped):
 
 
 def test_the_compiler_is_asked_for_what_is_launched(reports):
-    """More warps share the same tile, and deeper pipelines take more shared memory: the options arrive."""
+    """More warps share the same tile, and deeper pipelines take more shared memory: the options
+    arrive.
+    """
     two, three, eight_warps = (reports[OPTIONS[rest]] for rest in ("w4_s2", "w4_s3", "w8_s2"))
     tile_bytes = 64 * 64 * 2
     assert three.shared_bytes - two.shared_bytes == 2 * tile_bytes  # one more K tile and V tile
@@ -184,8 +197,17 @@ def test_the_log_has_one_line_for_each_kernel_and_shape(fresh_log, capfd):
     lines = capfd.readouterr().err.splitlines()
     capability = torch.cuda.get_device_capability() if HAS_CUDA else None
     arch = "interpreter" if capability is None else "sm_{}{}".format(*capability)
-    shape = {"head_dim": 32, "batch": 1, "heads": 1, "seqlen_q": 64, "seqlen_k": 64, "dtype": "float32"}
-    expected = [select_config(kernel, capability=capability, is_causal=True, **shape) for kernel in KERNELS]
+    shape = {
+        "head_dim": 32,
+        "batch": 1,
+        "heads": 1,
+        "seqlen_q": 64,
+        "seqlen_k": 64,
+        "dtype": "float32",
+    }
+    expected = [
+        select_config(kernel, capability=capability, is_causal=True, **shape) for kernel in KERNELS
+    ]
     assert [line for line in lines if line.startswith("attention: ")] == [
         f"attention: kernel={config.kernel} head_dim=32 dtype=float32 seqlen_q=64 seqlen_k=64 arch={arch} "
         f"config={config.name}"
@@ -234,7 +256,9 @@ def test_of_several_kernels_the_largest_gives_way_as_long_as_there_is_a_smaller(
 
 @pytest.mark.filterwarnings("ignore:.*does not fit this GPU")
 def test_flash_attention_goes_to_the_next_smaller(monkeypatch):
-    """The whole way through the operator, forward and backward, with a GPU that has room for one-stage pipelines."""
+    """The whole way through the operator, forward and backward, with a GPU that has room for
+    one-stage pipelines.
+    """
     from triton.runtime.errors import OutOfResources
 
     from cs336_systems.attention.triton import passes as function
@@ -254,10 +278,15 @@ def test_flash_attention_goes_to_the_next_smaller(monkeypatch):
     q, grad = (torch.randn(1, 2, 65, 64, device=DEVICE, dtype=torch.float16) for _ in range(2))
     leaf = q.clone().requires_grad_()
     with pytest.warns(
-        UserWarning, match="portable_forward_64x64_w4_s2 does not fit .* using portable_forward_64x64_w4_s1"
+        UserWarning,
+        match="portable_forward_64x64_w4_s2 does not fit .* using portable_forward_64x64_w4_s1",
     ):
-        output = flash_attention(leaf, leaf, leaf, backend="triton", config=AttentionConfig(**names))
-    with pytest.warns(UserWarning, match="portable_dq_64x64_w4_s2 does not fit .* using portable_dq_64x64_w4_s1"):
+        output = flash_attention(
+            leaf, leaf, leaf, backend="triton", config=AttentionConfig(**names)
+        )
+    with pytest.warns(
+        UserWarning, match="portable_dq_64x64_w4_s2 does not fit .* using portable_dq_64x64_w4_s1"
+    ):
         (gradient,) = torch.autograd.grad(output, leaf, grad)
     oracle = compute_oracle(q, q, q, grad)
     assert max(contract_errors(oracle, {"output": output}).values()) <= 1
@@ -271,7 +300,14 @@ def test_flash_attention_goes_to_the_next_smaller(monkeypatch):
 
 def shape(**change) -> AttentionShape:
     dtype = "bfloat16" if HAS_CUDA else "float16"
-    defaults = {"batch": 1, "heads": 1, "seqlen_q": 64, "seqlen_k": 64, "head_dim": 32, "is_causal": True}
+    defaults = {
+        "batch": 1,
+        "heads": 1,
+        "seqlen_q": 64,
+        "seqlen_k": 64,
+        "head_dim": 32,
+        "is_causal": True,
+    }
     return AttentionShape(**{**defaults, "dtype": dtype, **change})
 
 
@@ -294,7 +330,10 @@ def test_a_wrong_configuration_is_not_timed(kernel, monkeypatch):
         first, *rest = right(*arguments, **options)
         return first * 1.5, *rest
 
-    monkeypatch.setattr(*((forward, "launch_forward") if kernel == "forward" else (backward, "launch_backward")), wrong)
+    monkeypatch.setattr(
+        *((forward, "launch_forward") if kernel == "forward" else (backward, "launch_backward")),
+        wrong,
+    )
     with pytest.raises(Disagreement, match="is off by .* times the numerical contract's bound"):
         list(CHOICE.measure(tune_cell(f"portable_{kernel}_64x64_w4_s1"), RUN))
 
@@ -308,18 +347,36 @@ def test_a_configuration_that_does_not_fit_is_unsupported(monkeypatch):
         raise OutOfResources(300_000, 232_448, "shared memory")
 
     monkeypatch.setattr(forward, "launch_forward", too_large)
-    with pytest.raises(Unsupported, match="portable_dq_64x64_w4_s1: out of resource: shared memory, Required: 300000"):
+    with pytest.raises(
+        Unsupported,
+        match="portable_dq_64x64_w4_s1: out of resource: shared memory, Required: 300000",
+    ):
         list(CHOICE.measure(tune_cell("portable_dq_64x64_w4_s1"), RUN))
 
 
 def record(shape: AttentionShape, name: str, samples: list[float], **changes) -> Record:
     row = ROWS[named(name).kernel]
-    values = {"problem": TUNE_FLASH, "case": case_to_dict(shape), "implementation": name, "samples": samples}
-    return valid_record(**values | {"mode": row.mode, "quantity": row.quantity, "kernel": name} | changes)
+    values = {
+        "problem": TUNE_FLASH,
+        "case": case_to_dict(shape),
+        "implementation": name,
+        "samples": samples,
+    }
+    return valid_record(
+        **values | {"mode": row.mode, "quantity": row.quantity, "kernel": name} | changes
+    )
 
 
 SHORT, LONG = (
-    AttentionShape(batch=1, heads=16, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=64, is_causal=True, dtype="bfloat16")
+    AttentionShape(
+        batch=1,
+        heads=16,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        head_dim=64,
+        is_causal=True,
+        dtype="bfloat16",
+    )
     for seqlen in (1024, 4096)
 )
 
@@ -329,7 +386,10 @@ def frame_of(*records: Record, shapes=(SHORT, LONG)) -> pd.DataFrame:
 
 
 def test_the_proposed_row_is_the_best_in_the_mean_of_those_that_ran_everywhere():
-    a, b, c, d = (f"sm90_forward_{rest}" for rest in ("128x64_w8_s3", "64x64_w4_s2", "64x64_w4_s3", "128x128_w8_s2"))
+    a, b, c, d = (
+        f"sm90_forward_{rest}"
+        for rest in ("128x64_w8_s3", "64x64_w4_s2", "64x64_w4_s3", "128x128_w8_s2")
+    )
     shipped = chosen_tiles("forward", SHORT, (9, 0))
     frame = frame_of(
         record(SHORT, a, [9.0]),  # replaced by the next
@@ -338,7 +398,8 @@ def test_the_proposed_row_is_the_best_in_the_mean_of_those_that_ran_everywhere()
         record(SHORT, shipped.name, [1.25]), record(LONG, c, [11.0]),
         record(SHORT, d, [], status="skipped", message="spills"),
         record(SHORT, "sm90_dq_128x64_w8_s3", [3.0]),
-        record(SHORT, "sm90_dq_64x64_w4_s2", [0.1], quantity="time"),  # of a whole backward, as older records are
+        # of a whole backward, as older records are
+        record(SHORT, "sm90_dq_64x64_w4_s2", [0.1], quantity="time"),
         record(replace(LONG, heads=1), d, [0.1]),  # no shape of this run
     )  # fmt: skip
     assert proposed_rows(frame) == [
@@ -362,15 +423,27 @@ def test_a_named_configuration_runs_beside_the_table_s():
 
 def test_a_proposal_of_another_precision_says_that_a_call_needs_one():
     shape = replace(SHORT, dtype="float32")
-    dq, forward = (record(shape, f"sm90_{rest}", [1.0]) for rest in ("dq_32x32_w8_s1", "forward_64x64_w4_s1_tf32x3"))
+    dq, forward = (
+        record(shape, f"sm90_{rest}", [1.0])
+        for rest in ("dq_32x32_w8_s1", "forward_64x64_w4_s1_tf32x3")
+    )
     rows = proposed_rows(frame_of(dq, forward, shapes=[shape]))
-    assert rows[0].endswith("shapes; only if all kernels of the head tile take ieee") and rows[1].endswith("shapes")
+    assert rows[0].endswith("shapes; only if all kernels of the head tile take ieee") and rows[
+        1
+    ].endswith("shapes")
 
 
 def test_a_proposal_that_reads_by_tma_says_what_other_inputs_take():
-    a, b, c = (f"sm90_forward_{rest}" for rest in ("64x128_w4_s2_tma", "64x64_w4_s2", "64x64_w4_s3"))
-    (row,) = proposed_rows(frame_of(record(SHORT, a, [1.0]), record(SHORT, b, [1.5]), record(SHORT, c, [1.2])))
-    assert '("forward", 2, 64): (Only("64x128_w4_s2_tma", tma=True), "64x64_w4_s3"),  # at most 1.00 x' in row
+    a, b, c = (
+        f"sm90_forward_{rest}" for rest in ("64x128_w4_s2_tma", "64x64_w4_s2", "64x64_w4_s3")
+    )
+    (row,) = proposed_rows(
+        frame_of(record(SHORT, a, [1.0]), record(SHORT, b, [1.5]), record(SHORT, c, [1.2]))
+    )
+    assert (
+        '("forward", 2, 64): (Only("64x128_w4_s2_tma", tma=True), "64x64_w4_s3"),  # at most 1.00 x'
+        in row
+    )
     (alone,) = proposed_rows(frame_of(record(SHORT, a, [1.0])))
     assert '(Only("64x128_w4_s2_tma", tma=True), ...),' in alone
 
@@ -380,9 +453,15 @@ def test_a_proposal_that_reads_by_tma_says_what_other_inputs_take():
 
 @NO_CUDA
 def test_nothing_is_tuned_without_a_gpu():
-    assert_refused(invoke("tune", "flash"), "tune flash measures on a GPU, and there is none here (the interpreter's")
+    assert_refused(
+        invoke("tune", "flash"),
+        "tune flash measures on a GPU, and there is none here (the interpreter's",
+    )
     assert_refused(invoke("tune", "flash", "--compile-only"), "name one with --arch")
-    assert_refused(invoke("doctor", "--kernels"), "doctor --kernels compiles for one of sm80, sm86, sm89, sm90, sm100")
+    assert_refused(
+        invoke("doctor", "--kernels"),
+        "doctor --kernels compiles for one of sm80, sm86, sm89, sm90, sm100",
+    )
 
 
 @pytest.mark.slow
@@ -418,19 +497,37 @@ def test_doctor_shows_every_row_of_the_table(monkeypatch):
     for (kernel, width, tile), row in TABLES["sm80"].items():
         dtype = "bfloat16" if width == 2 else "float32"
         names = [config.name for config in row.configs]
-        names += [f"{name}/{compilation.SPLIT_PARTS}" for name in names if kernel == "forward"]  # of keys
+        # of keys
+        names += [f"{name}/{compilation.SPLIT_PARTS}" for name in names if kernel == "forward"]
         for name in names:
             for mask in ("causal", "full"):
                 start = [name, str(tile), dtype, mask, "200"]
-                (line,) = [line for line in result.stdout.splitlines() if line.split()[: len(start)] == start]
-                remark = {"dkdv": "spills 300 bytes", "dq": "needs 1,000,000 bytes of shared memory, sm80 has 166,912"}
+                (line,) = [
+                    line
+                    for line in result.stdout.splitlines()
+                    if line.split()[: len(start)] == start
+                ]
+                remark = {
+                    "dkdv": "spills 300 bytes",
+                    "dq": "needs 1,000,000 bytes of shared memory, sm80 has 166,912",
+                }
                 assert remark.get(kernel, "") in line
     assert "16-bit kernels up to head dim 128 that spill: 4 of 16" in result.stdout
 
 
 def test_nothing_worth_measuring_exits_1(monkeypatch):
     monkeypatch.setattr(compilation, "compile_configs", fake_compiler)
-    arguments = ("tune", "flash", "--compile-only", "--arch", "sm90", "--kernel", "dkdv", "--head-dim", "64")
+    arguments = (
+        "tune",
+        "flash",
+        "--compile-only",
+        "--arch",
+        "sm90",
+        "--kernel",
+        "dkdv",
+        "--head-dim",
+        "64",
+    )
     result = invoke(*arguments)
     assert result.exit_code == 1 and "0 of " in result.stdout
     monkeypatch.setattr(tune_command, "MAX_SPILL_BYTES", 300)
@@ -458,13 +555,27 @@ def test_tuning_measures_what_compiles_and_only_once(monkeypatch, tmp_path):
         batch=1, heads=1, seqlen_q=64, seqlen_k=64, head_dim=32, is_causal=True, dtype="float16"
     )  # fmt: skip
     shipped = {kernel: chosen_tiles(kernel, shape, (9, 0)).name for kernel in ("forward", "dq")}
-    arguments = ["tune", "flash", "--dtype", "float16", "--seqlen", "64", "--head-dim", "32", "--heads", "1"]
+    arguments = [
+        "tune",
+        "flash",
+        "--dtype",
+        "float16",
+        "--seqlen",
+        "64",
+        "--head-dim",
+        "32",
+        "--heads",
+        "1",
+    ]
     arguments += ["--causal", "--results", tmp_path, "--config", "portable_forward_64x64_w4_s1"]
     arguments += ["--config", "portable_dq_64x64_w4_s1"]
     first = invoke(*arguments)
     assert first.exit_code == 0, first.output
     assert "2 skipped, 2 ok" in first.stdout
-    assert re.search(r'\("forward", 2, 64\): .*"64x64_w4_s\d".*  # at most 1.00 x the best of 1 shapes', first.stdout)
+    assert re.search(
+        r'\("forward", 2, 64\): .*"64x64_w4_s\d".*  # at most 1.00 x the best of 1 shapes',
+        first.stdout,
+    )
     records = read_records(tmp_path / "records" / "tune_flash.jsonl")
     skipped = ("skipped", "needs 1,000,000 bytes of shared memory, sm90 has 232,448")
     assert {record.implementation: (record.status, record.message) for record in records} == {
@@ -494,7 +605,19 @@ def test_a_real_lack_of_shared_memory_goes_to_the_next_smaller():
 
 @pytest.mark.gpu
 def test_tune_flash_on_a_gpu(tmp_path):
-    arguments = ["tune", "flash", "--seqlen", "512", "--head-dim", "64", "--heads", "2", "--causal", "--kernel", "dq"]
+    arguments = [
+        "tune",
+        "flash",
+        "--seqlen",
+        "512",
+        "--head-dim",
+        "64",
+        "--heads",
+        "2",
+        "--causal",
+        "--kernel",
+        "dq",
+    ]
     arguments += ["--results", tmp_path, "--commit", "0123456789ab", "--clean"]
     target = TARGET_OF_CAPABILITY.get(torch.cuda.get_device_capability(), "portable")
     arguments += ["--config", f"{target}_dq_64x64_w4_s1", "--config", f"{target}_dq_64x64_w4_s2"]
@@ -503,7 +626,9 @@ def test_tune_flash_on_a_gpu(tmp_path):
     assert "proposed rows:" in result.stdout and '("dq", 2, 64)' in result.stdout
     (file,) = tmp_path.rglob("tune_flash.jsonl")
     records = read_records(file)
-    assert len(records) >= 2 and {(record.status, record.quantity) for record in records} == {("ok", "dq_time")}
+    assert len(records) >= 2 and {(record.status, record.quantity) for record in records} == {
+        ("ok", "dq_time")
+    }
     assert f"{len(records)} ok before" in invoke(*arguments).stdout
 
 
@@ -518,7 +643,9 @@ def test_the_compiler_s_numbers_are_the_loaded_kernel_s():
         [CompileRequest(config=config, arch=arch, head_dim=64, dtype="bfloat16", is_causal=True)]
     )
     q = torch.randn(2, 16, 1024, 64, dtype=torch.bfloat16, device="cuda")
-    flash_attention(q, q, q, is_causal=True, backend="triton", config=AttentionConfig(forward=config))
+    flash_attention(
+        q, q, q, is_causal=True, backend="triton", config=AttentionConfig(forward=config)
+    )
     loaded = [
         kernel
         for cache in flash_forward_kernel.device_caches.values()

@@ -1,4 +1,6 @@
-"""Measuring by turns: who comes after whom, and whose rows are lost when one of them cannot be measured."""
+"""Measuring by turns: who comes after whom, and whose rows are lost when one of them cannot be
+measured.
+"""
 
 import time
 from itertools import product
@@ -25,7 +27,9 @@ TINY = RunConfig(scale="tiny", device="cpu")
 PROBLEM, SHAPES = load("short_calls"), load("attention_shapes")
 MODES = ("forward", "backward", "forward_backward")
 TORCH_OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB")
-HOST_OOM = RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+HOST_OOM = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
+)
 
 
 # Order
@@ -53,7 +57,9 @@ def test_a_round_goes_through_the_modes_and_the_first_is_not_kept():
     assert log[6:12] == [f"{name} {mode}" for mode in ("forward", "backward") for name in "abc"]
     assert log[12:15] == ["c forward", "b forward", "a forward"]
     assert set(samples) == set(product("abc", ("forward", "backward"), ("time", "host_time")))
-    assert samples["a", "forward", "time"][:2] == [7.0, 15.0] and samples["c", "forward", "time"][:2] == [9.0, 13.0]
+    assert samples["a", "forward", "time"][:2] == [7.0, 15.0] and samples["c", "forward", "time"][
+        :2
+    ] == [9.0, 13.0]
     assert {len(taken) for taken in samples.values()} == {6}
 
 
@@ -66,7 +72,9 @@ def tiny_cell():
 
 
 def broken_build(monkeypatch, breaks) -> None:
-    """`build`, but for triton, whose function raises or is wrong; `breaks` is what to raise, or the function."""
+    """`build`, but for triton, whose function raises or is wrong; `breaks` is what to raise, or the
+    function.
+    """
 
     wrong = Mock(side_effect=breaks) if isinstance(breaks, BaseException) else breaks
 
@@ -79,7 +87,11 @@ def broken_build(monkeypatch, breaks) -> None:
 @pytest.mark.parametrize(
     ("breaks", "status", "message"),
     [
-        (lambda q, k, v: flash_attention(q, k, v, is_causal=True, backend="reference") + 1, "failed", "output is off"),
+        (
+            lambda q, k, v: flash_attention(q, k, v, is_causal=True, backend="reference") + 1,
+            "failed",
+            "output is off",
+        ),
         (RuntimeError("ptxas died\nat line 7"), "failed", "RuntimeError: ptxas died"),
         (ValueError("no tile fits"), "failed", "ValueError: no tile fits"),
         (AssertionError("of a reader's own"), "failed", "AssertionError: of a reader's own"),
@@ -87,7 +99,15 @@ def broken_build(monkeypatch, breaks) -> None:
         (HOST_OOM, "oom", "[enforce fail"),
         (Unsupported("not here"), "skipped", "not here"),
     ],
-    ids=["wrong", "compiler", "refusal", "assertion", "device memory", "host memory", "unsupported"],
+    ids=[
+        "wrong",
+        "compiler",
+        "refusal",
+        "assertion",
+        "device memory",
+        "host memory",
+        "unsupported",
+    ],
 )
 def test_who_cannot_be_measured_costs_its_own_rows(breaks, status, message, monkeypatch, tmp_path):
     """An out-of-memory error or one of a compiler had cost everybody's rows of the shape."""
@@ -111,7 +131,9 @@ def test_who_is_told_to_stop_stops(error, monkeypatch):
 
 
 def test_what_leaves_no_device_is_no_others_failure(monkeypatch):
-    """After a fault every call of a CUDA context raises: no implementation is said to have failed by itself for it."""
+    """After a fault every call of a CUDA context raises: no implementation is said to have failed
+    by itself for it.
+    """
     fault = RuntimeError("CUDA error: an illegal memory access was encountered")
     broken_build(monkeypatch, fault)
     monkeypatch.setattr(attention_by_turns, "release", Mock(side_effect=fault))
@@ -165,4 +187,6 @@ def test_calls_in_a_row_take_the_gpus_time():
     cycles = 2 * 10**7
     torch.cuda._sleep(30 * cycles)  # until the clock of a GPU that was idle has risen
     one_ms = time_in_a_row(lambda: torch.cuda._sleep(cycles), 5, "cuda")
-    assert time_in_a_row(lambda: torch.cuda._sleep(2 * cycles), 5, "cuda") == pytest.approx(2 * one_ms, rel=0.1)
+    assert time_in_a_row(lambda: torch.cuda._sleep(2 * cycles), 5, "cuda") == pytest.approx(
+        2 * one_ms, rel=0.1
+    )

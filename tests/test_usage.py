@@ -1,4 +1,6 @@
-"""What every command has in common: its help, one line for a mistake in the arguments, and words that stay whole."""
+"""What every command has in common: its help, one line for a mistake in the arguments, and words
+that stay whole.
+"""
 
 import subprocess
 import sys
@@ -21,7 +23,9 @@ from tests.command_line import ROOT, assert_refused, invoke
 NOT_TEXT = "\udcff\udcfe"  # as Python hands over the bytes ff fe
 
 
-def every_command(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def every_command(
+    group: Any = None, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Each command with the words that call it."""
     group = typer.main.get_command(app) if group is None else group
     for name, command in group.commands.items():
@@ -49,7 +53,9 @@ def call_with(path: tuple[str, ...], parameter: Any, text: str) -> Any:
 
 
 def test_every_command_checks_its_texts():
-    """A command that is registered in Typer's own way would take an empty path for the current folder."""
+    """A command that is registered in Typer's own way would take an empty path for the current
+    folder.
+    """
     assert len(COMMANDS) == 13
     assert all(isinstance(command, Command | Group) for command in COMMANDS.values())
 
@@ -79,14 +85,19 @@ for arguments in {[["list"], ["--help"], ["--version"], *([*path, "--help"] for 
     app(arguments, standalone_mode=False)
     assert "torch" not in sys.modules, arguments
 """
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL
+    )
 
 
 def test_an_outline_says_what_the_experiment_says():
     assert list(outlines()) == list(experiments())
     for name, outline in outlines().items():
         experiment = experiments()[name]
-        assert (outline.title, outline.is_measured) == (experiment.title, name in measured_problems())
+        assert (outline.title, outline.is_measured) == (
+            experiment.title,
+            name in measured_problems(),
+        )
         assert outline.order == experiment.order
 
 
@@ -148,14 +159,21 @@ WORDS = st.text("abcdefgh:,<>_[]/ ", max_size=60).map(lambda text: " ".join(text
 @given(st.data(), st.integers(2, 5), st.integers(1, 200))
 def test_a_table_keeps_every_word_at_any_width(data, num_columns, width):
     """`profile` cut the names of kernels and the heads of its columns at 80 columns."""
-    rows = data.draw(st.lists(st.lists(WORDS, min_size=num_columns, max_size=num_columns), min_size=1, max_size=4))
+    rows = data.draw(
+        st.lists(
+            st.lists(WORDS, min_size=num_columns, max_size=num_columns), min_size=1, max_size=4
+        )
+    )
     heads = data.draw(st.lists(WORDS.filter(bool), min_size=num_columns, max_size=num_columns))
     for limit in (width, None):
         lines = table_lines(some_table(heads, rows), limit)
         shown = " ".join(lines).replace(":", " ").split()
         for word in " ".join(" ".join(row) for row in rows).replace(":", " ").split():
             assert word in shown, (word, lines)
-        longest = max((len(word) for row in [heads, *rows] for cell in row for word in cell.split()), default=0)
+        longest = max(
+            (len(word) for row in [heads, *rows] for cell in row for word in cell.split()),
+            default=0,
+        )
         assert limit is None or max(map(len, lines), default=0) <= max(limit, longest + 9)
 
 
@@ -179,4 +197,5 @@ def test_commands_print_tables_in_one_place():
     """A table that rich prints by itself cuts words where the terminal is narrow."""
     for file in Path(ROOT, "cs336_systems", "commands").glob("*.py"):
         text = file.read_text(encoding="utf-8")
-        assert "Console" not in text or file.name in ("terminal.py", "sweeps.py"), file  # sweeps: a progress bar
+        # sweeps: a progress bar
+        assert "Console" not in text or file.name in ("terminal.py", "sweeps.py"), file

@@ -1,4 +1,6 @@
-"""Calls that differ in values alone are remembered: masks and boundaries of equal shapes are not mistaken."""
+"""Calls that differ in values alone are remembered: masks and boundaries of equal shapes are not
+mistaken.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,22 @@ from functools import partial
 import pytest
 import torch
 
-from cs336_systems.attention import BlockMask, attention_reference, flash_attention, flash_attention_varlen, replay
+from cs336_systems.attention import (
+    BlockMask,
+    attention_reference,
+    flash_attention,
+    flash_attention_varlen,
+    replay,
+)
 from cs336_systems.attention.choose import available_backends
 from tests.covered import ATTENTION, HOPPER, REPLAY
 from tests.test_s4_attention import draw, inputs
 
 COVERS = (*ATTENTION, HOPPER, *REPLAY)
 ROUNDS = 4  # a call is recorded at its second time, and replayed from its third on
-HOPPER_HERE = pytest.mark.skipif(available_backends()["hopper"] != "ok", reason="hopper kernels need an sm_90 GPU")
+HOPPER_HERE = pytest.mark.skipif(
+    available_backends()["hopper"] != "ok", reason="hopper kernels need an sm_90 GPU"
+)
 ON_GPUS = [
     pytest.param("triton", "cuda", marks=pytest.mark.gpu),
     pytest.param("hopper", "cuda", marks=[pytest.mark.gpu, HOPPER_HERE]),
@@ -52,7 +62,9 @@ def test_a_remembered_mask_may_move_and_change():
         attend(block_mask=there)
     for x, y in zip(mask.lists, BlockMask.causal(128, block_size=64).lists):
         x.data = y.clone()
-    torch.testing.assert_close(attend(block_mask=mask), attention_reference(q, q, q, is_causal=True))
+    torch.testing.assert_close(
+        attend(block_mask=mask), attention_reference(q, q, q, is_causal=True)
+    )
 
 
 def test_a_number_that_cannot_be_hashed_is_a_scale():
@@ -69,7 +81,9 @@ def test_a_number_that_cannot_be_hashed_is_a_scale():
 @pytest.mark.parametrize(("backend", "device"), ON_GPUS)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_boundaries_of_equal_shapes_are_read_anew(is_causal, backend, device):
-    q, k, v = (draw(1000, 2, 64, dtype=torch.bfloat16, device=device, seed=seed) for seed in range(3))
+    q, k, v = (
+        draw(1000, 2, 64, dtype=torch.bfloat16, device=device, seed=seed) for seed in range(3)
+    )
     for _ in range(ROUNDS):
         for ends in ([0, 300, 1000], [0, 1000, 1000], [0, 17, 500]):
             cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)

@@ -59,12 +59,17 @@ def packed(
     lengths_k = lengths_q if lengths_k is None else lengths_k
     totals = [sum(lengths) + behind for lengths in (lengths_q, lengths_k)]
     shapes = [(totals[0], heads), (totals[1], kv_heads), (totals[1], kv_heads), (totals[0], heads)]
-    tensors = [draw(*shape, head_dim, dtype=dtype, device=device, seed=seed) for seed, shape in enumerate(shapes)]
+    tensors = [
+        draw(*shape, head_dim, dtype=dtype, device=device, seed=seed)
+        for seed, shape in enumerate(shapes)
+    ]
     longest = [max(lengths, default=0) for lengths in (lengths_q, lengths_k)]
     return tensors, (boundaries(lengths_q, device), boundaries(lengths_k, device), *longest)
 
 
-def run_packed(tensors: list[Tensor], documents: tuple[Tensor, Tensor, int, int], **options) -> dict[str, Tensor]:
+def run_packed(
+    tensors: list[Tensor], documents: tuple[Tensor, Tensor, int, int], **options
+) -> dict[str, Tensor]:
     *qkv, grad_output = tensors
     attend = partial(flash_attention_varlen, return_lse=True, **options)
     return all_results(lambda q, k, v: attend(q, k, v, *documents), qkv, grad_output)
@@ -72,13 +77,18 @@ def run_packed(tensors: list[Tensor], documents: tuple[Tensor, Tensor, int, int]
 
 def document_of(results: dict[str, Tensor], queries: slice, keys: slice) -> dict[str, Tensor]:
     """One document's results, (1, heads, seq, head_dim) each."""
-    of_queries = {name: results[name][queries].transpose(0, 1)[None] for name in ("output", "grad_q")}
+    of_queries = {
+        name: results[name][queries].transpose(0, 1)[None] for name in ("output", "grad_q")
+    }
     of_keys = {name: results[name][keys].transpose(0, 1)[None] for name in ("grad_k", "grad_v")}
     return of_queries | of_keys | {"lse": results["lse"][None, :, queries]}
 
 
 def worst_error(
-    tensors: list[Tensor], documents: tuple[Tensor, Tensor, int, int], results: dict[str, Tensor], is_causal: bool
+    tensors: list[Tensor],
+    documents: tuple[Tensor, Tensor, int, int],
+    results: dict[str, Tensor],
+    is_causal: bool,
 ) -> float:
     """The largest error over its bound of all documents; rows of none must be as rows without keys."""
     q, k, v, grad_output = tensors
@@ -91,8 +101,12 @@ def worst_error(
             assert not any(part[name].any() for name in ("output", "grad_q", "grad_k", "grad_v"))
             assert (part["lse"] == -math.inf).all()
             continue
-        alone = [x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys], grad_output[queries])]
-        worst = max(worst, *contract_errors(compute_oracle(*alone, is_causal=is_causal), part).values())
+        alone = [
+            x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys], grad_output[queries])
+        ]
+        worst = max(
+            worst, *contract_errors(compute_oracle(*alone, is_causal=is_causal), part).values()
+        )
     behind = document_of(results, slice(ends_q[-1], None), slice(ends_k[-1], None))
     assert not any(behind[name].any() for name in ("output", "grad_q", "grad_k", "grad_v"))
     assert (behind["lse"] == -math.inf).all()
@@ -102,7 +116,9 @@ def worst_error(
 # P5: equal to each document on its own
 
 
-def assert_documents(tensors: list[Tensor], documents: tuple[Tensor, Tensor, int, int], **options) -> dict[str, Tensor]:
+def assert_documents(
+    tensors: list[Tensor], documents: tuple[Tensor, Tensor, int, int], **options
+) -> dict[str, Tensor]:
     results = run_packed(tensors, documents, backend="triton", enable_gqa=True, **options)
     assert worst_error(tensors, documents, results, options["is_causal"]) <= 1
     return results
@@ -122,10 +138,14 @@ def test_documents(case, backend, is_causal, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
 def test_heads_groups_and_dtypes(head_dim, dtype, device):
-    """Documents of 16 rows or more: with few keys plain attention may lose nothing to rounding, and bound nothing."""
+    """Documents of 16 rows or more: with few keys plain attention may lose nothing to rounding, and
+    bound nothing.
+    """
     skip_what_cannot_run("triton", dtype, device)
     lengths = [70, 0, 17, 33] if device == "cpu" else [1000, 0, 17, 333, 2049, 64]
-    assert_documents(*packed(lengths, None, 3, 4, 2, head_dim, DTYPES[dtype], device), is_causal=True)
+    assert_documents(
+        *packed(lengths, None, 3, 4, 2, head_dim, DTYPES[dtype], device), is_causal=True
+    )
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -133,14 +153,18 @@ def test_heads_groups_and_dtypes(head_dim, dtype, device):
 def test_many_documents_of_random_lengths(device):
     """Every tile of every document has a program, whatever the lengths are."""
     number, longest = (400, 300) if device == "cuda" else (25, 40)
-    lengths = torch.randint(0, longest, (number,), generator=torch.Generator().manual_seed(4)).tolist()
+    lengths = torch.randint(
+        0, longest, (number,), generator=torch.Generator().manual_seed(4)
+    ).tolist()
     assert_documents(*packed(lengths, None, 0, 1, 1, 16, torch.float32, device), is_causal=True)
 
 
 def test_a_document_does_not_depend_on_where_it_lies(device):
     """Alone, or behind others, in bits: tiles start where documents start."""
     tensors, documents = packed([33, 70], None, 0, 1, 1, 32, torch.float16, device)
-    together = document_of(run_packed(tensors, documents, backend="triton"), slice(33, None), slice(33, None))
+    together = document_of(
+        run_packed(tensors, documents, backend="triton"), slice(33, None), slice(33, None)
+    )
     ends = boundaries([70], device)
     alone = run_packed([x[33:] for x in tensors], (ends, ends, 70, 70), backend="triton")
     assert_equal(together, document_of(alone, slice(0, None), slice(0, None)))
@@ -148,20 +172,33 @@ def test_a_document_does_not_depend_on_where_it_lies(device):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_results_do_not_depend_on_the_longest_length(backend, device):
-    """On a GPU it is not checked, and one too small must not leave rows out; in 32 bits 2³² was less than 70."""
+    """On a GPU it is not checked, and one too small must not leave rows out; in 32 bits 2³² was
+    less than 70.
+    """
     tensors, documents = packed([70, 20], None, 0, 1, 1, 32, torch.float32, device)
     expected = run_packed(tensors, documents, backend=backend)
     for longest in ((1000, 2000), (2**32, 2**62)) if device == "cpu" else ((1, 1),):
-        for name, result in run_packed(tensors, (*documents[:2], *longest), backend=backend).items():
+        for name, result in run_packed(
+            tensors, (*documents[:2], *longest), backend=backend
+        ).items():
             torch.testing.assert_close(result, expected[name], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
 def test_wrong_boundaries_on_a_gpu_read_nothing_outside():
-    """Not checked there, so they must stay harmless: whatever they say, programs keep to existing rows."""
+    """Not checked there, so they must stay harmless: whatever they say, programs keep to existing
+    rows.
+    """
     tensors, _ = packed([70, 20], None, 0, 1, 1, 32, torch.float32, "cuda")
     right, least = torch.tensor([0, 5, 90], dtype=torch.int32, device="cuda"), -(2**31)
-    for values in ([0, 500, 90], [-20, 40, 90], [0, 60, 30, 90], [90, 60, 0], [0, 5, least], [0, least + 100, 90]):
+    for values in (
+        [0, 500, 90],
+        [-20, 40, 90],
+        [0, 60, 30, 90],
+        [90, 60, 0],
+        [0, 5, least],
+        [0, least + 100, 90],
+    ):
         cu_seqlens = torch.tensor(values, dtype=torch.int32, device="cuda")
         run_packed(tensors, (cu_seqlens, cu_seqlens, 90, 90), backend="triton", is_causal=True)
         if len(values) == len(right):
@@ -214,16 +251,22 @@ def test_launches_that_are_made_again_read_what_lies_there_now():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="TMA is sm_90's"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="TMA is sm_90's",
 )
 def test_documents_take_tma_where_it_can_read(capfd, monkeypatch):
-    """A fused projection is read in place; one whose rows start between 16 bytes takes the pointers."""
+    """A fused projection is read in place; one whose rows start between 16 bytes takes the
+    pointers.
+    """
     monkeypatch.setattr(launch, "_log_is_on", lambda: True)
     launch._print_once.cache_clear()
     for width, tma in ((64, True), (66, False)):
         fused = draw(300, 3 * 2, width, dtype=torch.bfloat16, device="cuda", seed=0)[..., :64]
         documents = boundaries([171, 129], "cuda")
-        tensors = [*fused.split(2, dim=1), draw(300, 2, 64, dtype=torch.bfloat16, device="cuda", seed=1)]
+        tensors = [
+            *fused.split(2, dim=1),
+            draw(300, 2, 64, dtype=torch.bfloat16, device="cuda", seed=1),
+        ]
         assert_documents(tensors, (documents, documents, 171, 171), is_causal=True)
         lines = capfd.readouterr().err.splitlines()
         assert len(lines) == 3 and all(line.endswith("_tma") == tma for line in lines), lines
@@ -254,5 +297,13 @@ REFUSALS = {
 
 @pytest.mark.parametrize("change, message", REFUSALS.values(), ids=REFUSALS.keys())
 def test_wrong_arguments_are_named(change, message):
-    good = {"q": X, "k": X, "v": X, "cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 6, "max_seqlen_k": 6}
+    good = {
+        "q": X,
+        "k": X,
+        "v": X,
+        "cu_seqlens_q": CU,
+        "cu_seqlens_k": CU,
+        "max_seqlen_q": 6,
+        "max_seqlen_k": 6,
+    }
     assert_refused(message, flash_attention_varlen, **good | change)

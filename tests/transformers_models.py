@@ -1,11 +1,12 @@
-"""Every model class of the installed Transformers, tiny and random, under our attention and under `eager`.
+"""Every model class of the installed Transformers, tiny and random, under our attention and under
+`eager`.
 
     for folder in model_folders():
         for model_class in model_classes(folder):
             verdict = compare_with_eager(model_class, "cs336_reference")
 
-Nothing here names a model: configs shrink by the names of their fields, inputs follow from the signature of `forward`.
-A class that cannot be had so is "unbuilt", with the reason.
+Nothing here names a model: configs shrink by the names of their fields, inputs follow from the
+signature of `forward`. A class that cannot be had so is "unbuilt", with the reason.
 """
 
 import copy
@@ -29,7 +30,8 @@ PADDINGS = ("", "right", "left")
 TASK = r"For[A-Z](?!ausalLM|onditionalGeneration)|LMHead"
 REFUSAL = re.compile(r"\(\w+( of [\w-]+)?\)$")  # who was refused: the module and its model's type
 
-# How an integer of a config becomes small: the first pattern that is its whole name. It never grows.
+# How an integer of a config becomes small: the first pattern that is its whole name. It never
+# grows.
 SIZES = [
     (r".*vocab_size", 64),
     (r"(num|n)_.*experts_per_tok|.*top_k.*|moe_topk|num_selected_experts", 2),
@@ -66,7 +68,8 @@ def model_folders() -> list[str]:
 
 
 def ways_to_call(folders: list[str]) -> list[list[str]]:
-    """The modules with one set of arguments to attention functions and of functions that make masks, for each set.
+    """The modules with one set of arguments to attention functions and of functions that make
+    masks, for each set.
 
     Models that share both are handed the same things by us and hand the same things to us.
     """
@@ -75,17 +78,20 @@ def ways_to_call(folders: list[str]) -> list[list[str]]:
     for folder in folders:
         source = (root / (folder.replace(".", "/") + ".py")).read_text(encoding="utf-8")
         calls = re.findall(r"= attention_interface\((.*?)\n +\)", source, re.DOTALL)
-        arguments = frozenset(name for call in calls for name in re.findall(r"^ +(\w+)=", call, re.MULTILINE))
+        arguments = frozenset(
+            name for call in calls for name in re.findall(r"^ +(\w+)=", call, re.MULTILINE)
+        )
         masks = frozenset(re.findall(r"\bcreate_\w*masks?\w*(?=\()", source))
         ways.setdefault((arguments, masks, "ALL_ATTENTION_FUNCTIONS" in source), []).append(folder)
     return list(ways.values())
 
 
 def model_classes(folder: str) -> Iterator[Any]:
-    """The classes of a module that can be called; none where it needs a package that is not installed.
+    """The classes of a module that can be called; none where it needs a package that is not
+    installed.
 
-    Those named for a task other than generation, as BertForTokenClassification, are left out: they are a layer on top
-    of a class that is not.
+    Those named for a task other than generation, as BertForTokenClassification, are left out: they
+    are a layer on top of a class that is not.
     """
     transformers = importlib.import_module("transformers")
     try:
@@ -95,7 +101,11 @@ def model_classes(folder: str) -> Iterator[Any]:
     for found in list(vars(module).values()):
         if inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel):
             is_own = found.__module__ == module.__name__ and found.config_class is not None
-            if is_own and found.forward is not nn.Module.forward and not re.search(TASK, found.__name__):
+            if (
+                is_own
+                and found.forward is not nn.Module.forward
+                and not re.search(TASK, found.__name__)
+            ):
                 yield found
 
 
@@ -103,7 +113,9 @@ def model_classes(folder: str) -> Iterator[Any]:
 
 
 def tiny_config(config_class: Any) -> Any:
-    """The default config with every size cut by SIZES, no dropout, and at most two layers of each kind."""
+    """The default config with every size cut by SIZES, no dropout, and at most two layers of each
+    kind.
+    """
     default = config_class()
     changes: dict[str, Any] = {}
     for name in config_class.sub_configs or {}:
@@ -117,7 +129,10 @@ def tiny_config(config_class: Any) -> Any:
             changes[name] = small(name, value, default)
         elif isinstance(value, float) and re.search("drop", name):
             changes[name] = 0.0
-    kinds = {name: list(dict.fromkeys(vars(default).get(name) or ())) for name in ("layer_types", "mlp_layer_types")}
+    kinds = {
+        name: list(dict.fromkeys(vars(default).get(name) or ()))
+        for name in ("layer_types", "mlp_layer_types")
+    }
     if any(kinds.values()):
         layers = max(2, *map(len, kinds.values()))
         changes["num_hidden_layers"] = layers
@@ -147,11 +162,15 @@ def lists_of(config: Any) -> list[Any]:
 
 
 def build(model_class: Any, config: Any, implementation: str) -> Any:
-    return model_class._from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
+    return model_class._from_config(
+        copy.deepcopy(config), attn_implementation=implementation
+    ).eval()
 
 
 def draw_weights(model: nn.Module) -> None:
-    """Weights that keep the size of what they are applied to: with Transformers' own, attention is nearly uniform."""
+    """Weights that keep the size of what they are applied to: with Transformers' own, attention is
+    nearly uniform.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -164,7 +183,9 @@ def draw_weights(model: nn.Module) -> None:
 
 
 def possible_inputs(model: Any, padding: str) -> Iterator[dict[str, Any]]:
-    """Inputs that the signature of `forward` suggests: text, speech, features or hidden states; then with an image."""
+    """Inputs that the signature of `forward` suggests: text, speech, features or hidden states;
+    then with an image.
+    """
     names = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(1)
     config = model.config
@@ -177,21 +198,34 @@ def possible_inputs(model: Any, padding: str) -> Iterator[dict[str, Any]]:
         if "decoder_input_ids" in names:
             given["decoder_input_ids"] = given["input_ids"][:, 2:]
         if "bbox" in names:
-            given["bbox"] = torch.randint(0, 30, (BATCH, length, 4), generator=generator).sort(-1).values
+            given["bbox"] = (
+                torch.randint(0, 30, (BATCH, length, 4), generator=generator).sort(-1).values
+            )
     elif "input_values" in names:
         length = SAMPLES
         given["input_values"] = torch.randn(BATCH, length, generator=generator)
     elif "input_features" in names:
         length = FRAMES
-        bins = next((getattr(config, name) for name in ("num_mel_bins", "feature_size") if hasattr(config, name)), 80)
+        bins = next(
+            (
+                getattr(config, name)
+                for name in ("num_mel_bins", "feature_size")
+                if hasattr(config, name)
+            ),
+            80,
+        )
         given["input_features"] = torch.randn(BATCH, length, bins, generator=generator)
         if hasattr(config, "max_source_positions"):
             length = 2 * config.max_source_positions
             given["input_features"] = torch.randn(BATCH, bins, length, generator=generator)
     elif "pixel_values" not in names:
-        name = next((name for name in ("hidden_states", "inputs_embeds", "x") if name in names), None)
+        name = next(
+            (name for name in ("hidden_states", "inputs_embeds", "x") if name in names), None
+        )
         if name:
-            given[name] = torch.randn(BATCH, length, getattr(config, "hidden_size", 32), generator=generator)
+            given[name] = torch.randn(
+                BATCH, length, getattr(config, "hidden_size", 32), generator=generator
+            )
     if "attention_mask" in names and given:
         given["attention_mask"] = torch.ones(BATCH, length, dtype=torch.long)
         if padding:
@@ -205,7 +239,9 @@ def possible_inputs(model: Any, padding: str) -> Iterator[dict[str, Any]]:
         vision = getattr(config, "vision_config", None) or config
         size = getattr(vision, "image_size", 32) or 32
         sides = (size, size) if isinstance(size, int) else tuple(size)
-        channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
+        channels = (
+            getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
+        )
         yield given | {"pixel_values": torch.randn(BATCH, channels, *sides, generator=generator)}
 
 
@@ -234,18 +270,24 @@ def outputs_of(model: Any, given: dict[str, Any]) -> list[Tensor]:
 
 
 def what_padding_leaves(model: Any, given: dict[str, Any]) -> list[Tensor]:
-    """The outputs, NaN in each element that changes with the contents of the padding: nothing is promised of those."""
+    """The outputs, NaN in each element that changes with the contents of the padding: nothing is
+    promised of those.
+    """
     found = outputs_of(model, given)
     again = outputs_of(model, with_other_padding(given))
     nothing = float("nan")
     return [
-        torch.where((one - other).abs() <= 1e-5 * other.abs().max(), one, nothing) if one.numel() else one
+        torch.where((one - other).abs() <= 1e-5 * other.abs().max(), one, nothing)
+        if one.numel()
+        else one
         for one, other in zip(found, again)
     ]
 
 
 def distance(found: list[Tensor], expected: list[Tensor], floor: float = 1e-6) -> float:
-    """The largest difference, of the largest element of its tensor but at least `floor`, where `expected` is finite."""
+    """The largest difference, of the largest element of its tensor but at least `floor`, where
+    `expected` is finite.
+    """
     worst = 0.0 if len(found) == len(expected) else float("inf")
     for one, other in zip(found, expected):
         judged = other.isfinite()
@@ -276,11 +318,16 @@ def generated(model: Any, given: dict[str, Any]) -> list[Tensor]:
     """The logits of NEW tokens, with a cache."""
     prompt = {name: given[name] for name in ("input_ids", "attention_mask")}
     options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    return list(model.generate(**prompt, **options, return_dict_in_generate=True, output_logits=True).logits)
+    return list(
+        model.generate(**prompt, **options, return_dict_in_generate=True, output_logits=True).logits
+    )
 
 
-def compare_with_eager(model_class: Any, name: str, calls: list[str], *, thoroughly: bool = False) -> Verdict:
-    """Build `model_class` twice and compare, padded at either side and not; `thoroughly` with gradients and a cache.
+def compare_with_eager(
+    model_class: Any, name: str, calls: list[str], *, thoroughly: bool = False
+) -> Verdict:
+    """Build `model_class` twice and compare, padded at either side and not; `thoroughly` with
+    gradients and a cache.
 
     `calls` is what our attention appends to when it is called.
     """
@@ -289,7 +336,9 @@ def compare_with_eager(model_class: Any, name: str, calls: list[str], *, thoroug
         try:
             config = tiny_config(model_class.config_class)
             with torch.device("meta"):
-                size = sum(each.numel() for each in build(model_class, config, "eager").parameters())
+                size = sum(
+                    each.numel() for each in build(model_class, config, "eager").parameters()
+                )
             if size > LARGEST:
                 return Verdict("unbuilt", f"{size} parameters")
             eager = build(model_class, config, "eager")
@@ -317,7 +366,14 @@ def first_that_runs(eager: Any, padding: str) -> tuple[dict[str, Any], list[Tens
 
 
 def judge(
-    model_class: Any, config: Any, eager: Any, inputs: Any, expected: Any, name: str, calls: list[str], thoroughly: bool
+    model_class: Any,
+    config: Any,
+    eager: Any,
+    inputs: Any,
+    expected: Any,
+    name: str,
+    calls: list[str],
+    thoroughly: bool,
 ) -> Verdict:
     """Run the class under our name and say how it compares."""
     calls.clear()
@@ -333,15 +389,26 @@ def judge(
             wanted = gradients(eager, inputs["right"], expected["right"])
             # A gradient that is 0 but for rounding has no digits of its own.
             largest = max((each.abs().max().item() for each in wanted), default=0.0)
-            apart["gradients"] = distance(found, wanted, floor=1e-3 * largest) * TOLERANCE / GRADIENT_TOLERANCE
-            if model_class.can_generate() and {"input_ids", "attention_mask"} <= inputs["left"].keys():
+            apart["gradients"] = (
+                distance(found, wanted, floor=1e-3 * largest) * TOLERANCE / GRADIENT_TOLERANCE
+            )
+            if (
+                model_class.can_generate()
+                and {"input_ids", "attention_mask"} <= inputs["left"].keys()
+            ):
                 apart["cached"] = distance_of_generated(ours, eager, inputs["left"])
     except Exception as error:  # noqa: BLE001  refused, or a fault that the caller reports
         is_refusal = isinstance(error, (TypeError, ValueError)) and REFUSAL.search(str(error))
-        is_unknown = isinstance(error, (KeyError, ValueError)) and name in str(error)  # Transformers' own refusal
-        return Verdict("refused" if is_refusal or is_unknown else "broken", f"{type(error).__name__}: {error}"[:300])
+        # Transformers' own refusal
+        is_unknown = isinstance(error, (KeyError, ValueError)) and name in str(error)
+        return Verdict(
+            "refused" if is_refusal or is_unknown else "broken",
+            f"{type(error).__name__}: {error}"[:300],
+        )
     outcome = "equal" if max(apart.values()) <= TOLERANCE else "different"
-    return Verdict(outcome, str({case: f"{value:.1e}" for case, value in apart.items()}), len(calls))
+    return Verdict(
+        outcome, str({case: f"{value:.1e}" for case, value in apart.items()}), len(calls)
+    )
 
 
 def distance_of_generated(ours: Any, eager: Any, given: dict[str, Any]) -> float:

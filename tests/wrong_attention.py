@@ -1,7 +1,8 @@
-"""Attention with one classic bug planted at a time. The contract's checks must reject each and accept `bug=None`.
+"""Attention with one classic bug planted at a time. The contract's checks must reject each and
+accept `bug=None`.
 
-That of block-sparse kernels, pointers advanced inside the branch that skips a tile, is planted in the real ones by
-`test_block_sparse.py`.
+That of block-sparse kernels, pointers advanced inside the branch that skips a tile, is planted in
+the real ones by `test_block_sparse.py`.
 """
 
 from __future__ import annotations

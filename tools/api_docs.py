@@ -1,9 +1,11 @@
-"""Write docs/api.md and its pictures from docstrings, `api_examples.md` and the package's own rules.
+"""Write docs/api.md and its pictures from docstrings, `api_examples.md` and the package's own
+rules.
 
     .venv/bin/python tools/api_docs.py            # write what changed; `--check` exits 1 where something would
 
-`api_examples.md` has a chapter for each import point and a section for each public name, with doctests. A section's
-text stands before the docstring's; where its examples leave a `mask`, that mask is drawn.
+`api_examples.md` has a chapter for each import point and a section for each public name, with
+doctests. A section's text stands before the docstring's; where its examples leave a `mask`, that
+mask is drawn.
 """
 
 import doctest
@@ -33,7 +35,8 @@ from cs336_systems.device import dotted
 ROOT = Path(__file__).parent.parent
 PAGE, IMAGES = ROOT / "docs" / "api.md", ROOT / "docs" / "images"
 EXAMPLES = Path(__file__).parent / "api_examples.md"
-TRITON_FLAG = doctest.register_optionflag("TRITON")  # of an example that needs Triton and a GPU or the interpreter
+# of an example that needs Triton and a GPU or the interpreter
+TRITON_FLAG = doctest.register_optionflag("TRITON")
 MANY_TOKENS = 4096  # of a call for which `auto` is asked
 LARGEST_HEAD_DIM = 512  # up to which the matrix looks
 SHORT_NAMES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
@@ -51,7 +54,9 @@ class Section:
 
 @dataclass
 class Chapter:
-    """One import point; `setup` runs before the examples of its sections, which share names, in order."""
+    """One import point; `setup` runs before the examples of its sections, which share names, in
+    order.
+    """
 
     title: str
     text: str = ""
@@ -79,7 +84,9 @@ def run_examples(chapter: Chapter, *, has_triton: bool = True) -> tuple[dict[str
     masks: dict[str, BlockMask] = {}
     failures: list[str] = []
     for section in (Section("setup", examples=chapter.setup), *chapter.sections):
-        test = doctest.DocTestParser().get_doctest(section.examples + "\n", names, section.name, None, 0)
+        test = doctest.DocTestParser().get_doctest(
+            section.examples + "\n", names, section.name, None, 0
+        )
         for example in test.examples:
             if example.options.pop(TRITON_FLAG, False) and not has_triton:
                 example.options[doctest.SKIP] = True
@@ -141,21 +148,40 @@ def describe(thing: Any) -> list[str]:
     first, _, rest = (inspect.getdoc(thing) or "").partition("\n\n")
     lines += [" ".join(first.split()), ""]
     if rest.strip():
-        lines += ["<details><summary>more</summary>", "", "```text", rest.strip(), "```", "</details>", ""]
+        lines += [
+            "<details><summary>more</summary>",
+            "",
+            "```text",
+            rest.strip(),
+            "```",
+            "</details>",
+            "",
+        ]
     return lines
 
 
 def methods(thing: type, described: set[str]) -> list[str]:
-    """A line for each public method and property that the package gives `thing` and no section has `described`."""
+    """A line for each public method and property that the package gives `thing` and no section has
+    `described`.
+    """
     own = [base for base in thing.__mro__ if base.__module__.startswith("cs336_systems.")]
     members = {name: member for base in reversed(own) for name, member in vars(base).items()}
     lines = []
     for name, member in members.items():
-        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-        if name[0] == "_" or not inspect.isfunction(function) or f"{thing.__name__}.{name}" in described:
+        function = (
+            member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        )
+        if (
+            name[0] == "_"
+            or not inspect.isfunction(function)
+            or f"{thing.__name__}.{name}" in described
+        ):
             continue
         if doc := inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0]:
-            parameters = [str(one).partition(":")[0] for one in inspect.signature(function).parameters.values()]
+            parameters = [
+                str(one).partition(":")[0]
+                for one in inspect.signature(function).parameters.values()
+            ]
             shown = parameters[not isinstance(member, staticmethod) :]  # without self
             call = name if isinstance(member, property) else f"{name}({', '.join(shown)})"
             lines.append(f"- `{call}`: {' '.join(doc.split())}")
@@ -169,10 +195,14 @@ def signature(thing: Any) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and not star:
             shown.append("*")
             star = True
-        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(
+            parameter.kind, ""
+        )
         star = star or prefix == "*"
         annotation = f": {parameter.annotation}" if isinstance(parameter.annotation, str) else ""
-        default = "" if parameter.default is parameter.empty else f" = {default_text(parameter.default)}"
+        default = (
+            "" if parameter.default is parameter.empty else f" = {default_text(parameter.default)}"
+        )
         shown.append(f"{prefix}{parameter.name}{annotation}{default}")
     name = thing.__qualname__
     result = inspect.signature(thing).return_annotation if not isinstance(thing, type) else None
@@ -199,8 +229,16 @@ def anchor(title: str) -> str:
 # What runs where, asked of `select_backend`
 
 
-def takes(name: str, capability: tuple[int, int] | None, dtype: str, head_dim: int = 64, layout: Any = "dense") -> bool:
-    """Whether back end `name` takes such inputs on that GPU, or a CPU where None, if all that it needs is installed."""
+def takes(
+    name: str,
+    capability: tuple[int, int] | None,
+    dtype: str,
+    head_dim: int = 64,
+    layout: Any = "dense",
+) -> bool:
+    """Whether back end `name` takes such inputs on that GPU, or a CPU where None, if all that it
+    needs is installed.
+    """
     try:
         choose(name, capability, dtype, head_dim, layout)
     except ValueError:
@@ -209,7 +247,12 @@ def takes(name: str, capability: tuple[int, int] | None, dtype: str, head_dim: i
 
 
 def choose(
-    name: str, capability: tuple[int, int] | None, dtype: str, head_dim: int, layout: Any = "dense", heads: int = 16
+    name: str,
+    capability: tuple[int, int] | None,
+    dtype: str,
+    head_dim: int,
+    layout: Any = "dense",
+    heads: int = 16,
 ) -> tuple[str, str]:
     available = dict.fromkeys(BACKENDS, "ok")
     if capability != HOPPER_CAPABILITY:
@@ -245,17 +288,26 @@ def support_matrix() -> list[str]:
         f"|:--|{':--|' * (len(gpus) + 3)}",
     ]
     for name in BACKENDS:
-        dtypes = {gpu: [one for one in DTYPES if takes(name, capability, one)] for gpu, capability in gpus.items()}
+        dtypes = {
+            gpu: [one for one in DTYPES if takes(name, capability, one)]
+            for gpu, capability in gpus.items()
+        }
         where = [capability for gpu, capability in gpus.items() if dtypes[gpu]]
         dtype = next(dtypes[gpu][0] for gpu in gpus if dtypes[gpu])
-        fits = [size for size in range(1, LARGEST_HEAD_DIM + 1) if takes(name, where[0], dtype, size)]
+        fits = [
+            size for size in range(1, LARGEST_HEAD_DIM + 1) if takes(name, where[0], dtype, size)
+        ]
         head_dim = "any" if max(fits) == LARGEST_HEAD_DIM else f"up to {max(fits)}"
         if name == "triton_first":  # the kernel itself refuses the others
             head_dim = ", ".join(map(str, HEAD_DIMS))
         layouts = []
         for layout in ("block_mask", "packed"):
-            largest = max((size for size in fits if takes(name, where[0], dtype, size, layout)), default=0)
-            layouts.append("–" if not largest else "yes" if largest == max(fits) else f"up to {largest}")
+            largest = max(
+                (size for size in fits if takes(name, where[0], dtype, size, layout)), default=0
+            )
+            layouts.append(
+                "–" if not largest else "yes" if largest == max(fits) else f"up to {largest}"
+            )
         cells = [", ".join(SHORT_NAMES[dtype] for dtype in dtypes[gpu]) or "–" for gpu in gpus]
         lines.append(f"| `{name}` | {' | '.join([*cells, head_dim, *layouts])} |")
     lines += [
@@ -294,7 +346,9 @@ def causal_alignment() -> list[str]:
     pictures = []
     for heading, bottom_right in (("is_causal=True", False), ("bottom_right=True", True)):
         mask = BlockMask.causal(4, 7, bottom_right=bottom_right, block_size=16).to_dense()[0, 0]
-        pictures.append([heading, *(" ".join("■" if seen else "·" for seen in row) for row in mask.tolist())])
+        pictures.append(
+            [heading, *(" ".join("■" if seen else "·" for seen in row) for row in mask.tolist())]
+        )
     lines += [f"{left:24}{right}".rstrip() for left, right in zip(*pictures)]
     return [*lines, "```"]
 
@@ -303,7 +357,9 @@ def draw(mask: BlockMask) -> str:
     """The first head of a mask as SVG: tiles that its lists name, and the attended tokens in them."""
     queries, keys = mask.seq_lengths
     rows, columns = mask.block_size
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="192" viewBox="-1 -1 {keys + 2} {queries + 2}">']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="192" viewBox="-1 -1 {keys + 2} {queries + 2}">'
+    ]
     parts.append(f'<rect x="-1" y="-1" width="{keys + 2}" height="{queries + 2}" fill="#fff"/>')
     live = (mask._tile_map().tiles[0, 0] != DEAD).nonzero().tolist()
     corners = [(column * columns, line * rows) for line, column in live]
@@ -324,7 +380,9 @@ def draw(mask: BlockMask) -> str:
 def stale(files: dict[Path, str]) -> list[Path]:
     """Which of `files` differ on disk, and pictures that are none of them."""
     left_over = [path for path in IMAGES.glob("*.svg") if path not in files]
-    return [path for path, text in files.items() if not path.exists() or path.read_text("utf-8") != text] + left_over
+    return [
+        path for path, text in files.items() if not path.exists() or path.read_text("utf-8") != text
+    ] + left_over
 
 
 def main(check: bool) -> int:

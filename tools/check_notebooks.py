@@ -1,14 +1,15 @@
-"""Execute every notebook source headless, as a reader would, and fail on the first cell that raises in any of them.
+"""Execute every notebook source headless, as a reader would, and fail on the first cell that raises
+in any of them.
 
-A cell that shows an object's name for itself, such as `<Figure size 900x360 with 1 Axes>`, and no picture or table of
-it fails, too: a reader sees nothing there.
+A cell that shows an object's name for itself, such as `<Figure size 900x360 with 1 Axes>`, and no
+picture or table of it fails, too: a reader sees nothing there.
 
     python tools/check_notebooks.py [--write] [NOTEBOOK ...]
 
-Sources are the .py files (jupytext's percent format) of notebooks/, and .ipynb files with no .py beside them. Each
-runs in a temporary folder, so what it saves is not left in the repository; two run side by side. With --write they run
-one by one, since some show times, and replace the committed .ipynb files, with fixed cell ids and no timestamps, so
-that the same outputs give the same bytes.
+Sources are the .py files (jupytext's percent format) of notebooks/, and .ipynb files with no .py
+beside them. Each runs in a temporary folder, so what it saves is not left in the repository; two
+run side by side. With --write they run one by one, since some show times, and replace the committed
+.ipynb files, with fixed cell ids and no timestamps, so that the same outputs give the same bytes.
 """
 
 import os
@@ -37,14 +38,18 @@ def notebook_sources(folder: Path) -> list[Path]:
 
 
 def shown_names(cell: NotebookNode) -> list[str]:
-    """The outputs of `cell` that are an object's name for itself and nothing else: `<Figure ...>`, `[<Line2D ...>]`."""
+    """The outputs of `cell` that are an object's name for itself and nothing else: `<Figure ...>`,
+    `[<Line2D ...>]`.
+    """
     shown = [output["data"] for output in cell.get("outputs", ()) if "data" in output]
     alone = ["".join(data["text/plain"]) for data in shown if set(data) == {"text/plain"}]
     return [text for text in alone if NAME_ALONE.fullmatch(text.strip())]
 
 
 def execute(source: Path, write: bool = False) -> str | None:
-    """Run all cells of `source` in a fresh kernel; what is wrong, or None when every cell ran and shows what it has."""
+    """Run all cells of `source` in a fresh kernel; what is wrong, or None when every cell ran and
+    shows what it has.
+    """
     notebook = jupytext.read(source)
     for index, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{index}"
@@ -76,13 +81,17 @@ def main(arguments: list[str]) -> int:
     if not sources:
         print("error: no notebook in notebooks/", file=sys.stderr)
         return 2
-    # Kernels are processes of their own and find the package, installed or not, through the path they inherit.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    # Kernels are processes of their own and find the package, installed or not, through the path
+    # they inherit.
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    )
     for source in sources:
         if not source.is_file():
             print(f"error: no notebook {source}", file=sys.stderr)
             return 2
-    with ThreadPoolExecutor(1 if write else SIDE_BY_SIDE) as pool:  # a kernel is a process, which a thread waits for
+    # a kernel is a process, which a thread waits for
+    with ThreadPoolExecutor(1 if write else SIDE_BY_SIDE) as pool:
         return int(not all(list(pool.map(lambda source: check(source, write), sources))))
 
 
@@ -90,7 +99,10 @@ def check(source: Path, write: bool) -> bool:
     """Whether `source` ran to its end; says so, and the error if not."""
     start = time.monotonic()
     error = execute(source, write)
-    print(f"{source.name}: {'ok' if error is None else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
+    print(
+        f"{source.name}: {'ok' if error is None else 'FAILED'} in {time.monotonic() - start:.0f} s",
+        flush=True,
+    )
     if error is not None:
         print(error, file=sys.stderr, flush=True)
     return error is None

@@ -1,4 +1,5 @@
-"""Exit with one clear line unless this Python can build the environment: version, venv, headers, a C++ compiler.
+"""Exit with one clear line unless this Python can build the environment: version, venv, headers, a
+C++ compiler.
 
     python3 tools/check_python.py
 
@@ -26,7 +27,9 @@ def missing():
         return f"Python {version} has no venv module: install python3-venv (Debian, Ubuntu)"
     if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
         return f"Python {version} has no headers, which torch.compile needs: install python3-dev (Debian, Ubuntu)"
-    if not shutil.which(os.environ.get("CXX", "")) and not any(shutil.which(name) for name in COMPILERS):
+    if not shutil.which(os.environ.get("CXX", "")) and not any(
+        shutil.which(name) for name in COMPILERS
+    ):
         return "no C++ compiler, which torch.compile needs: install g++, or set CXX"
     return None
 

@@ -2,9 +2,10 @@
 
     python tools/check_wheel.py
 
-Phases: copy the tracked files, so that nothing else can get into the wheel; build it; look into it; install it; run
-commands in an empty folder and look at what they leave. Three environments: the core alone, what the extra `lab` adds,
-and that without Triton. They see packages that are installed here by links, so that nothing is downloaded.
+Phases: copy the tracked files, so that nothing else can get into the wheel; build it; look into it;
+install it; run commands in an empty folder and look at what they leave. Three environments: the
+core alone, what the extra `lab` adds, and that without Triton. They see packages that are installed
+here by links, so that nothing is downloaded.
 """
 
 import email
@@ -39,7 +40,8 @@ print(cs336_systems.__file__)
 """
 
 
-# The core: attention with and without the operators of torch.compile, every wrapper on two ranks, a checkpoint.
+# The core: attention with and without the operators of torch.compile, every wrapper on two ranks, a
+# checkpoint.
 CORE_SNIPPET = """
 import time
 begin = time.monotonic()
@@ -72,7 +74,9 @@ if __name__ == "__main__":
 
 def call(*command: str | Path, cwd: Path, expected: int = 0) -> str:
     """The output of a command; RuntimeError where it ends otherwise than expected."""
-    result = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False
+    )
     if result.returncode != expected:
         text = f"{' '.join(map(str, command))} ended with {result.returncode}\n{result.stdout}{result.stderr}"
         raise RuntimeError(text)
@@ -82,7 +86,9 @@ def call(*command: str | Path, cwd: Path, expected: int = 0) -> str:
 def build(folder: Path) -> Path:
     """The wheel of the files that git tracks, built in a copy of them."""
     copy = folder / "source"
-    for name in call("git", "ls-files", "cs336_systems", "docs", "pyproject.toml", "LICENSE", cwd=ROOT).splitlines():
+    for name in call(
+        "git", "ls-files", "cs336_systems", "docs", "pyproject.toml", "LICENSE", cwd=ROOT
+    ).splitlines():
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, copy / name)
@@ -93,14 +99,18 @@ def build(folder: Path) -> Path:
 
 
 def check_contents(wheel: Path) -> str:
-    """The version of `wheel`, which holds what the package needs and describes itself without dead links."""
+    """The version of `wheel`, which holds what the package needs and describes itself without dead
+    links.
+    """
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         for name in INSIDE:
             assert name in names, f"{name} is not in the wheel"
         strangers = {name.split("/")[0] for name in names if not name.startswith("cs336_systems")}
         assert not strangers, f"the wheel holds {strangers}"
-        metadata = email.message_from_bytes(archive.read(next(n for n in names if n.endswith("/METADATA"))))
+        metadata = email.message_from_bytes(
+            archive.read(next(n for n in names if n.endswith("/METADATA")))
+        )
     assert metadata["Project-URL"] and metadata["License-Expression"] == "MIT"
     page = str(metadata.get_payload())
     assert "](" not in page.replace("](http", ""), "the package page has a relative link"
@@ -108,7 +118,9 @@ def check_contents(wheel: Path) -> str:
 
 
 def needed_by(wheel: Path, extra: str = "") -> set[str]:
-    """The names of the installed distributions that `wheel` and its `extra` need, and of what those need in turn."""
+    """The names of the installed distributions that `wheel` and its `extra` need, and of what those
+    need in turn.
+    """
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (one for one in archive.namelist() if one.endswith("/METADATA"))
         metadata = email.message_from_bytes(archive.read(name))
@@ -118,11 +130,15 @@ def needed_by(wheel: Path, extra: str = "") -> set[str]:
         text, chosen = asked.pop()
         requirement = Requirement(text)
         name = requirement.name.lower().replace("_", "-")
-        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": chosen})):
+        if name in found or (
+            requirement.marker and not requirement.marker.evaluate({"extra": chosen})
+        ):
             continue
         try:
             needs = importlib.metadata.requires(name) or []
-        except importlib.metadata.PackageNotFoundError:  # as CUDA's libraries beside a CPU build of torch
+        except (
+            importlib.metadata.PackageNotFoundError
+        ):  # as CUDA's libraries beside a CPU build of torch
             continue
         found.add(name)
         asked += [(need, "") for need in needs]
@@ -141,7 +157,9 @@ def entries_of(names: set[str]) -> set[Path]:
 
 
 def install(wheel: Path, folder: Path, entries: set[Path]) -> Path:
-    """The `bin` of a new environment that holds the wheel and sees `entries` of the packages installed here."""
+    """The `bin` of a new environment that holds the wheel and sees `entries` of the packages
+    installed here.
+    """
     packages = folder / "packages"
     packages.mkdir(parents=True)
     for entry in entries:
@@ -150,7 +168,9 @@ def install(wheel: Path, folder: Path, entries: set[Path]) -> Path:
     python = folder / "venv/bin/python"
     pip = ("-m", "pip", "--python", python, "--disable-pip-version-check")
     call(sys.executable, *pip, "install", "--no-deps", "--quiet", wheel, cwd=folder)
-    libraries = call(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=folder).strip()
+    libraries = call(
+        python, "-c", "import site; print(site.getsitepackages()[0])", cwd=folder
+    ).strip()
     Path(libraries, "packages.pth").write_text(f"{packages}\n")
     return python.parent
 
@@ -203,12 +223,16 @@ def main() -> int:
         version = check_contents(wheel)
         core, lab = needed_by(wheel), needed_by(wheel, "lab")
         place = folder / "core"
-        print(f"{wheel.name}, core: {use_core(install(wheel, place, entries_of(core)), place, core)}")
+        print(
+            f"{wheel.name}, core: {use_core(install(wheel, place, entries_of(core)), place, core)}"
+        )
         for with_triton in (True, False):
             place = folder / ("with-triton" if with_triton else "without-triton")
             programs = install(wheel, place, entries_of(lab if with_triton else lab - {"triton"}))
             use(programs, place, version, with_triton=with_triton)
-            print(f"{wheel.name} works {place.name.replace('-', ' ')} ({time.monotonic() - started:.0f} s)")
+            print(
+                f"{wheel.name} works {place.name.replace('-', ' ')} ({time.monotonic() - started:.0f} s)"
+            )
     return 0
 
 

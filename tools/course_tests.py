@@ -2,11 +2,16 @@
 
     python tools/course_tests.py path/to/assignment2-systems [path/to/adapters.py]
 
-Either edition of the assignment will do. Phases: find the tests and the `cs336_basics` of the project that
-the adapters belong to, else the course's; copy both to a temporary folder, since neither checkout is
-written to; put the adapters and the modules beside them in place of the course's; give the tests' processes
-a free port in the place of the fixed one; run pytest there, serially, because they share that port. A file
-that wants a name or a package that is missing is an error of pytest's, and the others run. The exit code is
+Either edition of the assignment will do. Phases: find the tests and the `cs336_basics` of the
+project that
+the adapters belong to, else the course's; copy both to a temporary folder, since neither checkout
+is
+written to; put the adapters and the modules beside them in place of the course's; give the tests'
+processes
+a free port in the place of the fixed one; run pytest there, serially, because they share that port.
+A file
+that wants a name or a package that is missing is an error of pytest's, and the others run. The exit
+code is
 pytest's, or 124 after `TIME_LIMIT_S`.
 """
 
@@ -38,25 +43,35 @@ class CourseError(Exception):
 
 
 def find_basics(checkout: Path) -> Path:
-    """The course's `cs336_basics` package in `checkout`; CourseError when the tests or the package are not there."""
+    """The course's `cs336_basics` package in `checkout`; CourseError when the tests or the package
+    are not there.
+    """
     if not checkout.is_dir():
         raise CourseError(f"{checkout} is not a folder: give DIR=path/to/assignment2-systems")
     if not (checkout / "tests").is_dir():
-        raise CourseError(f"{checkout} has no tests/ folder: it is not a checkout of the assignment")
+        raise CourseError(
+            f"{checkout} has no tests/ folder: it is not a checkout of the assignment"
+        )
     for place in BASICS_PLACES:
         if (checkout / place / "__init__.py").is_file():
             return checkout / place
-    raise CourseError(f"{checkout} has no cs336_basics package in any of {', '.join(BASICS_PLACES)}")
+    raise CourseError(
+        f"{checkout} has no cs336_basics package in any of {', '.join(BASICS_PLACES)}"
+    )
 
 
 def lay_out(checkout: Path, adapters: Path, folder: Path) -> None:
-    """Copy tests, packages and pytest's settings to `folder`, with `adapters` in place of the course's."""
+    """Copy tests, packages and pytest's settings to `folder`, with `adapters` in place of the
+    course's.
+    """
     root = project_root(adapters)
     own = find_package(root, "cs336_basics") if root != ROOT else None
     basics = own or find_basics(checkout)
     shutil.copytree(checkout / "tests", folder / "tests", ignore=IGNORED)
-    for beside in adapters.parent.glob("*.py"):  # what the adapters import as `from .ddp import DDP`
-        is_test = beside.name.startswith("test_") or beside.name == "conftest.py"  # of the project: not the course's
+    # what the adapters import as `from .ddp import DDP`
+    for beside in adapters.parent.glob("*.py"):
+        # of the project: not the course's
+        is_test = beside.name.startswith("test_") or beside.name == "conftest.py"
         if not is_test and not (folder / "tests" / beside.name).exists():
             shutil.copyfile(beside, folder / "tests" / beside.name)
     shutil.copyfile(adapters, folder / "tests" / "adapters.py")
@@ -65,18 +80,23 @@ def lay_out(checkout: Path, adapters: Path, folder: Path) -> None:
         if (checkout / name).is_file():
             shutil.copyfile(checkout / name, folder / name)
     if root != ROOT and find_package(root, "cs336_systems") is None:
-        (folder / "cs336_systems.py").write_text(f"raise ImportError('{root} has no folder cs336_systems')\n")
+        (folder / "cs336_systems.py").write_text(
+            f"raise ImportError('{root} has no folder cs336_systems')\n"
+        )
 
     common = folder / "tests" / "common.py"
     if common.is_file():
         fixed_port = r'(os\.environ\["MASTER_PORT"\] = )"\d+"'
         common.write_text(re.sub(fixed_port, rf'\1"{free_port()}"', common.read_text()))
 
-    # The package asks importlib.metadata for its version, which an uninstalled copy answers through this folder.
+    # The package asks importlib.metadata for its version, which an uninstalled copy answers through
+    # this folder.
     metadata = folder / "cs336_basics-0.dist-info"
     metadata.mkdir()
     version = _declared_version(basics.parent / "pyproject.toml")
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: cs336_basics\nVersion: {version}\n")
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: cs336_basics\nVersion: {version}\n"
+    )
 
 
 def free_port() -> int:
@@ -87,7 +107,9 @@ def free_port() -> int:
 
 
 def run(checkout: Path, adapters: Path = ADAPTERS, time_limit_s: float = TIME_LIMIT_S) -> int:
-    """Run the tests of `checkout` against `adapters`; pytest's exit code, or 124 after `time_limit_s`."""
+    """Run the tests of `checkout` against `adapters`; pytest's exit code, or 124 after
+    `time_limit_s`.
+    """
     if not adapters.is_file():
         raise CourseError(f"{adapters} does not exist: there is nothing to test")
     adapters = adapters.resolve()
@@ -98,7 +120,8 @@ def run(checkout: Path, adapters: Path = ADAPTERS, time_limit_s: float = TIME_LI
         package = find_package(root, "cs336_systems")
         places = [folder, root, root / "src", adapters.parent]
         places += [package.parent] if package is not None else []
-        options = ["-p", "no:cacheprovider", "--continue-on-collection-errors"]  # grade the files that can be
+        # grade the files that can be
+        options = ["-p", "no:cacheprovider", "--continue-on-collection-errors"]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, places)),
@@ -130,7 +153,10 @@ def _declared_version(pyproject: Path) -> str:
 
 def main(arguments: list[str]) -> int:
     if len(arguments) not in (1, 2) or not all(arguments):
-        print("usage: make course-tests DIR=path/to/assignment2-systems [ADAPTERS=adapters.py]", file=sys.stderr)
+        print(
+            "usage: make course-tests DIR=path/to/assignment2-systems [ADAPTERS=adapters.py]",
+            file=sys.stderr,
+        )
         return 2
     try:
         return run(*(Path(argument).expanduser() for argument in arguments))

@@ -1,4 +1,5 @@
-"""Which files and functions of the package a call of `flash_attention` and its backward pass before the launch.
+"""Which files and functions of the package a call of `flash_attention` and its backward pass before
+the launch.
 
     TRITON_INTERPRET=1 python tools/path.py           # files, functions, crossings between files: first and later calls
     TRITON_INTERPRET=1 python tools/path.py --which   # and the functions in their order
@@ -18,7 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 PACKAGE = ROOT / "cs336_systems"
-WITHIN = ("<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<module>")  # the last: interpreted kernels
+# the last: interpreted kernels
+WITHIN = ("<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<module>")
 
 
 def passed(call: Callable[[], Any]) -> tuple[Any, list[tuple[str, str]]]:
@@ -27,8 +29,14 @@ def passed(call: Callable[[], Any]) -> tuple[Any, list[tuple[str, str]]]:
 
     def see(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(PACKAGE)) and code.co_name not in WITHIN:
-            functions.append((Path(code.co_filename).relative_to(PACKAGE).as_posix(), code.co_qualname))
+        if (
+            event == "call"
+            and code.co_filename.startswith(str(PACKAGE))
+            and code.co_name not in WITHIN
+        ):
+            functions.append(
+                (Path(code.co_filename).relative_to(PACKAGE).as_posix(), code.co_qualname)
+            )
 
     sys.setprofile(see)
     try:
@@ -62,7 +70,8 @@ def main() -> None:
         q, k, v = (torch.randn(1, 2, 64, 32, requires_grad=True) for _ in range(3))
         output, forward = passed(lambda: flash_attention(q, k, v, is_causal=True, backend="triton"))
         gradient = torch.randn_like(output)
-        torch.autograd.set_multithreading_enabled(False)  # the backward in this thread, where it is seen
+        # the backward in this thread, where it is seen
+        torch.autograd.set_multithreading_enabled(False)
         _, backward = passed(lambda: torch.autograd.grad(output, (q, k, v), gradient))
         return [("forward", forward), ("backward", backward)]
 

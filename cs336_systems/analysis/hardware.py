@@ -1,4 +1,5 @@
-"""Machines as the analysis sees them: FLOP/s, bytes a second out of a GPU, and memory, each with its source.
+"""Machines as the analysis sees them: FLOP/s, bytes a second out of a GPU, and memory, each with
+its source.
 
 HARDWARE["H200"].ring_bytes_per_s(16, ranks_per_node=8)   # what a ring over two nodes gets from NVLink and network
 """
@@ -32,24 +33,28 @@ class Hardware:
     def ring_bytes_per_s(self, num_ranks: int, *, ranks_per_node: int) -> float:
         """Bytes a second that each rank of a ring gets, `ranks_per_node` of it on a node.
 
-        Inside a node that is the node's link. Between nodes a collective runs as many rings at once as it has ranks on
-        a node, each of which leaves the node through another adapter; so the rank's share is the sum of their
-        adapters, and never more than its link inside the node. One rank a node has one adapter.
+        Inside a node that is the node's link. Between nodes a collective runs as many rings at once
+        as it has ranks on a node, each of which leaves the node through another adapter; so the
+        rank's share is the sum of their adapters, and never more than its link inside the node. One
+        rank a node has one adapter.
         """
         if num_ranks <= ranks_per_node:
             return self.node_bytes_per_s
         return min(self.node_bytes_per_s, ranks_per_node * self.network_bytes_per_s)
 
     def latency_s(self, num_ranks: int, *, ranks_per_node: int) -> float:
-        """Latency of a reduce-scatter or an all-gather: its launch, a ring inside a node, doubling between nodes.
+        """Latency of a reduce-scatter or an all-gather: its launch, a ring inside a node, doubling
+        between nodes.
 
-        A flat ring would take num_ranks - 1 network hops, 80 ms at 16,384 ranks; large collectives are built as trees
-        or by doubling, with a number of hops that grows as the logarithm.
+        A flat ring would take num_ranks - 1 network hops, 80 ms at 16,384 ranks; large collectives
+        are built as trees or by doubling, with a number of hops that grows as the logarithm.
         """
         local = min(num_ranks, ranks_per_node)
         nodes = -(-num_ranks // local)
         launch = self.call_s if num_ranks > 1 else 0.0
-        return launch + (local - 1) * self.node_hop_s + (nodes - 1).bit_length() * self.network_hop_s
+        return (
+            launch + (local - 1) * self.node_hop_s + (nodes - 1).bit_length() * self.network_hop_s
+        )
 
 
 HARDWARE: dict[str, Hardware] = {

@@ -1,11 +1,13 @@
-"""Bytes on each GPU for every way of training in parallel: what says that a model fits before it is built.
+"""Bytes on each GPU for every way of training in parallel: what says that a model fits before it is
+built.
 
     rank_bytes(MODEL_SIZES["10b"], Plan(scheme="fsdp", data_parallel=2), batch=2).peak / 2**30       # GiB
     fsdp_bytes(MODEL_SIZES["10b"], 4, num_ranks=2, attention="triton", compute_dtype="bfloat16").fits(139 * 2**30)
 
-`rank_bytes` is of every scheme, float32 masters and bfloat16 compute; `fsdp_bytes` of FSDP in any dtypes, as
-`distributed/fsdp` keeps it. As `accounting`, whose counts of activations these are: an estimate of what tensors need,
-without the allocator's fragmentation, the CUDA context and NCCL's buffers (about 1 GiB together).
+`rank_bytes` is of every scheme, float32 masters and bfloat16 compute; `fsdp_bytes` of FSDP in any
+dtypes, as `distributed/fsdp` keeps it. As `accounting`, whose counts of activations these are: an
+estimate of what tensors need, without the allocator's fragmentation, the CUDA context and NCCL's
+buffers (about 1 GiB together).
 """
 
 from __future__ import annotations
@@ -29,16 +31,21 @@ GRADIENTS_IN_FLIGHT = 2  # its units whose whole gradients wait for, or are in, 
 
 
 def rank_bytes(
-    model: ModelConfig, plan: Plan, *, batch: int, attention: str = "triton", checkpointed: bool = False
+    model: ModelConfig,
+    plan: Plan,
+    *,
+    batch: int,
+    attention: str = "triton",
+    checkpointed: bool = False,
 ) -> RankBytes:
     """Bytes of each rank with `batch` sequences on it.
 
     DDP keeps everything on every rank, `flat` a second copy of the gradients while it reduces,
     `bucketed` and `zero1` the gradients in buckets that are never freed. The sharded optimizer
-    and ZeRO-1 keep 1/N of the moments, ZeRO-1 also the averaged 1/N of the gradients. FSDP keeps 1/N, rounded up, of
-    every matrix, its gradient and its moments, and gathers the unit in use and PREFETCH more; norms are whole on
-    every rank. Tensor parallelism divides the matrices and, a little too well, all activations. `checkpointed` saves
-    only each block's input.
+    and ZeRO-1 keep 1/N of the moments, ZeRO-1 also the averaged 1/N of the gradients. FSDP keeps
+    1/N, rounded up, of every matrix, its gradient and its moments, and gathers the unit in use and
+    PREFETCH more; norms are whole on every rank. Tensor parallelism divides the matrices and, a
+    little too well, all activations. `checkpointed` saves only each block's input.
     """
     held = traffic.parameters(model, plan.tensor_parallel)
     ranks = plan.data_parallel
@@ -48,10 +55,13 @@ def rank_bytes(
         kept = sum(-(-one.elements // ranks) if one.is_matrix else one.elements for one in held)
     moments = -(-total // ranks) if plan.scheme in ("sharded-optimizer", "zero1") else kept
     gathered = 0
-    if plan.scheme == "fsdp" and ranks > 1:  # PREFETCH + 1 consecutive units, and one unit's gradients
+    # PREFETCH + 1 consecutive units, and one unit's gradients
+    if plan.scheme == "fsdp" and ranks > 1:
         sizes = list(map(traffic.num_elements, traffic.fsdp_units(held)))
         window = traffic.PREFETCH + 1
-        weights = max(sum(sizes[start : start + window]) for start in range(max(1, len(sizes) - window + 1)))
+        weights = max(
+            sum(sizes[start : start + window]) for start in range(max(1, len(sizes) - window + 1))
+        )
         gathered = COMPUTE_BYTES * (weights + max(sizes))
     activations, block = saved_bytes(model, batch, attention, "bfloat16", checkpointed)
     logits = LOSS_BACKWARD_COPIES * loss_logit_bytes(model, batch, Precision(parameters="bfloat16"))
@@ -60,7 +70,8 @@ def rank_bytes(
         gradients=MASTER_BYTES * kept,
         optimizer=OPTIMIZER_MOMENTS * MASTER_BYTES * moments,
         gathered=gathered,
-        buffers=MASTER_BYTES * {"flat": total if ranks > 1 else 0, "zero1": moments}.get(plan.scheme, 0),
+        buffers=MASTER_BYTES
+        * {"flat": total if ranks > 1 else 0, "zero1": moments}.get(plan.scheme, 0),
         activations=activations // plan.tensor_parallel,
         loss=logits // plan.tensor_parallel,
         block=block // plan.tensor_parallel,
@@ -79,7 +90,8 @@ def fsdp_bytes(
     checkpointing: bool = False,
     parameters: DTypeName = "float32",
 ) -> RankBytes:
-    """Bytes of a rank that trains `model` with AdamW on `batch` sequences of its own, sharded by blocks.
+    """Bytes of a rank that trains `model` with AdamW on `batch` sequences of its own, sharded by
+    blocks.
 
     Weights, gradients and both moments rest in the dtype `parameters`.
     """
@@ -104,7 +116,9 @@ def fsdp_bytes(
 def saved_bytes(
     model: ModelConfig, batch: int, attention: str, dtype: DTypeName, checkpointed: bool
 ) -> tuple[int, int]:
-    """What is saved for backward, and one block's part of it; `checkpointed`: one block's and the inputs of all."""
+    """What is saved for backward, and one block's part of it; `checkpointed`: one block's and the
+    inputs of all.
+    """
     precision = Precision(parameters=dtype)
     block = sum(block_saved_bytes(model, batch, attention=attention, precision=precision).values())
     saved = activation_bytes(model, batch, attention=attention, precision=precision)

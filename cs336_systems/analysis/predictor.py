@@ -1,12 +1,14 @@
-"""Step time on paper, for any number of GPUs: computation, communication, and how much of it computation hides.
+"""Step time on paper, for any number of GPUs: computation, communication, and how much of it
+computation hides.
 
     plan = Plan(scheme="fsdp", data_parallel=2048, tensor_parallel=8)
     predict(MODEL_SIZES["8b"], plan, HARDWARE["H200"], batch=1).utilization
 
-A step is forward, backward, optimizer. Two clocks run, one of computation and one of communication; a collective starts
-when the data is there and the one before it is done, and computation waits for the weights that it needs. Matmuls run
-at `matmul_efficiency` of the peak, an assumption that stands in every table made from this; collectives at the ring's
-bandwidth plus a latency each. Not modelled: contention for SMs and memory between the two, launch overhead, stragglers.
+A step is forward, backward, optimizer. Two clocks run, one of computation and one of communication;
+a collective starts when the data is there and the one before it is done, and computation waits for
+the weights that it needs. Matmuls run at `matmul_efficiency` of the peak, an assumption that stands
+in every table made from this; collectives at the ring's bandwidth plus a latency each. Not
+modelled: contention for SMs and memory between the two, launch overhead, stragglers.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Prediction:
     backward_s: float
     optimizer_s: float
     communication_s: float  # all collectives, one after the other
-    exposed_s: float  # the part during which no computation ran, and copies made only to communicate
+    # the part during which no computation ran, and copies made only to communicate
+    exposed_s: float
     flops: float  # of the model, all GPUs
     peak_flops_per_s: float  # of all GPUs
 
@@ -51,12 +54,18 @@ class Prediction:
 
 
 def predict(
-    model: ModelConfig, plan: Plan, hardware: Hardware, *, batch: int, matmul_efficiency: float = DEFAULT_EFFICIENCY
+    model: ModelConfig,
+    plan: Plan,
+    hardware: Hardware,
+    *,
+    batch: int,
+    matmul_efficiency: float = DEFAULT_EFFICIENCY,
 ) -> Prediction:
     """One training step with `batch` sequences a replica (a group of `plan.tensor_parallel` GPUs).
 
-    Tensor-parallel groups lie inside a node, so each data-parallel group has gpus_per_node / tensor_parallel ranks
-    there. ValueError for a group that does not fit a node or an efficiency outside (0, 1].
+    Tensor-parallel groups lie inside a node, so each data-parallel group has gpus_per_node /
+    tensor_parallel ranks there. ValueError for a group that does not fit a node or an efficiency
+    outside (0, 1].
     """
     if not 0 < matmul_efficiency <= 1:
         raise ValueError(f"matmul_efficiency must be in (0, 1], got {matmul_efficiency}")
@@ -65,7 +74,9 @@ def predict(
             f"tensor_parallel must divide {hardware.gpus_per_node} GPUs a node, got {plan.tensor_parallel}"
         )
     rate = hardware.flops_per_s * matmul_efficiency * plan.tensor_parallel
-    forward_s, backward_s = (model_flops(model, batch, mode) / rate for mode in ("forward", "backward"))
+    forward_s, backward_s = (
+        model_flops(model, batch, mode) / rate for mode in ("forward", "backward")
+    )
     held = traffic.parameters(model, plan.tensor_parallel)
     links = _Links(hardware, plan)
     if plan.data_parallel == 1:
@@ -74,14 +85,16 @@ def predict(
         exposed_s = _fsdp_exposed_s(held, links, forward_s, backward_s)
     else:
         exposed_s = _replicated_exposed_s(model, held, plan, links, backward_s)
-    exposed_s += links.tensor_parallel_s(model, batch)  # the next matmul needs the sum: nothing to hide it behind
+    # the next matmul needs the sum: nothing to hide it behind
+    exposed_s += links.tensor_parallel_s(model, batch)
     sharded = plan.scheme in ("sharded-optimizer", "zero1", "fsdp")
     updated = traffic.num_elements(held) / (plan.data_parallel if sharded else 1)
     return Prediction(
         forward_s=forward_s,
         backward_s=backward_s,
         optimizer_s=ADAMW_ACCESSES * MASTER_BYTES * updated / hardware.memory_bytes_per_s,
-        communication_s=sum(map(links.seconds, collectives(model, plan))) + links.tensor_parallel_s(model, batch),
+        communication_s=sum(map(links.seconds, collectives(model, plan)))
+        + links.tensor_parallel_s(model, batch),
         exposed_s=exposed_s,
         flops=plan.data_parallel * model_flops(model, batch, "train_step"),
         peak_flops_per_s=plan.devices * hardware.flops_per_s,
@@ -117,25 +130,35 @@ class _Links:
 def _replicated_exposed_s(
     model: ModelConfig, held: list[Parameter], plan: Plan, links: _Links, backward_s: float
 ) -> float:
-    """Of DDP in its four ways and of the sharded optimizers: gradients during or after backward, weights after it."""
+    """Of DDP in its four ways and of the sharded optimizers: gradients during or after backward,
+    weights after it.
+    """
     groups = traffic.gradient_groups(held, plan)
     calls = collectives(model, plan)
-    gradients, weights = (list(map(links.seconds, some)) for some in (calls[: len(groups)], calls[len(groups) :]))
+    gradients, weights = (
+        list(map(links.seconds, some)) for some in (calls[: len(groups)], calls[len(groups) :])
+    )
     exposed_s = sum(gradients)
     if plan.scheme == "flat":
         exposed_s += FLATTEN_ACCESSES * calls[0].size_bytes / links.hardware.memory_bytes_per_s
     elif plan.scheme != "naive":
         # The embedding is a look-up; the other matrices take time by their size.
-        work = [sum(one.elements for one in group if one.is_matrix and one is not held[0]) for group in groups]
+        work = [
+            sum(one.elements for one in group if one.is_matrix and one is not held[0])
+            for group in groups
+        ]
         computes = [backward_s * part / sum(work) for part in work]
         exposed_s = pipeline_s([0.0] * len(groups), computes, gradients, prefetch=1) - backward_s
     return exposed_s + sum(weights)
 
 
-def _fsdp_exposed_s(held: list[Parameter], links: _Links, forward_s: float, backward_s: float) -> float:
+def _fsdp_exposed_s(
+    held: list[Parameter], links: _Links, forward_s: float, backward_s: float
+) -> float:
     """Time that computation waits for weights, and for the last gradients after backward.
 
-    The gather of a unit starts when the one PREFETCH before it has been used. Norms' gradients, small and needed
+    The gather of a unit starts when the one PREFETCH before it has been used. Norms' gradients,
+    small and needed
     only by the optimizer, are left out.
     """
     units = traffic.fsdp_units(held)
@@ -154,11 +177,15 @@ def _fsdp_exposed_s(held: list[Parameter], links: _Links, forward_s: float, back
     return end - forward_s - backward_s
 
 
-def pipeline_s(gathers: Sequence[float], computes: Sequence[float], scatters: Sequence[float], prefetch: int) -> float:
-    """End of a pass over layers whose weights are gathered, used, and their gradients scattered, on two clocks.
+def pipeline_s(
+    gathers: Sequence[float], computes: Sequence[float], scatters: Sequence[float], prefetch: int
+) -> float:
+    """End of a pass over layers whose weights are gathered, used, and their gradients scattered, on
+    two clocks.
 
-    Gather i waits for layer i - prefetch to be computed, layer i for gather i, scatter i for layer i; the communication
-    clock serves the gather that is next before the scatter that is ready at the same moment.
+    Gather i waits for layer i - prefetch to be computed, layer i for gather i, scatter i for layer
+    i; the communication clock serves the gather that is next before the scatter that is ready at
+    the same moment.
     """
     link = compute = 0.0
     gathered = []

@@ -1,11 +1,13 @@
-"""Ring collectives, step by step, between simulated ranks: data moves, and what each rank sent is counted.
+"""Ring collectives, step by step, between simulated ranks: data moves, and what each rank sent is
+counted.
 
     results, traffic = ring_all_reduce([[1, 2, 3, 4], [10, 20, 30, 40]])     # one buffer a rank
     results == [[11, 22, 33, 44]] * 2; traffic.steps == 2; traffic.sent == [4, 4]
 
-A buffer is a list of elements that can be added. In every step each rank sends one message to its right neighbour and
-receives one from its left, all at once, so that a step takes as long as its longest message. Sizes are in elements.
-The closed forms below are the handout's, for any number of ranks; a test holds the simulation to them.
+A buffer is a list of elements that can be added. In every step each rank sends one message to its
+right neighbour and receives one from its left, all at once, so that a step takes as long as its
+longest message. Sizes are in elements. The closed forms below are the handout's, for any number of
+ranks; a test holds the simulation to them.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ class Traffic:
 
     num_ranks: int
     steps: int = 0
-    sent: list[int] = field(default_factory=list)  # elements that each rank sent to its right neighbour
-    critical: int = 0  # elements of the longest message of each step, summed: what the time is made of
+    # elements that each rank sent to its right neighbour
+    sent: list[int] = field(default_factory=list)
+    # elements of the longest message of each step, summed: what the time is made of
+    critical: int = 0
 
     def __post_init__(self) -> None:
         self.sent = self.sent or [0] * self.num_ranks
@@ -44,7 +48,9 @@ class Traffic:
 
 
 def chunk_bounds(length: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Start and end of each rank's chunk: as even as can be, the first `length % num_ranks` one element longer."""
+    """Start and end of each rank's chunk: as even as can be, the first `length % num_ranks` one
+    element longer.
+    """
     short, longer = divmod(length, num_ranks)
     starts = [rank * short + min(rank, longer) for rank in range(num_ranks + 1)]
     return list(zip(starts[:-1], starts[1:]))
@@ -53,11 +59,13 @@ def chunk_bounds(length: int, num_ranks: int) -> list[tuple[int, int]]:
 def ring_reduce_scatter(buffers: Sequence[Sequence[Any]]) -> tuple[list[Buffer], Traffic]:
     """Rank i ends with the sum of all ranks' chunk i.
 
-    In step t rank i sends its partial sum of chunk i - t and adds what it receives to its own chunk i - t - 1.
+    In step t rank i sends its partial sum of chunk i - t and adds what it receives to its own chunk
+    i - t - 1.
     """
     num_ranks, length = _check(buffers)
     bounds = chunk_bounds(length, num_ranks)
-    partial = [[list(buffer[start:end]) for start, end in bounds] for buffer in buffers]  # [rank][chunk]
+    # [rank][chunk]
+    partial = [[list(buffer[start:end]) for start, end in bounds] for buffer in buffers]
     traffic = Traffic(num_ranks)
     for t in range(1, num_ranks):
         messages = [partial[rank][(rank - t) % num_ranks] for rank in range(num_ranks)]
@@ -69,7 +77,9 @@ def ring_reduce_scatter(buffers: Sequence[Sequence[Any]]) -> tuple[list[Buffer],
 
 
 def ring_all_gather(chunks: Sequence[Sequence[Any]]) -> tuple[list[Buffer], Traffic]:
-    """Every rank ends with the chunks of all ranks, joined in their order; chunks may differ in length by one."""
+    """Every rank ends with the chunks of all ranks, joined in their order; chunks may differ in
+    length by one.
+    """
     num_ranks = len(chunks)
     held: list[dict[int, Buffer]] = [{rank: list(chunk)} for rank, chunk in enumerate(chunks)]
     traffic = Traffic(num_ranks)
@@ -78,11 +88,15 @@ def ring_all_gather(chunks: Sequence[Sequence[Any]]) -> tuple[list[Buffer], Traf
         traffic.step(messages)
         for rank in range(num_ranks):
             held[rank][(rank - t) % num_ranks] = messages[rank - 1]
-    return [[element for chunk in range(num_ranks) for element in own[chunk]] for own in held], traffic
+    return [
+        [element for chunk in range(num_ranks) for element in own[chunk]] for own in held
+    ], traffic
 
 
 def ring_all_reduce(buffers: Sequence[Sequence[Any]]) -> tuple[list[Buffer], Traffic]:
-    """Every rank ends with the sum of all buffers: a reduce-scatter, then an all-gather of the summed chunks."""
+    """Every rank ends with the sum of all buffers: a reduce-scatter, then an all-gather of the
+    summed chunks.
+    """
     chunks, scattered = ring_reduce_scatter(buffers)
     results, gathered = ring_all_gather(chunks)
     sent = [first + second for first, second in zip(scattered.sent, gathered.sent)]
@@ -91,10 +105,12 @@ def ring_all_reduce(buffers: Sequence[Sequence[Any]]) -> tuple[list[Buffer], Tra
 
 
 def alternate_ring_all_reduce(buffers: Sequence[Sequence[Any]]) -> tuple[list[Buffer], Traffic]:
-    """The same sum by passing whole buffers around the ring, N - 1 times their size instead of 2(N - 1)/N times.
+    """The same sum by passing whole buffers around the ring, N - 1 times their size instead of 2(N
+    - 1)/N times.
 
-    In step t rank i sends the buffer of rank i - t + 1, which it received in the step before, and adds rank i - t's.
-    Half the steps, so the better of the two when latency outweighs size; at N = 2 both send the same.
+    In step t rank i sends the buffer of rank i - t + 1, which it received in the step before, and
+    adds rank i - t's. Half the steps, so the better of the two when latency outweighs size; at N =
+    2 both send the same.
     """
     num_ranks, _ = _check(buffers)
     sums = [list(buffer) for buffer in buffers]

@@ -1,8 +1,10 @@
-"""The feed-forward layer really split over simulated devices: the equations of `ffn`, executed and counted.
+"""The feed-forward layer really split over simulated devices: the equations of `ffn`, executed and
+counted.
 
-A grid of N_FSDP × N_TP devices in one process, which exchange data by the rings of `rings` only. N_TP = 1 is FSDP,
-N_FSDP = 1 is tensor parallelism. Device (i, j), TP rank i and FSDP rank j, holds W1, W2 shards of (D/N_FSDP, F/N_TP)
-and a W3 shard of (F/N_TP, D/N_FSDP). A test compares results with autograd and counts with the closed forms.
+A grid of N_FSDP × N_TP devices in one process, which exchange data by the rings of `rings` only.
+N_TP = 1 is FSDP, N_FSDP = 1 is tensor parallelism. Device (i, j), TP rank i and FSDP rank j, holds
+W1, W2 shards of (D/N_FSDP, F/N_TP) and a W3 shard of (F/N_TP, D/N_FSDP). A test compares results
+with autograd and counts with the closed forms.
 
 The backward that the handout asks for (`tp_calcs`), for TP rank i with dy known to all:
 
@@ -35,11 +37,14 @@ class Weights(NamedTuple):
 
 
 class Pass:
-    """One pass of a grid's devices, who do the same: what they compute and exchange, and the counts of one of them."""
+    """One pass of a grid's devices, who do the same: what they compute and exchange, and the counts
+    of one of them.
+    """
 
     def __init__(self, num_devices: int) -> None:
         self.num_devices = num_devices
-        self.flops = self.fsdp_bytes = self.tp_bytes = 0.0  # bytes are sent along an axis, two an element
+        # bytes are sent along an axis, two an element
+        self.flops = self.fsdp_bytes = self.tp_bytes = 0.0
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
         self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1] / self.num_devices
@@ -50,9 +55,12 @@ class Pass:
         matrices = []
         for name, dim in FSDP_DIMS.items():
             parts = [getattr(shard, name) for shard in shards]
-            results, traffic = ring_all_gather([[part] for part in parts])  # a whole shard is an element of the ring
+            # a whole shard is an element of the ring
+            results, traffic = ring_all_gather([[part] for part in parts])
             matrices.append(torch.cat(results[0], dim))
-            self.fsdp_bytes += ELEMENT_BYTES * parts[0].numel() * sum(traffic.sent) / self.num_devices
+            self.fsdp_bytes += (
+                ELEMENT_BYTES * parts[0].numel() * sum(traffic.sent) / self.num_devices
+            )
         return Weights(*matrices)
 
     def reduce_scatter(self, gradients: list[Weights]) -> list[Weights]:
@@ -62,7 +70,9 @@ class Pass:
             parts = [getattr(one, name).chunk(len(gradients), dim) for one in gradients]
             results, traffic = ring_reduce_scatter(parts)
             kept.append([shard for (shard,) in results])
-            self.fsdp_bytes += ELEMENT_BYTES * parts[0][0].numel() * sum(traffic.sent) / self.num_devices
+            self.fsdp_bytes += (
+                ELEMENT_BYTES * parts[0][0].numel() * sum(traffic.sent) / self.num_devices
+            )
         return [Weights(*one) for one in zip(*kept)]
 
     def all_reduce(self, parts: list[Tensor]) -> Tensor:
@@ -89,9 +99,14 @@ def simulate(
     num_fsdp: int = 1,
     num_tp: int = 1,
 ) -> Simulation:
-    """Forward and backward with f = SiLU; num_fsdp must divide batch and d_model, num_tp d_ff (ValueError)."""
+    """Forward and backward with f = SiLU; num_fsdp must divide batch and d_model, num_tp d_ff
+    (ValueError).
+    """
     (batch, d_model), d_ff = x.shape, weights.w1.shape[1]
-    for name, devices, sizes in (("num_fsdp", num_fsdp, (batch, d_model)), ("num_tp", num_tp, (d_ff,))):
+    for name, devices, sizes in (
+        ("num_fsdp", num_fsdp, (batch, d_model)),
+        ("num_tp", num_tp, (d_ff,)),
+    ):
         if devices < 1 or any(size % devices for size in sizes):
             raise ValueError(f"{name} must divide {' and '.join(map(str, sizes))}, got {devices}")
     forward, backward = (Pass(num_fsdp * num_tp) for _ in range(2))
@@ -112,7 +127,8 @@ def simulate(
 
     # backward
     full = [backward.gather(shards[i]) for i in range(num_tp)]
-    local: list[list[Weights]] = [[] for _ in range(num_tp)]  # [i][j]: gradients of a TP rank's matrices
+    # [i][j]: gradients of a TP rank's matrices
+    local: list[list[Weights]] = [[] for _ in range(num_tp)]
     dxs = []
     for j in range(num_fsdp):
         partial = []
@@ -129,7 +145,9 @@ def simulate(
         dxs.append(backward.all_reduce(partial))
     reduced = [backward.reduce_scatter(local[i]) for i in range(num_tp)]
     counts = {"forward": forward, "backward": backward}
-    return Simulation(y=torch.cat(ys), dx=torch.cat(dxs), gradients=_unshard(reduced), counts=counts)
+    return Simulation(
+        y=torch.cat(ys), dx=torch.cat(dxs), gradients=_unshard(reduced), counts=counts
+    )
 
 
 def _shard(weights: Weights, num_fsdp: int, num_tp: int) -> list[list[Weights]]:
@@ -139,11 +157,16 @@ def _shard(weights: Weights, num_fsdp: int, num_tp: int) -> list[list[Weights]]:
         name: [part.chunk(num_fsdp, dim) for part in getattr(weights, name).chunk(num_tp, 1 - dim)]
         for name, dim in FSDP_DIMS.items()
     }
-    return [[Weights(*(shards[name][i][j] for name in FSDP_DIMS)) for j in range(num_fsdp)] for i in range(num_tp)]
+    return [
+        [Weights(*(shards[name][i][j] for name in FSDP_DIMS)) for j in range(num_fsdp)]
+        for i in range(num_tp)
+    ]
 
 
 def _unshard(shards: list[list[Weights]]) -> Weights:
     def join(name: str, dim: int) -> Tensor:
-        return torch.cat([torch.cat([getattr(shard, name) for shard in row], dim) for row in shards], 1 - dim)
+        return torch.cat(
+            [torch.cat([getattr(shard, name) for shard in row], dim) for row in shards], 1 - dim
+        )
 
     return Weights(*(join(name, dim) for name, dim in FSDP_DIMS.items()))

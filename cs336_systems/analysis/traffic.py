@@ -1,11 +1,13 @@
-"""What each way of training in parallel communicates in a step: its collectives, their sizes, and when they may start.
+"""What each way of training in parallel communicates in a step: its collectives, their sizes, and
+when they may start.
 
     plan = Plan(scheme="fsdp", data_parallel=64)
     sum(collective.bytes_sent(64) for collective in collectives(MODEL_SIZES["xl"], plan))    # by each rank, in a step
 
-Every rank holds one replica's batch. Parameters, gradients and optimizer state are float32; FSDP gathers a block's
-weights at once, and reduces gradients, in bfloat16. Tensor parallelism (Megatron's: attention by heads, feed-forward by
-its hidden dimension) all-reduces the (tokens, d_model) activations twice a block and direction.
+Every rank holds one replica's batch. Parameters, gradients and optimizer state are float32; FSDP
+gathers a block's weights at once, and reduces gradients, in bfloat16. Tensor parallelism
+(Megatron's: attention by heads, feed-forward by its hidden dimension) all-reduces the (tokens,
+d_model) activations twice a block and direction.
 """
 
 from __future__ import annotations
@@ -16,20 +18,31 @@ from typing import Literal
 from cs336_systems.analysis.bandwidth import bus_factor
 from cs336_systems.config import ModelConfig, require_choice, require_positive
 
-SCHEMES: tuple[str, ...] = ("none", "naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
+SCHEMES: tuple[str, ...] = (
+    "none",
+    "naive",
+    "flat",
+    "overlap",
+    "bucketed",
+    "sharded-optimizer",
+    "zero1",
+    "fsdp",
+)
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
 MASTER_BYTES = 4
 COMPUTE_BYTES = 2  # an element of activations, and of weights and gradients that FSDP communicates
 BUCKET_BYTES = 25 * 2**20  # of the schemes that collect gradients in buckets
 PREFETCH = 2  # FSDP: blocks gathered ahead of the one in use
-KEPT_UNITS = 2  # FSDP: at the end of the forward, whose wholes stay for the backward, which begins with them
+# FSDP: at the end of the forward, whose wholes stay for the backward, which begins with them
+KEPT_UNITS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """How a model is spread over `data_parallel` · `tensor_parallel` GPUs."""
 
-    scheme: str  # one of SCHEMES: how the data-parallel ranks share weights, gradients and optimizer state
+    # one of SCHEMES: how the data-parallel ranks share weights, gradients and optimizer state
+    scheme: str
     data_parallel: int = 1  # replicas, or ranks that shard one
     tensor_parallel: int = 1  # GPUs that split each replica's matrices; on one node
 
@@ -37,7 +50,9 @@ class Plan:
         require_choice(self, "scheme", SCHEMES)
         require_positive(self, "data_parallel", "tensor_parallel")
         if self.scheme == "none" and self.data_parallel > 1:
-            raise ValueError(f"Plan.data_parallel must be 1 for scheme none, got {self.data_parallel}")
+            raise ValueError(
+                f"Plan.data_parallel must be 1 for scheme none, got {self.data_parallel}"
+            )
 
     @property
     def devices(self) -> int:
@@ -58,16 +73,21 @@ class Collective:
     """One call of every data-parallel rank."""
 
     kind: Kind
-    size_bytes: float  # of the whole buffer: what all-reduce reduces, all-gather ends with, reduce-scatter begins with
+    # of the whole buffer: what all-reduce reduces, all-gather ends with, reduce-scatter begins with
+    size_bytes: float
 
     def bytes_sent(self, num_ranks: int) -> float:
-        """By each rank of a ring; of a broadcast the mean over the ranks, the last of which sends nothing."""
+        """By each rank of a ring; of a broadcast the mean over the ranks, the last of which sends
+        nothing.
+        """
         mean = (num_ranks - 1) / num_ranks if self.kind == "broadcast" else 1.0
         return mean * bus_factor(self.kind, num_ranks) * self.size_bytes
 
 
 def parameters(model: ModelConfig, tensor_parallel: int = 1) -> list[Parameter]:
-    """The parameters that one tensor-parallel rank holds, in the order in which the forward uses them."""
+    """The parameters that one tensor-parallel rank holds, in the order in which the forward uses
+    them.
+    """
 
     def matrix(name: str, rows: int, columns: int) -> Parameter:
         return Parameter(name=name, elements=-(-rows * columns // tensor_parallel), is_matrix=True)
@@ -79,9 +99,14 @@ def parameters(model: ModelConfig, tensor_parallel: int = 1) -> list[Parameter]:
     for layer in range(model.num_layers):
         block = f"layers.{layer}."
         found.append(norm(f"{block}ln1"))
-        found += [matrix(f"{block}attn.{name}", model.d_model, model.d_model) for name in ("q", "k", "v", "output")]
+        found += [
+            matrix(f"{block}attn.{name}", model.d_model, model.d_model)
+            for name in ("q", "k", "v", "output")
+        ]
         found.append(norm(f"{block}ln2"))
-        found += [matrix(f"{block}ffn.{name}", model.d_model, model.d_ff) for name in ("w1", "w3", "w2")]
+        found += [
+            matrix(f"{block}ffn.{name}", model.d_model, model.d_ff) for name in ("w1", "w3", "w2")
+        ]
     return [*found, norm("ln_final"), matrix("lm_head", model.vocab_size, model.d_model)]
 
 
@@ -90,7 +115,8 @@ def num_elements(group: list[Parameter]) -> int:
 
 
 def gradient_groups(held: list[Parameter], plan: Plan) -> list[list[Parameter]]:
-    """The parameters whose gradients share a collective, in the order in which backward finishes them.
+    """The parameters whose gradients share a collective, in the order in which backward finishes
+    them.
 
     Buckets hold at most BUCKET_BYTES; a larger tensor stands alone.
     """
@@ -138,7 +164,8 @@ def collectives(model: ModelConfig, plan: Plan) -> list[Collective]:
     if plan.scheme == "zero1":
         return [over(kind, group) for kind in ("reduce_scatter", "all_gather") for group in groups]
     calls = [over("all_reduce", group) for group in groups]
-    if plan.scheme == "sharded-optimizer":  # the owner of each parameter sends it to the others after the step
+    # the owner of each parameter sends it to the others after the step
+    if plan.scheme == "sharded-optimizer":
         calls += [over("broadcast", [one]) for one in held]
     return calls
 

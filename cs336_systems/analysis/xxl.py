@@ -1,8 +1,10 @@
-"""`communication_accounting` of the 2025 handout: memory of a 220-billion-parameter model, and its batch on TPU v5p.
+"""`communication_accounting` of the 2025 handout: memory of a 220-billion-parameter model, and its
+batch on TPU v5p.
 
-The model, XXL, is 126 blocks of two linear layers, 16384 → 53248 → 16384, and nothing else. Master weights, gradients
-and AdamW's two moments are float32, activations bfloat16 and never recomputed. The handout names no batch: what
-depends on it is a function of `tokens`. Notation of the second half is that of the TPU Scaling Book.
+The model, XXL, is 126 blocks of two linear layers, 16384 → 53248 → 16384, and nothing else. Master
+weights, gradients and AdamW's two moments are float32, activations bfloat16 and never recomputed.
+The handout names no batch: what depends on it is a function of `tokens`. Notation of the second
+half is that of the TPU Scaling Book.
 
     fixed_bytes(XXL) / 80e9                     # H100s to hold weights, gradients and optimizer state
     smallest_batch_per_device(XXL, V5P)         # tokens a device, so that the forward is compute-bound
@@ -62,12 +64,15 @@ def fixed_bytes(model: TwoLayerModel) -> int:
 
 
 def saved_bytes(model: TwoLayerModel, tokens: int) -> int:
-    """Saved for backward, bfloat16: the input of each linear layer, 2·(d_model + d_ff) bytes a token and block."""
+    """Saved for backward, bfloat16: the input of each linear layer, 2·(d_model + d_ff) bytes a
+    token and block.
+    """
     return BFLOAT16_BYTES * tokens * (model.d_model + model.d_ff) * model.num_blocks
 
 
 def bytes_per_device(model: TwoLayerModel, tokens: int, num_fsdp: int) -> float:
-    """(16·P + A/2)/N + A/2: everything sharded but every second layer's activations, of which each device has its own.
+    """(16·P + A/2)/N + A/2: everything sharded but every second layer's activations, of which each
+    device has its own.
 
     A is `saved_bytes` of `tokens`.
     """
@@ -92,12 +97,14 @@ def fewest_devices(model: TwoLayerModel, tokens: int) -> int:
 
 
 def smallest_batch_per_device(model: TwoLayerModel, mesh: Mesh, *, overlap: bool = True) -> float:
-    """Least tokens a device, B/N, at which the forward is compute-bound; ValueError if there is none.
+    """Least tokens a device, B/N, at which the forward is compute-bound; ValueError if there is
+    none.
 
-    A block's forward computes for 4·B·D·F/(N·C), gathers a TP rank's share of two bfloat16 matrices in 4·D·F/(Y·W·M_X)
-    and gathers and reduces an FSDP rank's tokens in 4·B·D/(X·W·M_Y). TP's condition does not depend on the batch:
-    F/Y ≥ α/M_Y, with α = C/W. FSDP's is B/N ≥ α/(M_X·Y). Where the axes' collectives cannot be overlapped, FSDP has
-    what TP leaves, a share 1 - α·Y/(M_Y·F) of the time.
+    A block's forward computes for 4·B·D·F/(N·C), gathers a TP rank's share of two bfloat16 matrices
+    in 4·D·F/(Y·W·M_X) and gathers and reduces an FSDP rank's tokens in 4·B·D/(X·W·M_Y). TP's
+    condition does not depend on the batch:
+    F/Y ≥ α/M_Y, with α = C/W. FSDP's is B/N ≥ α/(M_X·Y). Where the axes' collectives cannot be
+    overlapped, FSDP has what TP leaves, a share 1 - α·Y/(M_Y·F) of the time.
     """
     alpha = mesh.flops_per_s / mesh.link_bytes_per_s
     tp_share = alpha * mesh.tp / (mesh.tp_axes * model.d_ff)

@@ -1,4 +1,6 @@
-"""Attention, stage by stage: reference, compiled, tiled, triton, hopper. `flash_attention` is the public entry."""
+"""Attention, stage by stage: reference, compiled, tiled, triton, hopper. `flash_attention` is the
+public entry.
+"""
 
 from cs336_systems.attention.api import flash_attention
 from cs336_systems.attention.choose import explain_backend

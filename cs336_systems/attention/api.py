@@ -2,10 +2,12 @@
 
     out = flash_attention(q, k, v, is_causal=True)                      # the best of our back ends here
     out, lse = flash_attention(q, k, v, backend="tiled", return_lse=True)
-    out = flash_attention(q, k, v, block_mask=BlockMask.sliding_window(4096, window=512, device="cuda"))
+    out = flash_attention(q, k, v, block_mask=BlockMask.sliding_window(4096, window=512,
+    device="cuda"))
 
-Back ends are the stages of this package: `reference`, `compiled`, `tiled`, `triton_first`, `triton`, `hopper`. A named
-one is used or refused with the reason; `auto` chooses, and `explain_backend` says what it chose and why.
+Back ends are the stages of this package: `reference`, `compiled`, `tiled`, `triton_first`,
+`triton`, `hopper`. A named one is used or refused with the reason; `auto` chooses, and
+`explain_backend` says what it chose and why.
 """
 
 from __future__ import annotations
@@ -49,67 +51,88 @@ def flash_attention(
     config: AttentionConfig | None = None,
     **unknown: Never,
 ) -> Float[Tensor, "... heads queries head_dim"] | tuple[Tensor, Tensor]:
-    """Exact scaled dot-product attention with memory linear in the sequence (back ends `tiled`, `triton`, `hopper`).
+    """Exact scaled dot-product attention with memory linear in the sequence (back ends `tiled`,
+    `triton`, `hopper`).
 
     Args:
-        q, k, v: one floating dtype and device, any strides; head_dim up to 256 for `triton`, and for `hopper`, which
+        q, k, v: one floating dtype and device, any strides; head_dim up to 256 for `triton`, and
+        for `hopper`, which
             takes float16 and bfloat16, up to 256 and with a block_mask up to 128.
-        is_causal: query i attends keys j <= i, aligned at the top left as in SDPA, also when lengths differ.
-        block_mask: which keys each query attends, instead of is_causal; its batch and heads are 1 or q's, with leading
-            dimensions flattened into the batch. `triton` and `hopper` walk its lists of tiles and never read a dead
-            one, at any density; tiles are of 64 or more, for `hopper` with 128 keys or more. The other back ends attend
-            through `block_mask.to_dense()`, a bool (batch, heads, queries, keys) tensor. A query without a key has
-            O = 0, L = -inf and no gradient, whatever gradient reaches its L. A NaN in the gradient of its O is confined
-            by `tiled` alone. With backend `auto` and no config, a mask that is exactly full or causal
-            (`block_mask.dense_form`) takes the dense kernels, as without a mask.
-        attn_mask: SDPA's, of bools: True where attended, broadcast to (..., heads, queries, keys). Each call makes a
-            BlockMask of it, and waits for the GPU meanwhile; make one with `BlockMask.from_dense` to use it often.
+        is_causal: query i attends keys j <= i, aligned at the top left as in SDPA, also when
+        lengths differ. block_mask: which keys each query attends, instead of is_causal; its batch
+        and heads are 1 or q's, with leading
+            dimensions flattened into the batch. `triton` and `hopper` walk its lists of tiles and
+            never read a dead one, at any density; tiles are of 64 or more, for `hopper` with 128
+            keys or more. The other back ends attend through `block_mask.to_dense()`, a bool (batch,
+            heads, queries, keys) tensor. A query without a key has
+            O = 0, L = -inf and no gradient, whatever gradient reaches its L. A NaN in the gradient
+            of its O is confined by `tiled` alone. With backend `auto` and no config, a mask that is
+            exactly full or causal (`block_mask.dense_form`) takes the dense kernels, as without a
+            mask.
+        attn_mask: SDPA's, of bools: True where attended, broadcast to (..., heads, queries, keys).
+        Each call makes a
+            BlockMask of it, and waits for the GPU meanwhile; make one with `BlockMask.from_dense`
+            to use it often.
         scale: multiplies the scores; 1/sqrt(head_dim) by default. Positive.
-        enable_gqa: allow kv_heads that divide heads; query head h uses key head h // (heads / kv_heads).
-        return_lse: also return the natural log of the summed exponentials of the scaled scores, (..., heads, queries),
+        enable_gqa: allow kv_heads that divide heads; query head h uses key head h // (heads /
+        kv_heads).
+        return_lse: also return the natural log of the summed exponentials of the scaled scores,
+        (..., heads, queries),
             float32 (float64 for float64 inputs); gradients flow through it.
-        deterministic: True makes every gradient the same to the last bit in each run. Without it only one may differ
-            from run to run: dQ of `hopper` up to head_dim 128 (also where `auto` takes `hopper`), since atomic
-            additions come in any order. True then adds in a fixed order, and the backward takes up to 8 %
-            longer, 16 % at 2,048 causal tokens; with few heads, whose work is then not divided, more, where `auto`
-            therefore takes `triton`. Without a mask the float32 sums of dQ then take twice the memory. Under a
-            block_mask it takes the backward of `triton`. None: as `torch.use_deterministic_algorithms` has set it.
-        backend: `auto`, `reference`, `compiled`, `tiled`, `triton_first`, `triton` or `hopper`. The first kernel takes
+        deterministic: True makes every gradient the same to the last bit in each run. Without it
+        only one may differ
+            from run to run: dQ of `hopper` up to head_dim 128 (also where `auto` takes `hopper`),
+            since atomic additions come in any order. True then adds in a fixed order, and the
+            backward takes up to 8 %
+            longer, 16 % at 2,048 causal tokens; with few heads, whose work is then not divided,
+            more, where `auto` therefore takes `triton`. Without a mask the float32 sums of dQ then
+            take twice the memory. Under a block_mask it takes the backward of `triton`. None: as
+            `torch.use_deterministic_algorithms` has set it.
+        backend: `auto`, `reference`, `compiled`, `tiled`, `triton_first`, `triton` or `hopper`. The
+        first kernel takes
             lengths in whole tiles of 64, head dims of 16, 32, 64 and 128, and no block mask.
-        config: tiles of the `triton` kernels, instead of the table's; `auto` then takes these kernels.
+        config: tiles of the `triton` kernels, instead of the table's; `auto` then takes these
+        kernels.
 
-    Where queries are too few to fill a GPU, as in one head or one generated token, the forward of `triton` splits the
-    keys among programs, and meanwhile holds a float32 output for each part, at most 128. `hopper` likewise divides
-    the keys, with at most 34 MiB on 132 multiprocessors, and in the backward the queries, with at most 66 MiB.
+    Where queries are too few to fill a GPU, as in one head or one generated token, the forward of
+    `triton` splits the keys among programs, and meanwhile holds a float32 output for each part, at
+    most 128. `hopper` likewise divides the keys, with at most 34 MiB on 132 multiprocessors, and in
+    the backward the queries, with at most 66 MiB.
 
-    Inputs must be finite. A NaN or infinity in a row of K or V makes wrong every query that attends this key, and its
-    gradients. One in V also reaches the queries that do not attend the key but share a tile with it: their weight for
-    it is 0, and 0 times NaN is NaN. In `reference`, `compiled`, and `tiled` under a block_mask, these are all queries
-    of the head. Other queries, heads and batch entries keep their bits. `triton` and `hopper` never read a dead tile of
-    a block_mask.
+    Inputs must be finite. A NaN or infinity in a row of K or V makes wrong every query that attends
+    this key, and its gradients. One in V also reaches the queries that do not attend the key but
+    share a tile with it: their weight for it is 0, and 0 times NaN is NaN. In `reference`,
+    `compiled`, and `tiled` under a block_mask, these are all queries of the head. Other queries,
+    heads and batch entries keep their bits. `triton` and `hopper` never read a dead tile of a
+    block_mask.
 
-    Scores must be finite too. If one score of a query is NaN, or all are -inf, some back ends give NaN for its O and L,
-    others 0 and -inf. The backward of `tiled`, `triton` and `hopper` reads L rounded to float32: with random scores
-    of a standard deviation of hundreds gradients leave the contract in float32, and from 1e8 on they may overflow in 16
-    bits. If a query sees one key only, its exact dQ and dK are 0; rounding gives some 1e-5 in float32.
+    Scores must be finite too. If one score of a query is NaN, or all are -inf, some back ends give
+    NaN for its O and L, others 0 and -inf. The backward of `tiled`, `triton` and `hopper` reads L
+    rounded to float32: with random scores of a standard deviation of hundreds gradients leave the
+    contract in float32, and from 1e8 on they may overflow in 16 bits. If a query sees one key only,
+    its exact dQ and dK are 0; rounding gives some 1e-5 in float32.
 
-    Under autocast inputs of 16 or 32 bits are cast to autocast's dtype, as SDPA does. Without keys the output is 0 and
-    the log-sum-exp -inf. Not there: dropout, additive bias, a value head dim other than the key's. Only
-    `reference` has double backward; `tiled`, `triton` and `hopper` have no forward-mode AD, and of torch.func's
-    transforms vmap alone.
+    Under autocast inputs of 16 or 32 bits are cast to autocast's dtype, as SDPA does. Without keys
+    the output is 0 and the log-sum-exp -inf. Not there: dropout, additive bias, a value head dim
+    other than the key's. Only
+    `reference` has double backward; `tiled`, `triton` and `hopper` have no forward-mode AD, and of
+    torch.func's transforms vmap alone.
 
     Raises:
-        TypeError, ValueError: an argument is wrong or the back end cannot serve it, before anything is launched.
-        NotImplementedError: an input carries a forward-mode tangent, or torch.func differentiates `tiled`, `triton` or
+        TypeError, ValueError: an argument is wrong or the back end cannot serve it, before anything
+        is launched. NotImplementedError: an input carries a forward-mode tangent, or torch.func
+        differentiates `tiled`, `triton` or
             `hopper`.
     Source: FlashAttention-2 (Dao 2023).
     """
     if unknown:
         refuse_keywords("flash_attention", unknown)
     check_flags(
-        is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse,
+        is_causal=is_causal,
+        enable_gqa=enable_gqa,
+        return_lse=return_lse,
         deterministic=deterministic is None or deterministic,
-    )  # fmt: skip
+    )
     q, k, v = to_autocast_dtypes(q, k, v)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
     scale = resolve_scale(scale, q.shape[-1])
@@ -125,9 +148,15 @@ def flash_attention(
     size = None if block_mask is None else block_mask.block_size
     deterministic = is_deterministic(deterministic)
     backend, _ = explain_backend(
-        q, k, backend=backend, is_causal=is_causal, layout=layout, block_size=size, deterministic=deterministic,
+        q,
+        k,
+        backend=backend,
+        is_causal=is_causal,
+        layout=layout,
+        block_size=size,
+        deterministic=deterministic,
         config=config,
-    )  # fmt: skip
+    )
 
     mask = lists = None
     leading = q.shape[:-3]
@@ -150,7 +179,10 @@ def flash_attention(
     call = Call(is_causal, scale, deterministic, names, mask, lists)
     output, lse = operator_of(backend, layout)(q, k, v, call)
     if len(leading) != 1:
-        output, lse = output.reshape(*leading, *output.shape[1:]), lse.reshape(*leading, *lse.shape[1:])
+        output, lse = (
+            output.reshape(*leading, *output.shape[1:]),
+            lse.reshape(*leading, *lse.shape[1:]),
+        )
     return (output, lse) if return_lse else output
 
 
@@ -158,7 +190,9 @@ _operators: dict[tuple[str, AttentionLayout], AttentionOperator] = {}
 
 
 def operator_of(backend: str, layout: AttentionLayout = "dense") -> AttentionOperator:
-    """The operator of a back end whose backward is ours; kernels, which load Triton, are imported when first used."""
+    """The operator of a back end whose backward is ours; kernels, which load Triton, are imported
+    when first used.
+    """
     if backend == "tiled":
         return tiled_attention
     known = _operators.get((backend, layout))
@@ -184,22 +218,32 @@ def attention_backward(
     output: Float[Tensor, "batch heads queries head_dim"],
     lse: Float[Tensor, "batch heads queries"],
     grad_output: Float[Tensor, "batch heads queries head_dim"],
-    *, is_causal: bool = False, scale: float | None = None, backend: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v through these keys, where `output` and `lse` may be over these and others.
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v through these keys, where `output` and `lse` may be over these and
+    others.
 
-    P = exp(S - L) with the L of all keys is these keys' part of the softmax. So the parts' gradients of q add up, and
-    no part's output is needed. `reference` and `compiled`, which save no L, take the backward of `tiled`.
+    P = exp(S - L) with the L of all keys is these keys' part of the softmax. So the parts'
+    gradients of q add up, and no part's output is needed. `reference` and `compiled`, which save no
+    L, take the backward of `tiled`.
     """
     backend, _ = explain_backend(q, k, backend=backend, is_causal=is_causal)
     call = Call(is_causal, resolve_scale(scale, q.shape[-1]), is_deterministic(None))
     saved = Saved(q, k, v, output, lse, grad_output)
     if backend not in ("triton", "hopper"):  # which take grouped heads
         backend = "tiled" if backend in ("reference", "compiled") else backend
-        repeated_k, repeated_v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        repeated_k, repeated_v = (
+            x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v)
+        )
         saved = saved._replace(k=repeated_k, v=repeated_v)
     operator = operator_of(backend)
     operator.check_backward(saved)
     grad_q, *grads = operator.gradients(saved, call)
-    grad_k, grad_v = (grad if grad.shape == k.shape else grad.unflatten(1, (k.shape[1], -1)).sum(2) for grad in grads)
+    grad_k, grad_v = (
+        grad if grad.shape == k.shape else grad.unflatten(1, (k.shape[1], -1)).sum(2)
+        for grad in grads
+    )
     return grad_q, grad_k, grad_v

@@ -20,7 +20,9 @@ class Documents(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Checked options; nothing here has a gradient. At most one of `mask`, `lists` and `documents` is given."""
+    """Checked options; nothing here has a gradient. At most one of `mask`, `lists` and `documents`
+    is given.
+    """
 
     is_causal: bool
     scale: float

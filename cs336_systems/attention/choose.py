@@ -1,8 +1,8 @@
 """Attention's back ends: which run on this machine, and which one `auto` takes.
 
-    available_backends()                # {"triton": "ok", "compiled": "no C++ compiler", ...}
-    explain_backend(q, k)               # ("hopper", "hopper is the fastest of ours at head_dim 64 from ...")
-    refuse_hopper(q)                    # ValueError with the reason where the Hopper kernels cannot attend q
+available_backends()                # {"triton": "ok", "compiled": "no C++ compiler", ...}
+explain_backend(q, k)               # ("hopper", "hopper is the fastest of ours at head_dim 64 from ...")
+refuse_hopper(q)                    # ValueError with the reason where the Hopper kernels cannot attend q
 """
 
 from __future__ import annotations
@@ -36,19 +36,25 @@ from cs336_systems.device import (
 
 BACKENDS = ("reference", "compiled", "tiled", "triton_first", "triton", "hopper")
 INTERPRETER_HINT = "set TRITON_INTERPRET=1 before the first import of triton kernels to run them on the CPU interpreter"
-INTERPRETER_BFLOAT16 = "Triton's CPU interpreter computes wrong bfloat16 products; use float32 or float16 there"
-MIN_TRITON_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies, which the kernels are written for
-HOPPER_CAPABILITY = (9, 0)  # sm_90a has instructions (wgmma, setmaxnreg) that neither older nor newer GPUs run
-HOPPER_TRITON = ((3, 6), (3, 8))  # older Gluons launch partitions in another way; 3.8 has renamed copies by TMA
+INTERPRETER_BFLOAT16 = (
+    "Triton's CPU interpreter computes wrong bfloat16 products; use float32 or float16 there"
+)
+# the first with bfloat16 and asynchronous copies, which the kernels are written for
+MIN_TRITON_CAPABILITY = (8, 0)
+# sm_90a has instructions (wgmma, setmaxnreg) that neither older nor newer GPUs run
+HOPPER_CAPABILITY = (9, 0)
+# older Gluons launch partitions in another way; 3.8 has renamed copies by TMA
+HOPPER_TRITON = ((3, 6), (3, 8))
 HOPPER_KERNELS = "cs336_systems.attention.hopper.entry"
 MIN_COMPILE_CAPABILITY = (7, 0)  # torch.compile's own bound on CUDA
 
 
 def available_backends(info: DeviceInfo | None = None) -> dict[str, str]:
-    """For each attention back end "ok" or the reason why it does not run on `info`'s device (default: the auto one).
+    """For each attention back end "ok" or the reason why it does not run on `info`'s device
+    (default: the auto one).
 
-    Looks for packages and compilers without importing or running them; only on a GPU that could run the Hopper kernels
-    they are imported, to see whether Triton has what they are written in.
+    Looks for packages and compilers without importing or running them; only on a GPU that could run
+    the Hopper kernels they are imported, to see whether Triton has what they are written in.
     """
     info = get_device_info() if info is None else info
     reasons = {
@@ -92,7 +98,9 @@ def _hopper_reason(info: DeviceInfo) -> str | None:
     if info.compute_capability != HOPPER_CAPABILITY:
         capability = info.compute_capability
         has = "is no NVIDIA GPU" if capability is None else f"has {dotted(capability)}"
-        return f"hopper kernels need a GPU of compute capability 9.0 (H100, H200), {info.name} {has}"
+        return (
+            f"hopper kernels need a GPU of compute capability 9.0 (H100, H200), {info.name} {has}"
+        )
     if interpreter_is_on():
         return "hopper kernels have no interpreter; run without TRITON_INTERPRET"
     return _triton_reason(info) or _gluon_reason()
@@ -113,17 +121,24 @@ def _gluon_reason() -> str | None:
 
 # Which one to take
 
-# Above this size of one head's score matrix, plain attention gives way to tiles. Its backward holds three such copies
-# for every head and sequence of the batch: at 64 MiB (4096² in float32), 3 GiB for 16 heads. Below it the copies are
-# affordable, and two large matmuls beat a Python loop over tiles.
+# Above this size of one head's score matrix, plain attention gives way to tiles. Its backward holds
+# three such copies for every head and sequence of the batch: at 64 MiB (4096² in float32), 3 GiB
+# for 16 heads. Below it the copies are affordable, and two large matmuls beat a Python loop over
+# tiles.
 MAX_REFERENCE_SCORE_BYTES = 64 * 2**20
 AttentionLayout = Literal["dense", "block_mask", "packed"]  # what attention runs over
-LAYOUT_WORDS = {"dense": "", "block_mask": " under a block mask", "packed": " over packed documents"}
-# (tokens, queries in all heads) from which on hopper was measured to be at least 1.18 times as fast where no work is
-# divided among idle multiprocessors, by is_causal; additions in a fixed order take up to 16 % of that.
+LAYOUT_WORDS = {
+    "dense": "",
+    "block_mask": " under a block mask",
+    "packed": " over packed documents",
+}
+# (tokens, queries in all heads) from which on hopper was measured to be at least 1.18 times as fast
+# where no work is divided among idle multiprocessors, by is_causal; additions in a fixed order take
+# up to 16 % of that.
 UNDIVIDED_FROM = {False: (1024, 16384), True: (2048, 65536)}
 DIVIDED_HEAD_DIM = 128  # at most: wider heads have nothing divided, and one order of additions
-TMA_MULTIPLE = 8  # of columns of 16 bits; hopper copies inputs of other head dims first, which has not been timed
+# of columns of 16 bits; hopper copies inputs of other head dims first, which has not been timed
+TMA_MULTIPLE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +155,8 @@ TRITON_LIMITS = Limits(
     dtypes=("float32", "float16", "bfloat16"),
     head_dim=256,  # wider tiles do not fit in shared memory
     masked_head_dim=256,
-    block_size=(64, 64),  # on sm_90 triton 3.6 can miscompile a kernel with two dots of 16 or 32 rows
+    # on sm_90 triton 3.6 can miscompile a kernel with two dots of 16 or 32 rows
+    block_size=(64, 64),
 )
 LIMITS = {
     "triton_first": TRITON_LIMITS,
@@ -172,20 +188,22 @@ def select_backend(
 ) -> tuple[str, str]:
     """(name, reason) of the attention back end for these inputs; a pure function of its arguments.
 
-    A back end requested by name is returned, or refused with a ValueError that says why; nothing else is tried. `auto`
-    takes hopper where `hopper_from` says so, else triton on CUDA; elsewhere, and for what triton does not take
-    (float64, head_dim over 256), tiled where one head's score matrix exceeds 64 MiB, else reference. It never takes
-    compiled, which compiles again for new shapes.
+    A back end requested by name is returned, or refused with a ValueError that says why; nothing
+    else is tried. `auto` takes hopper where `hopper_from` says so, else triton on CUDA; elsewhere,
+    and for what triton does not take (float64, head_dim over 256), tiled where one head's score
+    matrix exceeds 64 MiB, else reference. It never takes compiled, which compiles again for new
+    shapes.
 
     Args:
-        device_kind: torch's device type of the inputs; on others than cuda triton is taken by name only.
+        device_kind: torch's device type of the inputs; on others than cuda triton is taken by name
+        only.
         dtype, head_dim, seqlen_q, seqlen_k: of the inputs; a length may be 0.
         batch_heads: heads that queries have in the whole batch.
         layout, is_causal: what the call attends over; a block mask is no causal one.
         block_size: of a block mask; kernels are refused for one of smaller tiles than theirs.
-        longest: queries and keys of the longest of packed documents, whose totals are seqlen_q and seqlen_k.
-        deterministic: whether gradients must be bit-reproducible, for which hopper needs more queries to be faster.
-        available: from `available_backends`, on the inputs' device.
+        longest: queries and keys of the longest of packed documents, whose totals are seqlen_q and
+        seqlen_k. deterministic: whether gradients must be bit-reproducible, for which hopper needs
+        more queries to be faster. available: from `available_backends`, on the inputs' device.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -208,31 +226,46 @@ def select_backend(
             tokens, queries = limits
             if min(longest or (seqlen_q, seqlen_k)) >= tokens and batch_heads * seqlen_q >= queries:
                 where = f"head_dim {head_dim}{LAYOUT_WORDS[layout]} from {tokens} tokens"
-                return "hopper", f"hopper is the fastest of ours at {where} and {queries} queries in all heads on"
-            by_name = f"; hopper is faster from {tokens} tokens and {queries} queries in all heads on"
+                return (
+                    "hopper",
+                    f"hopper is the fastest of ours at {where} and {queries} queries in all heads on",
+                )
+            by_name = (
+                f"; hopper is faster from {tokens} tokens and {queries} queries in all heads on"
+            )
             if limits != hopper_from(layout, is_causal, head_dim):
                 by_name += ", where deterministic=True divides no work"
-    why_not_triton = refusal("triton") if device_kind == "cuda" else f"the inputs are on {device_kind}"
+    why_not_triton = (
+        refusal("triton") if device_kind == "cuda" else f"the inputs are on {device_kind}"
+    )
     if why_not_triton is None:
         return "triton", f"triton serves {dtype} with head_dim {head_dim} on this GPU{by_name}"
     score_bytes = seqlen_q * seqlen_k * BYTES_PER_ELEMENT[dtype]
     limit = f"{MAX_REFERENCE_SCORE_BYTES / 2**20:g} MiB"
     size = "one head's score matrix"
-    if not torch.compiler.is_compiling():  # a number in words would be a constant, and each length compiled anew
+    # a number in words would be a constant, and each length compiled anew
+    if not torch.compiler.is_compiling():
         size += f" takes {score_bytes / 2**20:.1f} MiB"
     if score_bytes > MAX_REFERENCE_SCORE_BYTES:
-        return "tiled", f"tiled, not triton ({why_not_triton}); {size}, more than {limit}, too large to store"
-    return "reference", f"reference, not triton ({why_not_triton}); {size}, at most {limit}, cheap to store"
+        return (
+            "tiled",
+            f"tiled, not triton ({why_not_triton}); {size}, more than {limit}, too large to store",
+        )
+    return (
+        "reference",
+        f"reference, not triton ({why_not_triton}); {size}, at most {limit}, cheap to store",
+    )
 
 
 def hopper_from(
     layout: AttentionLayout, is_causal: bool, head_dim: int, deterministic: bool = False
 ) -> tuple[int, int] | None:
-    """The shortest length and the fewest queries in all heads from which on hopper is faster than triton.
+    """The shortest length and the fewest queries in all heads from which on hopper is faster than
+    triton.
 
-    By HOPPER_FROM, which is made from measurements; None where it is not known to be faster at any size. Those of few
-    queries had their work divided: head dims between the measured ones, which divide less of it, and `deterministic`
-    backwards, which divide nothing, need UNDIVIDED_FROM.
+    By HOPPER_FROM, which is made from measurements; None where it is not known to be faster at any
+    size. Those of few queries had their work divided: head dims between the measured ones, which
+    divide less of it, and `deterministic` backwards, which divide nothing, need UNDIVIDED_FROM.
     """
     if head_dim % TMA_MULTIPLE:
         return None
@@ -248,19 +281,29 @@ def hopper_from(
 
 
 def _refusal(
-    name: str, available: dict[str, str], device_kind: str, dtype: str, head_dim: int,
-    layout: AttentionLayout = "dense", block_size: tuple[int, int] | None = None,
-) -> str | None:  # fmt: skip
+    name: str,
+    available: dict[str, str],
+    device_kind: str,
+    dtype: str,
+    head_dim: int,
+    layout: AttentionLayout = "dense",
+    block_size: tuple[int, int] | None = None,
+) -> str | None:
     """Why a back end cannot serve these inputs; None where it can."""
     state = available.get(name, "it is not among the available back ends")
     if state != "ok":
         return state
     if name not in LIMITS:
         return None
-    if name == "triton_first" and layout != "dense":  # lengths and head dims are for the kernel to refuse
-        return "the first kernel takes neither block masks nor packed documents; backend 'triton' does"
+    # lengths and head dims are for the kernel to refuse
+    if name == "triton_first" and layout != "dense":
+        return (
+            "the first kernel takes neither block masks nor packed documents; backend 'triton' does"
+        )
     limits, kernels = LIMITS[name], "hopper" if name == "hopper" else "triton"
-    if block_size is not None and (block_size[0] < limits.block_size[0] or block_size[1] < limits.block_size[1]):
+    if block_size is not None and (
+        block_size[0] < limits.block_size[0] or block_size[1] < limits.block_size[1]
+    ):
         return f"{kernels} walks lists of tiles of at least {limits.block_size}, and the mask's are {block_size}"
     if dtype not in limits.dtypes:
         return f"{kernels} takes {', '.join(limits.dtypes)}, not {dtype}"
@@ -272,7 +315,9 @@ def _refusal(
 
 
 def hopper_refusal(q: Tensor) -> str | None:
-    """Why q (..., head_dim), and what goes with it, cannot be attended by the Hopper kernels; None if it can."""
+    """Why q (..., head_dim), and what goes with it, cannot be attended by the Hopper kernels; None
+    if it can.
+    """
     if q.device.type not in ("cpu", "cuda"):
         return f"hopper kernels run on CUDA devices, and the inputs are on {q.device.type}"
     dtype = str(q.dtype).removeprefix("torch.")
@@ -286,11 +331,14 @@ def refuse_hopper(q: Tensor) -> None:
 
 
 def available_here(device: torch.device) -> dict[str, str]:
-    """`available_backends` of one of this machine's devices, asked once for each state of Triton's interpreter."""
+    """`available_backends` of one of this machine's devices, asked once for each state of Triton's
+    interpreter.
+    """
     return _asked_once(device, interpreter_is_on())
 
 
-# What `torch.compiler.assume_constant_result` does, but that loads the compiler: half of the time of importing this.
+# What `torch.compiler.assume_constant_result` does, but that loads the compiler: half of the time
+# of importing this.
 available_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -304,29 +352,50 @@ def _asked_once(device: torch.device, interpreter: bool) -> dict[str, str]:
 
 
 def explain_backend(
-    q: Tensor, k: Tensor, *, backend: str = "auto", is_causal: bool = False, layout: AttentionLayout = "dense",
-    block_size: tuple[int, int] | None = None, longest: tuple[int, int] | None = None,
-    deterministic: bool | None = None, config: AttentionConfig | None = None,
-) -> tuple[str, str]:  # fmt: skip
-    """(name, reason) of the back end that `flash_attention` uses for these inputs; ValueError if it refuses.
+    q: Tensor,
+    k: Tensor,
+    *,
+    backend: str = "auto",
+    is_causal: bool = False,
+    layout: AttentionLayout = "dense",
+    block_size: tuple[int, int] | None = None,
+    longest: tuple[int, int] | None = None,
+    deterministic: bool | None = None,
+    config: AttentionConfig | None = None,
+) -> tuple[str, str]:
+    """(name, reason) of the back end that `flash_attention` uses for these inputs; ValueError if it
+    refuses.
 
-    `layout` is `block_mask` for a call with one, of this `block_size`, and `packed` for `flash_attention_varlen`, whose
-    longest document has `longest` queries and keys. A `config` is for `triton` alone, which `auto` then takes.
-    `deterministic` is as in `flash_attention`: `auto` then takes `hopper` for more queries only.
+    `layout` is `block_mask` for a call with one, of this `block_size`, and `packed` for
+    `flash_attention_varlen`, whose longest document has `longest` queries and keys. A `config` is
+    for `triton` alone, which `auto` then takes. `deterministic` is as in `flash_attention`: `auto`
+    then takes `hopper` for more queries only.
     """
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if config is not None:
         if not isinstance(config, AttentionConfig):
-            raise TypeError(f"config must be an AttentionConfig or None, got {type(config).__name__}")
+            raise TypeError(
+                f"config must be an AttentionConfig or None, got {type(config).__name__}"
+            )
         if backend not in ("auto", "triton"):
-            raise ValueError(f"config chooses the tiles of backend 'triton', got backend {backend!r}")
+            raise ValueError(
+                f"config chooses the tiles of backend 'triton', got backend {backend!r}"
+            )
         backend = "triton"
     asked = Asked(
-        q.device, q.dtype, q.shape, k.shape, backend, layout, is_causal, block_size, longest,
+        q.device,
+        q.dtype,
+        q.shape,
+        k.shape,
+        backend,
+        layout,
+        is_causal,
+        block_size,
+        longest,
         is_deterministic(deterministic),
-    )  # fmt: skip
+    )
     if torch.compiler.is_compiling():
         return _answer(asked)
     try:
@@ -352,7 +421,9 @@ class Asked(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _answer_once(asked: Asked, interpreter: bool) -> tuple[str, str]:
-    """`_answer`, found once for equal calls and each state of Triton's interpreter: short calls wait for the host."""
+    """`_answer`, found once for equal calls and each state of Triton's interpreter: short calls
+    wait for the host.
+    """
     return _answer(asked)
 
 
@@ -363,7 +434,8 @@ def _answer(asked: Asked) -> tuple[str, str]:
         device_kind=asked.device.type,
         dtype=str(asked.dtype).removeprefix("torch."),
         head_dim=asked.shape_q[-1],
-        batch_heads=math.prod(asked.shape_q[:-2]),  # `numel()` would fix a batch that torch.export leaves open
+        # `numel()` would fix a batch that torch.export leaves open
+        batch_heads=math.prod(asked.shape_q[:-2]),
         seqlen_q=asked.shape_q[-2],
         seqlen_k=asked.shape_k[-2],
         requested=asked.backend,

@@ -1,4 +1,5 @@
-"""Stage 2: the reference under torch.compile, which fuses scale, mask and softmax but still stores the score matrix.
+"""Stage 2: the reference under torch.compile, which fuses scale, mask and softmax but still stores
+the score matrix.
 
 What happens where a caller compiles a call of `flash_attention` is in `rule.py`, the watched way.
 """
@@ -18,7 +19,8 @@ from cs336_systems.attention.reference import attention_reference
 def compiled_reference(dynamic: bool | None = None) -> Callable[..., Any]:
     """`attention_reference` compiled, with the same arguments.
 
-    One compiled function serves every caller of a process. `dynamic=True` compiles once for all lengths, which a
-    sweep over lengths wants; the default specialises on the first shape and generalises when a second one comes.
+    One compiled function serves every caller of a process. `dynamic=True` compiles once for all
+    lengths, which a sweep over lengths wants; the default specialises on the first shape and
+    generalises when a second one comes.
     """
     return torch.compile(attention_reference, dynamic=dynamic)

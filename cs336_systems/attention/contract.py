@@ -4,10 +4,12 @@ For O, dQ, dK and dV, with everything computed on the same inputs:
 
     max |ours - ref64|  <=  2 · max |eager - ref64| + 1e-5
 
-where ref64 is `attention_reference` in float64 and eager is the same formula in the inputs' dtype with no upcast. The
-log-sum-exp agrees within 1e-3 · max(1, |L|), and 1e-5 in float32. One case is left out of it: a query that sees a
-single key has dS = 0, which eager finds exactly and a backward that recomputes P finds within the rounding of
-dO · V - dO · O; with hundreds of such queries on one key, their sum dK may pass 1e-5 in float32. Usage:
+where ref64 is `attention_reference` in float64 and eager is the same formula in the inputs' dtype
+with no upcast. The log-sum-exp agrees within 1e-3 · max(1, |L|), and 1e-5 in float32. One case is
+left out of it: a query that sees a single key has dS = 0, which eager finds exactly and a backward
+that recomputes P finds within the rounding of
+dO · V - dO · O; with hundreds of such queries on one key, their sum dK may pass 1e-5 in float32.
+Usage:
 
     oracle = compute_oracle(q, k, v, grad_output, is_causal=True)
     errors = contract_errors(oracle, {"output": o, "grad_q": dq, ...})     # error over bound; at most 1 agrees
@@ -28,16 +30,20 @@ from cs336_systems.attention.reference import attention_reference
 ABSOLUTE_SLACK = 1e-5
 LSE_TOLERANCE = 1e-3
 LSE_TOLERANCE_FLOAT32 = 1e-5
-# Query rows are taken so many at a time that a score matrix stays within this many elements. The yardstick is plain
-# attention as it would run, one matmul over all rows, so on a GPU its blocks are as large as memory allows: a float32
-# dK summed block by block would have a smaller error than anyone's.
+# Query rows are taken so many at a time that a score matrix stays within this many elements. The
+# yardstick is plain attention as it would run, one matmul over all rows, so on a GPU its blocks are
+# as large as memory allows: a float32 dK summed block by block would have a smaller error than
+# anyone's.
 MAX_SCORES = 2**28
-YARDSTICK_SHARE_OF_FREE_MEMORY = 1 / 8  # a pass and its gradients hold four to five tensors of scores at once
+# a pass and its gradients hold four to five tensors of scores at once
+YARDSTICK_SHARE_OF_FREE_MEMORY = 1 / 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Oracle:
-    """float64 results by name (output, lse, grad_q, grad_k, grad_v), and the largest error that each may have."""
+    """float64 results by name (output, lse, grad_q, grad_k, grad_v), and the largest error that
+    each may have.
+    """
 
     expected: dict[str, Tensor]
     bounds: dict[str, Tensor | float]
@@ -53,53 +59,76 @@ def compute_oracle(
     mask: Bool[Tensor, "... queries keys"] | None = None,
     scale: float | None = None,
 ) -> Oracle:
-    """Exact results of attention on (..., heads, seq, head_dim) inputs, and the contract's bounds for their dtype.
+    """Exact results of attention on (..., heads, seq, head_dim) inputs, and the contract's bounds
+    for their dtype.
 
-    Works through blocks of query rows, so that any length fits: rows are independent, and dK and dV are sums over
-    them. Fewer key and value heads than query heads mean grouped-query attention. ValueError where plain attention
-    overflows, since its error is the yardstick.
+    Works through blocks of query rows, so that any length fits: rows are independent, and dK and dV
+    are sums over them. Fewer key and value heads than query heads mean grouped-query attention.
+    ValueError where plain attention overflows, since its error is the yardstick.
     """
     exact = _blockwise(q, k, v, grad_output, torch.float64, is_causal, mask, scale)
     eager = _blockwise(q, k, v, grad_output, q.dtype, is_causal, mask, scale)
     bounds: dict[str, Tensor | float] = {
-        name: 2 * _max_abs(eager[name].double() - exact[name]) + ABSOLUTE_SLACK for name in exact if name != "lse"
+        name: 2 * _max_abs(eager[name].double() - exact[name]) + ABSOLUTE_SLACK
+        for name in exact
+        if name != "lse"
     }
     overflowed = [name for name, bound in bounds.items() if not math.isfinite(float(bound))]
     if overflowed:
-        raise ValueError(f"plain {q.dtype} attention is not finite in {', '.join(overflowed)}: it bounds nothing here")
-    tolerance = LSE_TOLERANCE_FLOAT32 if q.dtype in (torch.float32, torch.float64) else LSE_TOLERANCE
+        raise ValueError(
+            f"plain {q.dtype} attention is not finite in {', '.join(overflowed)}: it bounds nothing here"
+        )
+    tolerance = (
+        LSE_TOLERANCE_FLOAT32 if q.dtype in (torch.float32, torch.float64) else LSE_TOLERANCE
+    )
     bounds["lse"] = tolerance * exact["lse"].abs().clamp(1.0)
     return Oracle(expected=exact, bounds=bounds)
 
 
 def contract_errors(oracle: Oracle, results: Mapping[str, Tensor]) -> dict[str, float]:
-    """For each result, its largest error divided by its bound: at most 1 within the contract, inf for a NaN."""
+    """For each result, its largest error divided by its bound: at most 1 within the contract, inf
+    for a NaN.
+    """
     errors = {}
     for name, result in results.items():
         expected = oracle.expected[name]
         if result.shape != expected.shape:
-            raise ValueError(f"{name} must have shape {tuple(expected.shape)}, got {tuple(result.shape)}")
+            raise ValueError(
+                f"{name} must have shape {tuple(expected.shape)}, got {tuple(result.shape)}"
+            )
         difference = result.double() - expected
-        # Equal infinities (L of a row without keys) agree; everything else that is not finite does not.
-        difference = torch.where(result.double() == expected, 0.0, difference).abs() / oracle.bounds[name]
+        # Equal infinities (L of a row without keys) agree; everything else that is not finite does
+        # not.
+        difference = (
+            torch.where(result.double() == expected, 0.0, difference).abs() / oracle.bounds[name]
+        )
         errors[name] = _max_abs(difference.nan_to_num(nan=math.inf))
     return errors
 
 
 def _blockwise(
-    q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor | None, dtype: torch.dtype, is_causal: bool,
-    mask: Tensor | None, scale: float | None,
-) -> dict[str, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_output: Tensor | None,
+    dtype: torch.dtype,
+    is_causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+) -> dict[str, Tensor]:
     """`attention_reference` and its autograd in `dtype` over blocks of query rows.
 
-    Sums between blocks are in float32 or wider, as a matmul's accumulators are. The log-sum-exp comes with float64
-    only: nobody compares with another, and in 16 bits it would hold float32 scores of its own.
+    Sums between blocks are in float32 or wider, as a matmul's accumulators are. The log-sum-exp
+    comes with float64 only: nobody compares with another, and in 16 bits it would hold float32
+    scores of its own.
     """
     with_lse = dtype == torch.float64
     group = q.shape[-3] // max(k.shape[-3], 1)
     k, v = (x.repeat_interleave(group, dim=-3) if group > 1 else x for x in (k, v))
     num_queries, num_keys = q.shape[-2], k.shape[-2]
-    max_scores = MAX_SCORES if dtype == torch.float64 else max(MAX_SCORES, _free_elements(q.device, dtype))
+    max_scores = (
+        MAX_SCORES if dtype == torch.float64 else max(MAX_SCORES, _free_elements(q.device, dtype))
+    )
     rows = max(1, max_scores // max(1, math.prod(q.shape[:-2]) * num_keys))
     results = {"output": q.new_zeros(q.shape, dtype=dtype)}
     if with_lse:
@@ -110,26 +139,34 @@ def _blockwise(
     grad_k, grad_v = (torch.zeros(x.shape, dtype=accumulate, device=x.device) for x in (k, v))
     for start in range(0, num_queries, rows):
         stop = min(start + rows, num_queries)
-        seen = min(stop, num_keys) if is_causal else num_keys  # later keys are masked for the whole block
+        # later keys are masked for the whole block
+        seen = min(stop, num_keys) if is_causal else num_keys
         block_mask = None
         if is_causal:
             row_index = torch.arange(start, stop, device=q.device)
             block_mask = row_index[:, None] >= torch.arange(seen, device=q.device)
         if mask is not None:
-            token_mask = mask.expand(*mask.shape[:-2], num_queries, num_keys)[..., start:stop, :seen]
+            token_mask = mask.expand(*mask.shape[:-2], num_queries, num_keys)[
+                ..., start:stop, :seen
+            ]
             block_mask = token_mask if block_mask is None else block_mask & token_mask
         leaves = [q[..., start:stop, :], k[..., :seen, :], v[..., :seen, :]]
         leaves = [x.detach().to(dtype).requires_grad_(grad_output is not None) for x in leaves]
         if with_lse:
-            output, lse = attention_reference(*leaves, mask=block_mask, scale=scale, return_lse=True)
+            output, lse = attention_reference(
+                *leaves, mask=block_mask, scale=scale, return_lse=True
+            )
             results["lse"][..., start:stop] = lse.detach()
         else:
             output = attention_reference(*leaves, mask=block_mask, scale=scale)
         results["output"][..., start:stop, :] = output.detach()
-        # Only the graph's own references may keep the block's tensors alive while its backward runs.
+        # Only the graph's own references may keep the block's tensors alive while its backward
+        # runs.
         del block_mask
         if grad_output is not None:
-            block_grads = torch.autograd.grad(output, leaves, grad_output[..., start:stop, :].to(dtype))
+            block_grads = torch.autograd.grad(
+                output, leaves, grad_output[..., start:stop, :].to(dtype)
+            )
             results["grad_q"][..., start:stop, :] = block_grads[0]
             grad_k[..., :seen, :] += block_grads[1]
             grad_v[..., :seen, :] += block_grads[2]
@@ -145,7 +182,8 @@ def _free_elements(device: torch.device, dtype: torch.dtype) -> int:
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached blocks are free too
+    # cached blocks are free too
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free * YARDSTICK_SHARE_OF_FREE_MEMORY) // dtype.itemsize
 
 

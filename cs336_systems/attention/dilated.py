@@ -1,15 +1,18 @@
-"""Dilated attention as a reshape and dense attention: no mask, no new kernel, r times fewer FLOPs at rate r.
+"""Dilated attention as a reshape and dense attention: no mask, no new kernel, r times fewer FLOPs
+at rate r.
 
-The sequence is cut into segments of w tokens. In a segment, the tokens whose positions are equal modulo the rate r are
-one phase, and a phase attends itself: r sequences of w / r tokens cost w² / r scores in place of w². Laid out as
+The sequence is cut into segments of w tokens. In a segment, the tokens whose positions are equal
+modulo the rate r are one phase, and a phase attends itself: r sequences of w / r tokens cost w² / r
+scores in place of w². Laid out as
 (w / r, r), a segment's phases are its columns, so a strided view puts them along the batch:
 
     out = dilated_attention(q, k, v, segment_length=2048, dilation_rate=4, is_causal=True)
 
-Source: LongNet (Ding et al. 2023, sections 2.2 and 2.3). There head h keeps one phase only, h modulo r, and the other
-tokens have no output from it: `phases="by_head"`, r² times fewer FLOPs. The oracle of both is
-`BlockMask.dilated(...).to_dense()`. LongNet mixes several segment lengths and rates, each weighed by its softmax
-denominators (equations 10 and 11); `merge_attention` of `cs336_systems.distributed` does so:
+Source: LongNet (Ding et al. 2023, sections 2.2 and 2.3). There head h keeps one phase only, h
+modulo r, and the other tokens have no output from it: `phases="by_head"`, r² times fewer FLOPs. The
+oracle of both is `BlockMask.dilated(...).to_dense()`. LongNet mixes several segment lengths and
+rates, each weighed by its softmax denominators (equations 10 and 11); `merge_attention` of
+`cs336_systems.distributed` does so:
 
     branches = [
         dilated_attention(q, k, v, length, rate, phases="by_head", return_lse=True)
@@ -28,7 +31,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.api import flash_attention
-from cs336_systems.attention.checks import check_attention_inputs, check_count, check_flags, refuse_keywords
+from cs336_systems.attention.checks import (
+    check_attention_inputs,
+    check_count,
+    check_flags,
+    refuse_keywords,
+)
 
 Phases = Literal["all", "by_head"]
 
@@ -47,15 +55,18 @@ def dilated_attention(
     backend: str = "auto",
     **unknown: Never,
 ) -> Float[Tensor, "batch heads tokens head_dim"] | tuple[Tensor, Tensor]:
-    """Token i attends token j where both are in one segment and i ≡ j modulo the rate (and j <= i if `is_causal`).
+    """Token i attends token j where both are in one segment and i ≡ j modulo the rate (and j <= i
+    if `is_causal`).
 
     Args:
         q, k, v: self-attention, as many keys as queries and as many key heads as query heads.
-        segment_length: tokens of a segment; the last one may be shorter, and more than there are tokens is one segment.
-        dilation_rate: r; a segment that r does not divide has phases of two lengths. Above the segment length each
+        segment_length: tokens of a segment; the last one may be shorter, and more than there are
+        tokens is one segment. dilation_rate: r; a segment that r does not divide has phases of two
+        lengths. Above the segment length each
             token is a phase alone.
-        phases: "all", or "by_head": head h computes phase h % r alone and its other rows are 0 (LongNet's offsets).
-        scale, return_lse, backend: as `flash_attention` takes them; a row that a head does not compute has L = -inf.
+        phases: "all", or "by_head": head h computes phase h % r alone and its other rows are 0
+        (LongNet's offsets). scale, return_lse, backend: as `flash_attention` takes them; a row that
+        a head does not compute has L = -inf.
 
     Raises TypeError or ValueError naming the argument. Memory is linear in the tokens.
     """
@@ -64,9 +75,13 @@ def dilated_attention(
     check_flags(is_causal=is_causal, return_lse=return_lse)
     check_attention_inputs(q, k, v)
     if q.ndim != 4:
-        raise ValueError(f"q must have shape (batch, heads, tokens, head_dim), got {tuple(q.shape)}")
+        raise ValueError(
+            f"q must have shape (batch, heads, tokens, head_dim), got {tuple(q.shape)}"
+        )
     if k.shape != q.shape:
-        raise ValueError(f"k must have q's shape {tuple(q.shape)} in dilated attention, got {tuple(k.shape)}")
+        raise ValueError(
+            f"k must have q's shape {tuple(q.shape)} in dilated attention, got {tuple(k.shape)}"
+        )
     check_count("segment_length", segment_length, 1, most=None)
     check_count("dilation_rate", dilation_rate, 1, most=None)
     if phases not in get_args(Phases):
@@ -74,17 +89,24 @@ def dilated_attention(
 
     def dense(*inputs: Tensor) -> list[Tensor]:
         """O, and if asked for L as a column, so that both are cut and joined alike."""
-        found = flash_attention(*inputs, is_causal=is_causal, scale=scale, return_lse=return_lse, backend=backend)
+        found = flash_attention(
+            *inputs, is_causal=is_causal, scale=scale, return_lse=return_lse, backend=backend
+        )
         return [found] if isinstance(found, Tensor) else [found[0], found[1][..., None]]
 
-    dilation_rate = min(dilation_rate, max(1, *q.shape[1:3]))  # more is a phase for each token, and for each head
+    # more is a phase for each token, and for each head
+    dilation_rate = min(dilation_rate, max(1, *q.shape[1:3]))
     attend = _every_phase if phases == "all" else _phase_by_head
     tokens = q.shape[2]
-    whole = tokens // segment_length * segment_length  # tokens of whole segments; the rest is a shorter one
+    # tokens of whole segments; the rest is a shorter one
+    whole = tokens // segment_length * segment_length
     parts: list[list[Tensor]] = [] if q.numel() else [dense(q, k, v)]
     for start, stop, length in ((0, whole, segment_length), (whole, tokens, tokens - whole)):
         if stop > start and q.numel():
-            by_phase = [_split_phases(x[:, :, start:stop].unflatten(2, (-1, length)), dilation_rate) for x in (q, k, v)]
+            by_phase = [
+                _split_phases(x[:, :, start:stop].unflatten(2, (-1, length)), dilation_rate)
+                for x in (q, k, v)
+            ]
             found = attend(dense, by_phase, length, dilation_rate)
             parts.append([x.flatten(3, 4)[:, :, :, :length].flatten(2, 3) for x in found])
     joined = [torch.cat(x, dim=2) if len(x) > 1 else x[0] for x in zip(*parts)]
@@ -104,39 +126,60 @@ def _split_phases(
 
 
 def _phase_groups(length: int, phases: int) -> list[tuple[range, int]]:
-    """Phases of one length and that length: the first `length % phases` have a token more than the others."""
-    rows, longer = length // phases, length % phases  # torch.compile has no divmod of a length that varies
+    """Phases of one length and that length: the first `length % phases` have a token more than the
+    others.
+    """
+    # torch.compile has no divmod of a length that varies
+    rows, longer = length // phases, length % phases
     groups = [(range(longer), rows + 1), (range(longer, phases), rows)]
     return [(members, tokens) for members, tokens in groups if members]
 
 
-def _every_phase(dense: Callable[..., list[Tensor]], by_phase: list[Tensor], length: int, rate: int) -> list[Tensor]:
-    """Each phase attends itself; all phases of one length are one call, with phases in the place of heads."""
+def _every_phase(
+    dense: Callable[..., list[Tensor]], by_phase: list[Tensor], length: int, rate: int
+) -> list[Tensor]:
+    """Each phase attends itself; all phases of one length are one call, with phases in the place of
+    heads.
+    """
     rows, phases = by_phase[0].shape[3:5]
     groups = []
     for members, tokens in _phase_groups(length, phases):
-        group = (x[:, :, :, :tokens, members.start : members.stop].transpose(3, 4) for x in by_phase)
-        missing = (0, 0, 0, rows - tokens)  # of (batch, heads, segments, members, tokens, head_dim or 1)
-        groups.append([torch.nn.functional.pad(x, missing) if tokens < rows else x for x in dense(*group)])
+        group = (
+            x[:, :, :, :tokens, members.start : members.stop].transpose(3, 4) for x in by_phase
+        )
+        # of (batch, heads, segments, members, tokens, head_dim or 1)
+        missing = (0, 0, 0, rows - tokens)
+        groups.append(
+            [torch.nn.functional.pad(x, missing) if tokens < rows else x for x in dense(*group)]
+        )
     return [
         torch.cat(parts, dim=3).transpose(3, 4) if len(parts) > 1 else parts[0].transpose(3, 4)
         for parts in zip(*groups)
     ]
 
 
-def _phase_by_head(dense: Callable[..., list[Tensor]], by_phase: list[Tensor], length: int, rate: int) -> list[Tensor]:
-    """Head h attends in phase h % rate; equally long phases are a call. Other rows: O = 0, L = -inf."""
+def _phase_by_head(
+    dense: Callable[..., list[Tensor]], by_phase: list[Tensor], length: int, rate: int
+) -> list[Tensor]:
+    """Head h attends in phase h % rate; equally long phases are a call. Other rows: O = 0, L =
+    -inf.
+    """
     heads, phases = by_phase[0].shape[1], by_phase[0].shape[4]
     results: list[Tensor] = []
     for members, tokens in _phase_groups(length, phases):
         kept = [phase for phase in members if phase < heads]
         if not kept:
             continue
-        group = [torch.cat([x[:, phase::rate, :, :tokens, phase] for phase in kept], dim=1) for x in by_phase]
+        group = [
+            torch.cat([x[:, phase::rate, :, :tokens, phase] for phase in kept], dim=1)
+            for x in by_phase
+        ]
         found = [x.transpose(1, 2) for x in dense(*(x.transpose(1, 2) for x in group))]
         if not results:
             shape = by_phase[0].shape[:5]
-            results = [x.new_full((*shape, x.shape[-1]), fill) for x, fill in zip(found, (0.0, -torch.inf))]
+            results = [
+                x.new_full((*shape, x.shape[-1]), fill) for x, fill in zip(found, (0.0, -torch.inf))
+            ]
         counts = [len(range(phase, heads, rate)) for phase in kept]
         for result, x in zip(results, found):
             for phase, part in zip(kept, x.split(counts, dim=1)):

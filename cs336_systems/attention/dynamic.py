@@ -1,13 +1,15 @@
-"""Dynamic masks: each call chooses the keys that count by a bias of its own, and attends those alone.
+"""Dynamic masks: each call chooses the keys that count by a bias of its own, and attends those
+alone.
 
-Two forms. Where all queries share one set of keys, the keys are gathered and attention over them is dense: this module.
-Where each query keeps the best of the keys that it sees, no gather serves them all, and the tokens become a
-`BlockMask`, which can only skip tiles that no query of 128 wants:
+Two forms. Where all queries share one set of keys, the keys are gathered and attention over them is
+dense: this module. Where each query keeps the best of the keys that it sees, no gather serves them
+all, and the tokens become a `BlockMask`, which can only skip tiles that no query of 128 wants:
 
     out = shared_keys_attention(q, k, v, bias, num_keys=1024, is_causal=True)
     out = flash_attention(q, k, v, block_mask=BlockMask.dynamic_topk(bias, 1024))
 
-The bias chooses and is not added to the scores. After flash dynamic-mask attention (SmallDoge, 2025).
+The bias chooses and is not added to the scores. After flash dynamic-mask attention (SmallDoge,
+2025).
 """
 
 from __future__ import annotations
@@ -48,13 +50,17 @@ def shared_keys_attention(
     backend: str = "auto",
     **unknown: Never,
 ) -> Float[Tensor, "batch heads queries head_dim"]:
-    """Attention of every query over the `num_keys` keys of highest bias, gathered: queries · num_keys scores.
+    """Attention of every query over the `num_keys` keys of highest bias, gathered: queries ·
+    num_keys scores.
 
     Args:
-        bias: chooses the keys of each batch entry and key head; keys of -inf are never chosen, those of NaN first.
-        num_keys: W; more than there are keys attends all. Of equal biases the earlier key is chosen.
-        is_causal: query i attends the chosen keys j <= i, by their original positions; it may see none (output 0). The
-            choice itself reads the whole bias: where the bias comes from the tokens, choose per query to stay causal.
+        bias: chooses the keys of each batch entry and key head; keys of -inf are never chosen,
+        those of NaN first. num_keys: W; more than there are keys attends all. Of equal biases the
+        earlier key is chosen.
+        is_causal: query i attends the chosen keys j <= i, by their original positions; it may see
+        none (output 0). The
+            choice itself reads the whole bias: where the bias comes from the tokens, choose per
+            query to stay causal.
         scale, enable_gqa, backend: as `flash_attention` takes them.
 
     Raises TypeError or ValueError naming the argument.
@@ -65,7 +71,9 @@ def shared_keys_attention(
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
     check_tensor("bias", bias, {3: "(batch, kv_heads or 1, keys)"})
     if k.ndim != 4:
-        raise ValueError(f"k must have shape (batch, kv_heads, keys, head_dim), got {tuple(k.shape)}")
+        raise ValueError(
+            f"k must have shape (batch, kv_heads, keys, head_dim), got {tuple(k.shape)}"
+        )
     batch, kv_heads, keys, _ = k.shape
     if tuple(bias.shape) not in [(batch, heads, keys) for heads in (1, kv_heads)]:
         raise ValueError(
@@ -77,32 +85,52 @@ def shared_keys_attention(
     check_count("num_keys", num_keys, most=None)
     positions, chosen = choose_keys(bias, num_keys)  # (batch, kv_heads or 1, W) each
     block_mask = None
-    # Only the CPU tells for nothing that all are chosen; elsewhere the host would wait, and a compiler give up.
+    # Only the CPU tells for nothing that all are chosen; elsewhere the host would wait, and a
+    # compiler give up.
     if is_causal or not (has_values(chosen) and bool(chosen.all())):
         group = q.shape[1] // kv_heads
-        block_mask = mask_chosen(positions, chosen, q.shape[2], k.shape[2], is_causal=is_causal, group=group)
+        block_mask = mask_chosen(
+            positions, chosen, q.shape[2], k.shape[2], is_causal=is_causal, group=group
+        )
     index = positions[..., None].expand(*k.shape[:2], -1, k.shape[3])
     output = flash_attention(
-        q, k.gather(2, index), v.gather(2, index), scale=scale, enable_gqa=enable_gqa, backend=backend,
+        q,
+        k.gather(2, index),
+        v.gather(2, index),
+        scale=scale,
+        enable_gqa=enable_gqa,
+        backend=backend,
         block_mask=block_mask,
-    )  # fmt: skip
+    )
     assert isinstance(output, Tensor)
     return output
 
 
 def choose_keys(bias: Float[Tensor, "batch heads keys"], num_keys: int) -> tuple[Positions, Chosen]:
-    """Positions of the `num_keys` highest biases in ascending order, and False behind them for those that are -inf."""
+    """Positions of the `num_keys` highest biases in ascending order, and False behind them for
+    those that are -inf.
+    """
     keys = bias.shape[-1]
     num_keys = min(num_keys, keys)
-    biases, best = (ranked[..., :num_keys] for ranked in bias.sort(dim=-1, descending=True, stable=True))
+    biases, best = (
+        ranked[..., :num_keys] for ranked in bias.sort(dim=-1, descending=True, stable=True)
+    )
     ascending = torch.where(biases != -torch.inf, best, best + keys).sort(dim=-1).values
     return ascending % max(1, keys), ascending < keys
 
 
 def mask_chosen(
-    positions: Positions, chosen: Chosen, seqlen_q: int, seqlen_k: int, *, is_causal: bool, group: int = 1
+    positions: Positions,
+    chosen: Chosen,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    is_causal: bool,
+    group: int = 1,
 ) -> BlockMask:
-    """Which of the keys of `choose_keys` each query attends; `group` query heads share those of a key head."""
+    """Which of the keys of `choose_keys` each query attends; `group` query heads share those of a
+    key head.
+    """
     # Since the chosen keys are in order, a query sees the first so many.
     if is_causal:
         last_seen = torch.arange(seqlen_q, device=positions.device)

@@ -1,7 +1,9 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts for the attention operators: their useful FLOPs.
+"""What `torch.utils.flop_counter.FlopCounterMode` counts for the attention operators: their useful
+FLOPs.
 
-As `accounting.attention_flops` has them: 4 · attended pairs · head_dim of each head forward, 2.5 times that backward.
-Of masks and packed documents the values decide: counting reads them, and waits for a GPU.
+As `accounting.attention_flops` has them: 4 · attended pairs · head_dim of each head forward, 2.5
+times that backward. Of masks and packed documents the values decide: counting reads them, and waits
+for a GPU.
 """
 
 from __future__ import annotations
@@ -22,19 +24,26 @@ from cs336_systems.attention.masks.block_mask import BlockMask
 def count_flops(name: str, call_of: Callable[[tuple[Any, ...]], Call]) -> None:
     """Register the formulas of the operators `cs336_systems::<name>` and `<name>_backward`.
 
-    `call_of` makes a Call of what they take behind their tensors of q, k, v and, in the backward, their gradients.
+    `call_of` makes a Call of what they take behind their tensors of q, k, v and, in the backward,
+    their gradients.
     """
     for operator, mode, num_tensors in ((name, "forward", 3), (f"{name}_backward", "backward", 7)):
 
         def formula(
-            q: Tensor, k: Tensor, *others: Any, mode: str = mode, first: int = num_tensors - 2, out_val: Any = None
+            q: Tensor,
+            k: Tensor,
+            *others: Any,
+            mode: str = mode,
+            first: int = num_tensors - 2,
+            out_val: Any = None,
         ) -> int:
             pairs = _attended_pairs(q, k, call_of(others[first:]))
             return ATTENTION_FLOPS_PER_PAIR[mode] * pairs * q.shape[-1]
 
         overload_packet: Callable[..., Any] = getattr(torch.ops.cs336_systems, operator)
         register_flop_formula(overload_packet, get_raw=True)(formula)
-        # A counter copies the formulas when it is made; kernels are imported by their first call, perhaps inside it.
+        # A counter copies the formulas when it is made; kernels are imported by their first call,
+        # perhaps inside it.
         for active in _get_current_dispatch_mode_stack():
             counter = getattr(active, "counter", None)
             if isinstance(counter, FlopCounterMode):
@@ -45,7 +54,9 @@ def _attended_pairs(q: Tensor, k: Tensor, call: Call) -> int:
     """(query, key) pairs that are attended, over all heads."""
     if call.documents is not None:
         lengths_q, lengths_k = (ends.diff().tolist() for ends in call.documents[:2])
-        return q.shape[1] * sum(_area(*lengths, call.is_causal) for lengths in zip(lengths_q, lengths_k))
+        return q.shape[1] * sum(
+            _area(*lengths, call.is_causal) for lengths in zip(lengths_q, lengths_k)
+        )
     batch_heads = q.shape[0] * q.shape[1]
     lengths = q.shape[2], k.shape[2]
     if call.lists is not None:

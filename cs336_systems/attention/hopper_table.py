@@ -1,8 +1,9 @@
-"""Where `auto` takes the Hopper kernels: made from records by `tools/backend_table.py`, which names them.
+"""Where `auto` takes the Hopper kernels: made from records by `tools/backend_table.py`, which names
+them.
 
-(layout, causal) -> by head dim, the length and the number of queries in all heads from which on hopper was never more
-than 2 % slower than triton, on an H100 and, in ten dense cases, on an H200; None: at no size measured. A head dim in
-between takes the next larger one.
+(layout, causal) -> by head dim, the length and the number of queries in all heads from which on
+hopper was never more than 2 % slower than triton, on an H100 and, in ten dense cases, on an H200;
+None: at no size measured. A head dim in between takes the next larger one.
 """
 
 HOPPER_FROM: dict[tuple[str, bool], tuple[tuple[int, tuple[int, int] | None], ...]] = {

@@ -1,10 +1,12 @@
-"""Stage 1: attention as the formula reads, the oracle of every other implementation and the "eager" of the benchmarks.
+"""Stage 1: attention as the formula reads, the oracle of every other implementation and the "eager"
+of the benchmarks.
 
     S = scale · Q Kᵀ        P = softmax(S)        O = P V        L = log Σ exp(S)
 
-Slow on purpose, any floating dtype, O(queries · keys) memory. Every operation runs in the inputs' dtype: in float64 it
-is the oracle; in bfloat16 it is what plain low precision loses, the yardstick of the numerical contract. Only the
-log-sum-exp, where asked for, comes from scores of its own in float32 or wider.
+Slow on purpose, any floating dtype, O(queries · keys) memory. Every operation runs in the inputs'
+dtype: in float64 it is the oracle; in bfloat16 it is what plain low precision loses, the yardstick
+of the numerical contract. Only the log-sum-exp, where asked for, comes from scores of its own in
+float32 or wider.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from torch import Tensor
 from cs336_systems.attention.checks import without_autocast
 
 
-def causal_mask(num_queries: int, num_keys: int, device: torch.device | str) -> Bool[Tensor, "queries keys"]:
+def causal_mask(
+    num_queries: int, num_keys: int, device: torch.device | str
+) -> Bool[Tensor, "queries keys"]:
     """True where query i may attend key j: j <= i, counted from the top left corner."""
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril()
 
@@ -35,9 +39,10 @@ def attention_reference(
 ) -> Float[Tensor, "... queries head_dim"] | tuple[Tensor, Tensor]:
     """Scaled dot-product attention with autograd's own backward.
 
-    `mask` is True where a query may attend a key and broadcasts over leading dimensions; `is_causal` is the top-left
-    mask, and both may be given. `scale` defaults to 1/sqrt(head_dim). With `return_lse` also the natural log of the
-    summed exponentials of the scaled scores, float32 (float64 for float64 inputs), shape (..., queries).
+    `mask` is True where a query may attend a key and broadcasts over leading dimensions;
+    `is_causal` is the top-left mask, and both may be given. `scale` defaults to 1/sqrt(head_dim).
+    With `return_lse` also the natural log of the summed exponentials of the scaled scores, float32
+    (float64 for float64 inputs), shape (..., queries).
     A query that may attend no key has O = 0, L = -inf and zero gradients.
     Source: Vaswani et al. 2017, equation 1.
     """
@@ -46,8 +51,9 @@ def attention_reference(
     if is_causal:
         causal = causal_mask(q.shape[-2], k.shape[-2], q.device)
         visible = causal if mask is None else mask & causal
-    # The softmax of a row that is -inf everywhere is NaN, and so is its gradient: such rows get finite scores and are
-    # dropped at the end. The causal mask alone leaves every query at least key 0.
+    # The softmax of a row that is -inf everywhere is NaN, and so is its gradient: such rows get
+    # finite scores and are dropped at the end. The causal mask alone leaves every query at least
+    # key 0.
     dead_rows = None if mask is None or visible is None else ~visible.any(dim=-1, keepdim=True)
 
     def masked_scores(dtype: torch.dtype) -> Tensor:
@@ -65,5 +71,7 @@ def attention_reference(
         return output
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     with without_autocast(q):
-        lse = torch.logsumexp(scores if scores.dtype == lse_dtype else masked_scores(lse_dtype), dim=-1)
+        lse = torch.logsumexp(
+            scores if scores.dtype == lse_dtype else masked_scores(lse_dtype), dim=-1
+        )
     return output, lse if dead_rows is None else lse.masked_fill(dead_rows.squeeze(-1), -math.inf)

@@ -1,23 +1,26 @@
-"""Replaying calls: through Triton the first times, by the CUDA driver alone from then on. One call site: `operator`.
+"""Replaying calls: through Triton the first times, by the CUDA driver alone from then on. One call
+site: `operator`.
 
     passes = replayed(operator, q, k, v, call)      # `operator`'s passes, remembered by all that tells calls apart
     output, lse = passes.forward(q, k, v, call)
 
-Short attention calls wait for the host: Triton's own launch looks at every argument in Python and encodes each TMA
-descriptor anew, 12 to 29 µs a kernel on an H200's host, where the driver needs 5.
+Short attention calls wait for the host: Triton's own launch looks at every argument in Python and
+encodes each TMA descriptor anew, 12 to 29 µs a kernel on an H200's host, where the driver needs 5.
   1. run      The first two calls run the function.
   2. record   During the second, `empty` and `launch` (`triton/launch.py`) note what was allocated and launched.
   3. bind     Each kernel's parameters are laid out in a block of memory, as its PTX declares them: for a descriptor 128
               bytes of tensor map, the shape in 32 bits and the strides in 64; an address; a number.
   4. replay   Every later call allocates, writes the new addresses into the blocks and calls `cuLaunchKernelEx`; in C++
               where `attention/native` has been built.
-A call is replayed only if it is nothing but launches: every tensor that a kernel touches is one of its tensors or came
-from `empty`, and so did every result. A function that copies an input or fills a result always runs itself, and so does
-every call while a profiler has hooks on Triton's launches or the stages of calls are timed.
+A call is replayed only if it is nothing but launches: every tensor that a kernel touches is one of
+its tensors or came from `empty`, and so did every result. A function that copies an input or fills
+a result always runs itself, and so does every call while a profiler has hooks on Triton's launches
+or the stages of calls are timed.
 
 Nothing here imports Triton before something is launched.
 
-Sources: CUDA Driver API, cuLaunchKernelEx, cuTensorMapReplaceAddress; triton/backends/nvidia/driver.py.
+Sources: CUDA Driver API, cuLaunchKernelEx, cuTensorMapReplaceAddress;
+triton/backends/nvidia/driver.py.
 """
 
 from __future__ import annotations
@@ -39,23 +42,29 @@ from cs336_systems.attention.call import Call, Passes, Saved
 from cs336_systems.measure.stages import stages_are_timed
 
 MOST_REMEMBERED = 4096  # calls
-# Of calls that cannot be bound. Most never can; some only where two arguments lie in one place, which may change.
+# Of calls that cannot be bound. Most never can; some only where two arguments lie in one place,
+# which may change.
 MOST_RECORDINGS = 3
 POINTER_ALIGNMENT_BYTES = 16  # Triton compiles other code for pointers that this does not divide
 
-PARAMETER_BYTES = 128  # that each parameter of a block gets: a tensor map takes them, at a multiple of 64
+# that each parameter of a block gets: a tensor map takes them, at a multiple of 64
+PARAMETER_BYTES = 128
 NUMBERS = {"i32": "u32", "i64": "u64", "fp32": "f32"}  # Triton's kinds and PTX's
 STORED: dict[str, Any] = {"u32": ctypes.c_int32, "u64": ctypes.c_int64, "f32": ctypes.c_float}
-# Triton's numbers of element types are the driver's (cuda.h, CUtensorMapDataType) but for float64, float32, bfloat16.
+# Triton's numbers of element types are the driver's (cuda.h, CUtensorMapDataType) but for float64,
+# float32, bfloat16.
 DRIVER_ELEMENT_TYPES = {8: 10, 9: 8, 10: 9}
-# cuda.h: CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapFloatOOBfill as Triton encodes its descriptors.
+# cuda.h: CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapFloatOOBfill as Triton encodes
+# its descriptors.
 NO_INTERLEAVE, PROMOTE_TO_128_BYTES, FILL_WITH_ZEROS = 0, 2, 0
 
 Results = tuple[Tensor, ...]
 
 
 class Launched(NamedTuple):
-    """A launch that Triton has made: `compiled[grid](*arguments, ...)`, up to the last run-time argument."""
+    """A launch that Triton has made: `compiled[grid](*arguments, ...)`, up to the last run-time
+    argument.
+    """
 
     compiled: Any
     grid: tuple[int, int, int]
@@ -83,7 +92,8 @@ _remembered: dict[Any, Replays] = {}
 
 
 def replayed(passes: Passes, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Passes:
-    """`passes` for checked plain tensors, replayed in later calls that differ from this one in values alone.
+    """`passes` for checked plain tensors, replayed in later calls that differ from this one in
+    values alone.
 
     Not for calls with hooks on saved tensors, which may return others.
     """
@@ -91,7 +101,8 @@ def replayed(passes: Passes, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pas
     if call.lists is not None or call.documents is not None:
         tensors = _tensors_of(call)
         ids = [*map(id, tensors)]
-        shared = () if len({*ids}) == len(ids) else tuple(map(ids.index, ids))  # as boundaries of queries and keys
+        # as boundaries of queries and keys
+        shared = () if len({*ids}) == len(ids) else tuple(map(ids.index, ids))
         told = (call[:4], shared, *[x.shape for x in tensors])
         if call.documents is not None:
             told += call.documents[2:]
@@ -122,7 +133,8 @@ class Replays:
         self._backwards: dict[Any, Replay] = {}  # by the strides of the upstream gradients
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        tensors = (q, k, v) if call.lists is call.documents else (q, k, v, *_tensors_of(call))  # both None: dense
+        # both None: dense
+        tensors = (q, k, v) if call.lists is call.documents else (q, k, v, *_tensors_of(call))
         return self._forward(tensors, lambda: self._passes.forward(q, k, v, call))  # type: ignore[return-value]
 
     def backward(self, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,20 +150,24 @@ class Replays:
 
 
 class Replay:
-    """`replay(tensors, run)`: `run()`, which is a call with these tensors, replayed from the third time on.
+    """`replay(tensors, run)`: `run()`, which is a call with these tensors, replayed from the third
+    time on.
 
-    All calls have the same shapes, strides, dtypes, device and other arguments; the module says how.
+    All calls have the same shapes, strides, dtypes, device and other arguments; the module says
+    how.
     """
 
     def __init__(self) -> None:
         self._recordings_left = MOST_RECORDINGS
         self._runs = 0  # a shape that comes once, as each step of generation has, is not laid out
         self._given: Callable[[tuple[Any, ...]], tuple[Tensor, ...]]  # without those that are None
-        self._buffers: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # arguments of `new_empty_strided`
+        # arguments of `new_empty_strided`
+        self._buffers: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._num_results = 0
         self._kernels: list[_BoundKernel] = []
         self._launches: list[Callable[[], int]] = []
-        self._plug_in: Callable[[tuple[Any, ...]], tuple[Tensor, ...] | None] | None = None  # the rest, in C++
+        # the rest, in C++
+        self._plug_in: Callable[[tuple[Any, ...]], tuple[Tensor, ...] | None] | None = None
         self._addresses: list[int] = []  # that the launches are for
         self._words: Any = None  # the addresses where kernels find them
         self._stream = 0
@@ -185,7 +201,9 @@ class Replay:
                     return run()
         return tuple(buffers[: self._num_results])
 
-    def _run_and_record(self, tensors: tuple[Tensor | None, ...], run: Callable[[], Results]) -> Results:
+    def _run_and_record(
+        self, tensors: tuple[Tensor | None, ...], run: Callable[[], Results]
+    ) -> Results:
         first: Any = tensors[0]
         if not first.is_cuda or not self._recordings_left:
             return run()
@@ -202,7 +220,10 @@ class Replay:
         # The results come first among the buffers, in their order; the others are scratch memory.
         made = {id(x) for x in recording.buffers}
         if all(id(x) in made for x in results):
-            buffers = [*results, *(x for x in recording.buffers if all(x is not result for result in results))]
+            buffers = [
+                *results,
+                *(x for x in recording.buffers if all(x is not result for result in results)),
+            ]
             words = (ctypes.c_uint64 * (len(given) + len(buffers)))()
             kernels = [bind(launched, [*given, *buffers], words) for launched in recording.launches]
             with self._lock:
@@ -211,16 +232,22 @@ class Replay:
                     self._given = itemgetter(*places)
                     self._num_results = len(results)
                     dtypes = [{} if x.dtype == first.dtype else {"dtype": x.dtype} for x in buffers]
-                    self._buffers = [((tuple(x.shape), x.stride()), dtype) for x, dtype in zip(buffers, dtypes)]
+                    self._buffers = [
+                        ((tuple(x.shape), x.stride()), dtype) for x, dtype in zip(buffers, dtypes)
+                    ]
                     self._kernels = [kernel for kernel in kernels if kernel is not None]
                     self._words = words
                     if (library := native.load()) is not None:
                         self._plug_in = library.Replay(
-                            first.get_device(), places, [(list(x.shape), x.stride(), x.dtype) for x in buffers],
-                            len(results), ctypes.addressof(words), [kernel.places for kernel in self._kernels],
+                            first.get_device(),
+                            places,
+                            [(list(x.shape), x.stride(), x.dtype) for x in buffers],
+                            len(results),
+                            ctypes.addressof(words),
+                            [kernel.places for kernel in self._kernels],
                             _address_of(cuda_driver().cuTensorMapReplaceAddress),
                             _address_of(cuda_driver().cuLaunchKernelEx),
-                        )  # fmt: skip
+                        )
                     self._launches = [kernel.launch for kernel in self._kernels]
         return results
 
@@ -235,10 +262,14 @@ def recorded() -> Iterator[Recording]:
 
 
 def _somebody_watches() -> bool:
-    """Whether a profiler of Triton's wants to hear of launches, or the stages of calls are being timed."""
+    """Whether a profiler of Triton's wants to hear of launches, or the stages of calls are being
+    timed.
+    """
     runtime = _runtime()
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return stages_are_timed() or bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+    return stages_are_timed() or bool(
+        getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+    )
 
 
 @cache
@@ -252,43 +283,68 @@ class _LaunchConfig(ctypes.Structure):
     """cuda.h's CUlaunchConfig."""
 
     _fields_ = [
-        ("grid_x", ctypes.c_uint), ("grid_y", ctypes.c_uint), ("grid_z", ctypes.c_uint),
-        ("block_x", ctypes.c_uint), ("block_y", ctypes.c_uint), ("block_z", ctypes.c_uint),
-        ("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p), ("num_attributes", ctypes.c_uint),
-    ]  # fmt: skip
+        ("grid_x", ctypes.c_uint),
+        ("grid_y", ctypes.c_uint),
+        ("grid_z", ctypes.c_uint),
+        ("block_x", ctypes.c_uint),
+        ("block_y", ctypes.c_uint),
+        ("block_z", ctypes.c_uint),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    ]
 
 
 class _LaunchAttribute(ctypes.Structure):
     """cuda.h's CUlaunchAttribute: its value, here one integer, is a union of 64 bytes."""
 
-    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
+    _fields_ = [
+        ("id", ctypes.c_int),
+        ("padding", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_int * 15),
+    ]
 
 
-# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: may start before the kernel ahead in the stream has ended.
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: may start before the kernel ahead in the
+# stream has ended.
 _OVERLAPS = _LaunchAttribute(id=6, value=1)
 
 
 class _BoundKernel:
     """A compiled kernel and its block of parameters, for tensors at addresses that change."""
 
-    def __init__(self, launched: Launched, memory: Any, places: list[int], maps: list[tuple[int, int]]) -> None:
+    def __init__(
+        self, launched: Launched, memory: Any, places: list[int], maps: list[tuple[int, int]]
+    ) -> None:
         compiled, metadata = launched.compiled, launched.compiled.metadata
         compiled._init_handles()
         self._kept = compiled, memory  # alive as long as the launch
         self._maps = maps  # places of tensor maps, and the numbers of their tensors
         attributes = (ctypes.addressof(_OVERLAPS), 1) if metadata.launch_pdl else (None, 0)
-        self._config = _LaunchConfig(*launched.grid, 32 * metadata.num_warps, 1, 1, metadata.shared, None, *attributes)
+        self._config = _LaunchConfig(
+            *launched.grid, 32 * metadata.num_warps, 1, 1, metadata.shared, None, *attributes
+        )
         self._replace_address = cuda_driver().cuTensorMapReplaceAddress
         parameters = (ctypes.c_void_p * len(places))(*places)
         stream = ctypes.addressof(self._config) + _LaunchConfig.stream.offset
         # For the plug-in: configuration, stream in it, function, parameters, tensor maps.
-        self.places = ctypes.addressof(self._config), stream, compiled.function, ctypes.addressof(parameters), maps
+        self.places = (
+            ctypes.addressof(self._config),
+            stream,
+            compiled.function,
+            ctypes.addressof(parameters),
+            maps,
+        )
         # Returns the driver's status: 0 where the kernel has been launched.
         self.launch: Callable[[], int] = partial(
             cuda_driver().cuLaunchKernelEx,
-            ctypes.byref(self._config), ctypes.c_void_p(compiled.function), ctypes.byref(parameters), None,
-        )  # fmt: skip
+            ctypes.byref(self._config),
+            ctypes.c_void_p(compiled.function),
+            ctypes.byref(parameters),
+            None,
+        )
 
     def follow(self, addresses: list[int], stream: int) -> None:
         """Launches are for tensors at these addresses and for this stream from now on."""
@@ -298,14 +354,16 @@ class _BoundKernel:
 
 
 def bind(launched: Launched | None, tensors: Sequence[Tensor], words: Any) -> _BoundKernel | None:
-    """`launched`, for tensors whose addresses stand in `words`; None where only Triton's own launch will do."""
+    """`launched`, for tensors whose addresses stand in `words`; None where only Triton's own launch
+    will do.
+    """
     if launched is None or (parameters := parameters_of(launched)) is None:
         return None
     numbers: dict[int, int] = {}  # address -> number of its tensor
     for number, x in enumerate(tensors):
         first = numbers.setdefault(x.data_ptr(), number)
-        # Two arguments in one place: an address does not say which. Unless they are one tensor in every such call, as
-        # boundaries of documents may be, which the facts of a call say.
+        # Two arguments in one place: an address does not say which. Unless they are one tensor in
+        # every such call, as boundaries of documents may be, which the facts of a call say.
         if first != number and (x is not tensors[first] or x.is_floating_point()):
             return None
     memory = (ctypes.c_byte * (PARAMETER_BYTES * (len(parameters) + 1)))()
@@ -322,7 +380,9 @@ def bind(launched: Launched | None, tensors: Sequence[Tensor], words: Any) -> _B
         if kind == "map":
             maps.append((places[index], numbers[address]))
         else:  # one word serves all kernels of the call
-            places[index] = ctypes.addressof(words) + numbers[address] * ctypes.sizeof(ctypes.c_uint64)
+            places[index] = ctypes.addressof(words) + numbers[address] * ctypes.sizeof(
+                ctypes.c_uint64
+            )
     return _BoundKernel(launched, memory, places, maps)
 
 
@@ -333,8 +393,9 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def parameters_of(launched: Launched) -> list[tuple[str, Any]] | None:
-    """(kind, value) of each parameter that a kernel was given: numbers by their kinds in PTX, `pointer` for a tensor,
-    `map` for a descriptor. None if the kernel wants what a bound launch does not give.
+    """(kind, value) of each parameter that a kernel was given: numbers by their kinds in PTX,
+    `pointer` for a tensor, `map` for a descriptor. None if the kernel wants what a bound launch
+    does not give.
 
     They follow from Triton's signature, and are compared with what the PTX declares.
     """
@@ -353,7 +414,10 @@ def parameters_of(launched: Launched) -> list[tuple[str, Any]] | None:
             parameters.append((NUMBERS[kind], value))
         elif kind.startswith("tensordesc") and (meta := next(metas, None)) is not None:
             parameters.append(("map", (value, meta)))
-            parameters += [*(("u32", size) for size in value.shape), *(("u64", stride) for stride in value.strides)]
+            parameters += [
+                *(("u32", size) for size in value.shape),
+                *(("u64", stride) for stride in value.strides),
+            ]
         else:
             return None
     parameters += [("u64", 0)] * 2  # addresses of scratch memory
@@ -371,17 +435,30 @@ def _declared_by(ptx: str) -> Iterator[str]:
 
 def _encode(place: int, descriptor: Any, meta: Any) -> bool:
     """Write the tensor map of `descriptor` to the address `place`; whether the driver could."""
-    if meta["fp4_padded"] or descriptor.padding != "zero" or getattr(descriptor, "round_f32_to_tf32", False):
+    if (
+        meta["fp4_padded"]
+        or descriptor.padding != "zero"
+        or getattr(descriptor, "round_f32_to_tf32", False)
+    ):
         return False
     rank, width = len(meta["block_size"]), meta["elem_size"]
-    sizes, lengths = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank  # innermost first, as all that the driver takes
+    # innermost first, as all that the driver takes
+    sizes, lengths = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
     strides = sizes(*(stride * width for stride in reversed(descriptor.strides[:-1])), 0)
     status = cuda_driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(place), DRIVER_ELEMENT_TYPES.get(meta["elem_type"], meta["elem_type"]), rank,
-        ctypes.c_void_p(descriptor.base.data_ptr()), sizes(*reversed(descriptor.shape)), strides,
-        lengths(*reversed(meta["block_size"])), lengths(*(1,) * rank), NO_INTERLEAVE, meta["swizzle"],
-        PROMOTE_TO_128_BYTES, FILL_WITH_ZEROS,
-    )  # fmt: skip
+        ctypes.c_void_p(place),
+        DRIVER_ELEMENT_TYPES.get(meta["elem_type"], meta["elem_type"]),
+        rank,
+        ctypes.c_void_p(descriptor.base.data_ptr()),
+        sizes(*reversed(descriptor.shape)),
+        strides,
+        lengths(*reversed(meta["block_size"])),
+        lengths(*(1,) * rank),
+        NO_INTERLEAVE,
+        meta["swizzle"],
+        PROMOTE_TO_128_BYTES,
+        FILL_WITH_ZEROS,
+    )
     return status == 0
 
 
@@ -398,7 +475,8 @@ def cuda_driver() -> Any:
 
 
 def have_context(device: int) -> None:
-    """Make the CUDA context of `device` current where this thread has none: its first kernel of PyTorch's would.
+    """Make the CUDA context of `device` current where this thread has none: its first kernel of
+    PyTorch's would.
 
     A thread that has only allocated has none, and without one the driver does not launch.
     """

@@ -1,15 +1,18 @@
-"""FlashAttention's autograd rule, written once for every back end that recomputes its probabilities.
+"""FlashAttention's autograd rule, written once for every back end that recomputes its
+probabilities.
 
     attend = AttentionOperator("triton_attention", forward, backward)
     output, lse = attend(q, k, v, Call(is_causal=True, scale=0.125))
 
-Forward: save q, k, v, O and L. Backward: recompute P = exp(S - L) and from it the gradients of q, k and v; see
-`tiled.py` for the formulas. Two ways lead to the launches:
+Forward: save q, k, v, O and L. Backward: recompute P = exp(S - L) and from it the gradients of q, k
+and v; see `tiled.py` for the formulas. Two ways lead to the launches:
   plain       an autograd.Function around them, which costs the host least, with replays
   watched     two registered operators, for torch.compile, which leaves them whole, and for vmap, dispatch modes, fake
               tensors and subclasses, which want to see one operation
-A registered operator takes tensors and numbers alone: here, and nowhere else, a `Call` is laid out as such.
-There is no double backward: under `create_graph` the backward leaves a node that raises when it is differentiated.
+A registered operator takes tensors and numbers alone: here, and nowhere else, a `Call` is laid out
+as such.
+There is no double backward: under `create_graph` the backward leaves a node that raises when it is
+differentiated.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from cs336_systems.attention.checks import (
 )
 from cs336_systems.attention.masks.tiles import TileLists
 
-# What stands between v and the options in an operator's schema, by the field of `Call` that it takes.
+# What stands between v and the options in an operator's schema, by the field of `Call` that it
+# takes.
 LISTS = ", ".join(f"Tensor {name}" for name in TileLists._fields)
 SCHEMAS = {
     "": "",
@@ -47,11 +51,13 @@ OPTIONS = "bool is_causal, float scale, bool deterministic, str config"
 class AttentionOperator:
     """A forward and a backward as one operation: (q, k, v, call) -> (output, lse).
 
-    q (batch, heads, queries, head_dim), k and v (batch, kv_heads, keys, head_dim), any strides. `output` is contiguous
-    in q's dtype; `lse` (batch, heads, queries) is float32, or float64 for float64 inputs, and differentiable.
-    Of `documents`: q (total_queries, heads, head_dim), k and v (total_keys, kv_heads, head_dim), lse (heads, total).
-    `run_forward` and `run_backward` see non-empty inputs only. `takes` is the field of `Call` that the operator is for;
-    `replayed(operator, q, k, v, call)` are its passes where launches are remembered (`replay`).
+    q (batch, heads, queries, head_dim), k and v (batch, kv_heads, keys, head_dim), any strides.
+    `output` is contiguous in q's dtype; `lse` (batch, heads, queries) is float32, or float64 for
+    float64 inputs, and differentiable.
+    Of `documents`: q (total_queries, heads, head_dim), k and v (total_keys, kv_heads, head_dim),
+    lse (heads, total). `run_forward` and `run_backward` see non-empty inputs only. `takes` is the
+    field of `Call` that the operator is for; `replayed(operator, q, k, v, call)` are its passes
+    where launches are remembered (`replay`).
     Registered as `cs336_systems::<name>` and `cs336_systems::<name>_backward`.
     """
 
@@ -83,14 +89,21 @@ class AttentionOperator:
             mutates_args=(),
             schema=f"({inputs}, {saved}, {rest}) -> (Tensor, Tensor, Tensor)",
         )
-        self._registered_backward.register_fake(lambda q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)))
+        self._registered_backward.register_fake(
+            lambda q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v))
+        )
         self._registered_backward.register_autograd(_refuse_double_backward)
 
-        halves = {"forward": staticmethod(self._run_plain), "backward": staticmethod(self._differentiate)}
+        halves = {
+            "forward": staticmethod(self._run_plain),
+            "backward": staticmethod(self._differentiate),
+        }
         function: Any = type(name, (torch.autograd.Function,), halves)  # profilers show the name
-        # That of Function's base: its own adds what torch.func needs, which is not active where this is called.
+        # That of Function's base: its own adds what torch.func needs, which is not active where
+        # this is called.
         above: Any = super(torch.autograd.Function, function)
-        self.apply: Callable[..., tuple[Tensor, Tensor]] = above.apply  # (q, k, v, call, passes), which `are_plain`
+        # (q, k, v, call, passes), which `are_plain`
+        self.apply: Callable[..., tuple[Tensor, Tensor]] = above.apply
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """(output, lse), differentiable; the inputs fit together."""
@@ -101,9 +114,12 @@ class AttentionOperator:
                 self._tell_counters()
             return self._registered(q, k, v, *self._flat(call))
         passes: Passes = self
-        if self._replayed is not None and not has_hooks():  # hooks on saved tensors may return others
+        # hooks on saved tensors may return others
+        if self._replayed is not None and not has_hooks():
             passes = self._replayed(self, q, k, v, call)
-        if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        if not (
+            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        ):
             return passes.forward(q, k, v, call)
         return self.apply(q, k, v, call, passes)
 
@@ -121,8 +137,12 @@ class AttentionOperator:
             return grad_q, grad_k, grad_v
         return self._backward(saved, call)
 
-    def gradients(self, saved: Saved, call: Call, passes: Passes | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Of q, k and v. With `create_graph` the registered operator leaves a node that refuses a second derivative."""
+    def gradients(
+        self, saved: Saved, call: Call, passes: Passes | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of q, k and v. With `create_graph` the registered operator leaves a node that refuses a
+        second derivative.
+        """
         grad_output, grad_lse = saved.grad_output, saved.grad_lse
         if forward_ad._current_level >= 0:  # tangents live within a level
             refuse_forward_mode(grad_output, *(() if grad_lse is None else (grad_lse,)))
@@ -140,7 +160,9 @@ class AttentionOperator:
         ctx.passes = passes
         return results
 
-    def _save(self, ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, results: tuple[Tensor, Tensor]) -> None:
+    def _save(
+        self, ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, results: tuple[Tensor, Tensor]
+    ) -> None:
         tensors: tuple[Tensor, ...] = ()
         if self._takes:  # those of inference mode cannot be saved
             tensors = tuple(x.clone() if x.is_inference() else x for x in self._tensors_of(call))
@@ -148,14 +170,18 @@ class AttentionOperator:
         ctx.call = call
         ctx.set_materialize_grads(False)
 
-    def _differentiate(self, ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    def _differentiate(
+        self, ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Any, ...]:
         q, k, v, output, lse, *tensors = ctx.saved_tensors
         call = ctx.call
         if tensors:
             call = self._call_of((*tensors, *self._flat(call)[len(tensors) :]))
         if grad_output is None:
             grad_output = torch.zeros_like(output)
-        grads = self.gradients(Saved(q, k, v, output, lse, grad_output, grad_lse), call, getattr(ctx, "passes", None))
+        grads = self.gradients(
+            Saved(q, k, v, output, lse, grad_output, grad_lse), call, getattr(ctx, "passes", None)
+        )
         return *grads, *(None,) * (len(ctx.needs_input_grad) - 3)
 
     def _tensors_of(self, call: Call) -> tuple[Tensor, ...]:
@@ -181,15 +207,22 @@ class AttentionOperator:
             return Call(*options, lists=TileLists(*taken))
         return Call(*options, documents=Documents(*taken) if self._packed else None)
 
-    def _save_watched(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # their names
+    # their names
+    def _save_watched(
+        self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
+    ) -> None:
         q, k, v, *flat = inputs
         self._save(ctx, q, k, v, self._call_of(tuple(flat)), output)
 
-    def _checked_forward(self, q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> tuple[Tensor, Tensor]:
+    def _checked_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *flat: Any
+    ) -> tuple[Tensor, Tensor]:
         """Of inputs that nobody has checked, kernels would read past the end."""
         check_attention_inputs(q, k, v, enable_gqa=True, packed=self._packed)
         if not self._packed and q.ndim != 4:
-            raise ValueError(f"q must have shape (batch, heads, queries, head_dim), got {tuple(q.shape)}")
+            raise ValueError(
+                f"q must have shape (batch, heads, queries, head_dim), got {tuple(q.shape)}"
+            )
         return self.forward(q, k, v, self._call_of(flat))
 
     def _checked_backward(self, *flat: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,11 +232,15 @@ class AttentionOperator:
         return self.backward(saved, self._call_of(flat[7:]))
 
     def check_backward(self, saved: Saved) -> None:
-        """Raise ValueError unless what a backward is given is of the forward's shapes: kernels read it."""
+        """Raise ValueError unless what a backward is given is of the forward's shapes: kernels read
+        it.
+        """
         q = saved.q
         check_attention_inputs(*saved[:3], enable_gqa=True, packed=self._packed)
         if not self._packed and q.ndim != 4:
-            raise ValueError(f"q must have shape (batch, heads, queries, head_dim), got {tuple(q.shape)}")
+            raise ValueError(
+                f"q must have shape (batch, heads, queries, head_dim), got {tuple(q.shape)}"
+            )
         lse_shape = (q.shape[1], q.shape[0]) if self._packed else tuple(q.shape[:-1])
         lse_dtype = torch.promote_types(q.dtype, torch.float32)
         for name, x, shape, dtype in (
@@ -225,9 +262,11 @@ class AttentionOperator:
         return _empty_results(q, self._packed)
 
     def _tell_counters(self) -> None:
-        """Have torch's FlopCounterMode know this operator, once its module, which takes a second, is imported.
+        """Have torch's FlopCounterMode know this operator, once its module, which takes a second,
+        is imported.
 
-        Whoever counts has imported it, and is seen here: a counter is a mode, and tracing for the compiler runs fakes.
+        Whoever counts has imported it, and is seen here: a counter is a mode, and tracing for the
+        compiler runs fakes.
         """
         if not self._is_counted and "torch.utils.flop_counter" in sys.modules:
             from cs336_systems.attention.flops import count_flops

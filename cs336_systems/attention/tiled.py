@@ -1,17 +1,22 @@
-"""Stage 3: FlashAttention-2 in plain PyTorch, tile by tile, with a backward that recomputes the probabilities.
+"""Stage 3: FlashAttention-2 in plain PyTorch, tile by tile, with a backward that recomputes the
+probabilities.
 
-Forward (FlashAttention-2, algorithm 1), for each tile of queries, over the tiles of keys that it may see:
+Forward (FlashAttention-2, algorithm 1), for each tile of queries, over the tiles of keys that it
+may see:
 
-    S = scale · Qᵢ Kⱼᵀ;  m' = max(m, rowmax S);  P = exp(S - m');  l = e^(m-m') l + rowsum P;  O = e^(m-m') O + P Vⱼ
+    S = scale · Qᵢ Kⱼᵀ;  m' = max(m, rowmax S);  P = exp(S - m');  l = e^(m-m') l + rowsum P;  O =
+    e^(m-m') O + P Vⱼ
 
-and at the end Oᵢ = O / l, Lᵢ = m + log l. Only Q, K, V, O and L are saved. Backward (algorithm 2, with
+and at the end Oᵢ = O / l, Lᵢ = m + log l. Only Q, K, V, O and L are saved. Backward (algorithm 2,
+with
 D = rowsum(dO ∘ O)), for each tile of keys, over the tiles of queries that may see it:
 
-    P = exp(S - Lᵢ);  dVⱼ += Pᵀ dOᵢ;  dS = P ∘ (dOᵢ Vⱼᵀ - Dᵢ);  dKⱼ += scale · dSᵀ Qᵢ;  dQᵢ += scale · dS Kⱼ
+    P = exp(S - Lᵢ);  dVⱼ += Pᵀ dOᵢ;  dS = P ∘ (dOᵢ Vⱼᵀ - Dᵢ);  dKⱼ += scale · dSᵀ Qᵢ;  dQᵢ += scale
+    · dS Kⱼ
 
-A tile is upcast to float32 when it is loaded (float64 stays float64), the role that a kernel's accumulators play.
-Usage: `FlashAttentionPyTorch.apply(q, k, v, is_causal)`; with `compiled=True` the two tile steps run under
-torch.compile.
+A tile is upcast to float32 when it is loaded (float64 stays float64), the role that a kernel's
+accumulators play. Usage: `FlashAttentionPyTorch.apply(q, k, v, is_causal)`; with `compiled=True`
+the two tile steps run under torch.compile.
 """
 
 from __future__ import annotations
@@ -40,8 +45,9 @@ Keys = Float[Tensor, "... keys head_dim"]
 Rows = Float[Tensor, "... queries"]  # a number for each query: L
 Mask = Bool[Tensor, "... queries keys"]
 
-# Tiles have at least 64 rows, and grow with the sequence so that a side has at most 16 of them: each tile step costs
-# a dozen kernel launches, and launches, not arithmetic, are what an eager loop over small tiles would measure.
+# Tiles have at least 64 rows, and grow with the sequence so that a side has at most 16 of them:
+# each tile step costs a dozen kernel launches, and launches, not arithmetic, are what an eager loop
+# over small tiles would measure.
 MIN_TILE = 64
 MAX_TILES = 16
 COMPILED = "compiled"  # an operator's configuration: the tile steps under torch.compile
@@ -56,11 +62,18 @@ def tile_size(seqlen: int) -> int:
 
 
 def tiled_forward(
-    q: Queries, k: Keys, v: Keys, is_causal: bool, scale: float, compiled: bool = False, mask: Mask | None = None
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    is_causal: bool,
+    scale: float,
+    compiled: bool = False,
+    mask: Mask | None = None,
 ) -> tuple[Queries, Rows]:
     """Output in q's dtype and log-sum-exp in float32 (float64 for float64 inputs).
 
-    `mask` is True where a query may attend a key; it broadcasts over leading dimensions and excludes `is_causal`.
+    `mask` is True where a query may attend a key; it broadcasts over leading dimensions and
+    excludes `is_causal`.
     """
     step = _compiled_steps()[0] if compiled else _forward_step
     accumulate = torch.promote_types(q.dtype, torch.float32)
@@ -81,20 +94,39 @@ def tiled_forward(
                 break
             visible = _visible(queries, keys, q.device, is_causal, mask)
             accumulator, row_max, row_sum = step(
-                q_tile, k[..., keys, :].to(accumulate), v[..., keys, :].to(accumulate),
-                accumulator, row_max, row_sum, visible, scale,
-            )  # fmt: skip
+                q_tile,
+                k[..., keys, :].to(accumulate),
+                v[..., keys, :].to(accumulate),
+                accumulator,
+                row_max,
+                row_sum,
+                visible,
+                scale,
+            )
         # A row without keys keeps a row sum of 0: O = 0 and L = -inf.
-        output[..., queries, :] = (accumulator / row_sum.clamp_min(torch.finfo(accumulate).tiny)[..., None]).to(q.dtype)
+        output[..., queries, :] = (
+            accumulator / row_sum.clamp_min(torch.finfo(accumulate).tiny)[..., None]
+        ).to(q.dtype)
         lse[..., queries] = row_max + row_sum.log()
     return output, lse
 
 
 def tiled_backward(
-    q: Queries, k: Keys, v: Keys, output: Queries, lse: Rows, grad_output: Queries, grad_lse: Rows | None,
-    is_causal: bool, scale: float, compiled: bool = False, mask: Mask | None = None,
-) -> tuple[Queries, Keys, Keys]:  # fmt: skip
-    """Gradients of q, k, v in their dtypes. `grad_lse` is the gradient that reaches the log-sum-exp, if any."""
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    output: Queries,
+    lse: Rows,
+    grad_output: Queries,
+    grad_lse: Rows | None,
+    is_causal: bool,
+    scale: float,
+    compiled: bool = False,
+    mask: Mask | None = None,
+) -> tuple[Queries, Keys, Keys]:
+    """Gradients of q, k, v in their dtypes. `grad_lse` is the gradient that reaches the
+    log-sum-exp, if any.
+    """
     step = _compiled_steps()[1] if compiled else _backward_step
     accumulate = torch.promote_types(q.dtype, torch.float32)
     num_queries, num_keys = q.shape[-2], k.shape[-2]
@@ -113,20 +145,34 @@ def tiled_backward(
         keys = slice(k_start, min(k_start + key_tile, num_keys))
         k_tile, v_tile = k[..., keys, :].to(accumulate), v[..., keys, :].to(accumulate)
         grad_k_tile, grad_v_tile = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
-        first = keys.start // query_tile * query_tile if is_causal else 0  # query tiles before it see none of the keys
+        # query tiles before it see none of the keys
+        first = keys.start // query_tile * query_tile if is_causal else 0
         for q_start in range(first, num_queries, query_tile):
             queries = slice(q_start, min(q_start + query_tile, num_queries))
             visible = _visible(queries, keys, q.device, is_causal, mask)
             grad_q_step, grad_k_tile, grad_v_tile = step(
-                q[..., queries, :].to(accumulate), k_tile, v_tile, grad_output[..., queries, :].to(accumulate),
-                lse[..., queries], delta[..., queries], grad_k_tile, grad_v_tile, visible, scale,
-            )  # fmt: skip
+                q[..., queries, :].to(accumulate),
+                k_tile,
+                v_tile,
+                grad_output[..., queries, :].to(accumulate),
+                lse[..., queries],
+                delta[..., queries],
+                grad_k_tile,
+                grad_v_tile,
+                visible,
+                scale,
+            )
             grad_q[..., queries, :] += grad_q_step
-        grad_k[..., keys, :], grad_v[..., keys, :] = grad_k_tile.to(k.dtype), grad_v_tile.to(v.dtype)
+        grad_k[..., keys, :], grad_v[..., keys, :] = (
+            grad_k_tile.to(k.dtype),
+            grad_v_tile.to(v.dtype),
+        )
     return grad_q.to(q.dtype), grad_k, grad_v
 
 
-def _visible(queries: slice, keys: slice, device: torch.device, is_causal: bool, mask: Tensor | None) -> Tensor | None:
+def _visible(
+    queries: slice, keys: slice, device: torch.device, is_causal: bool, mask: Tensor | None
+) -> Tensor | None:
     """The part of `mask`, or of the causal mask, in a tile; None for a tile that needs no mask."""
     if mask is not None:
         return mask[..., queries, keys]
@@ -138,9 +184,15 @@ def _visible(queries: slice, keys: slice, device: torch.device, is_causal: bool,
 
 
 def _forward_step(
-    q: Tensor, k: Tensor, v: Tensor, accumulator: Tensor, row_max: Tensor, row_sum: Tensor, visible: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    accumulator: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    visible: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     scores = q @ k.transpose(-2, -1) * scale
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
@@ -152,12 +204,21 @@ def _forward_step(
 
 
 def _backward_step(
-    q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, lse: Tensor, delta: Tensor, grad_k: Tensor, grad_v: Tensor,
-    visible: Tensor | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_output: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    visible: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     probabilities = torch.exp(q @ k.transpose(-2, -1) * scale - lse[..., None])
     if visible is not None:
-        probabilities = probabilities.masked_fill(~visible, 0.0)  # also of a row without keys, whose L is -inf
+        # also of a row without keys, whose L is -inf
+        probabilities = probabilities.masked_fill(~visible, 0.0)
     grad_scores = probabilities * (grad_output @ v.transpose(-2, -1) - delta[..., None]) * scale
     grad_k = grad_k + grad_scores.transpose(-2, -1) @ q
     grad_v = grad_v + probabilities.transpose(-2, -1) @ grad_output
@@ -166,26 +227,37 @@ def _backward_step(
 
 @cache
 def _compiled_steps() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The two tile steps under torch.compile. Dynamic: one compilation serves every tile and length."""
+    """The two tile steps under torch.compile. Dynamic: one compilation serves every tile and
+    length.
+    """
     return torch.compile(_forward_step, dynamic=True), torch.compile(_backward_step, dynamic=True)
 
 
 class FlashAttentionPyTorch(torch.autograd.Function):
-    """`apply(q, k, v, is_causal=False, scale=None, compiled=False)` on (..., seq, head_dim) tensors.
+    """`apply(q, k, v, is_causal=False, scale=None, compiled=False)` on (..., seq, head_dim)
+    tensors.
 
-    Saves one tensor of shape (..., queries), the log-sum-exp, beside q, k, v and the output. torch.compile traces the
-    forward's loop over tiles, once for every length; `flash_attention(backend="tiled")` is left whole and compiles
-    once. That is also there for `torch.vmap`: PyTorch lets no transform of torch.func through this Function. Under a
-    dispatch mode, FlopCounterMode say, its backward is one operator.
+    Saves one tensor of shape (..., queries), the log-sum-exp, beside q, k, v and the output.
+    torch.compile traces the forward's loop over tiles, once for every length;
+    `flash_attention(backend="tiled")` is left whole and compiles once. That is also there for
+    `torch.vmap`: PyTorch lets no transform of torch.func through this Function. Under a dispatch
+    mode, FlopCounterMode say, its backward is one operator.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Queries, k: Keys, v: Keys, is_causal: bool = False, scale: float | None = None,
+        ctx: Any,
+        q: Queries,
+        k: Keys,
+        v: Keys,
+        is_causal: bool = False,
+        scale: float | None = None,
         compiled: bool = False,
-    ) -> Queries:  # fmt: skip
+    ) -> Queries:
         check_flags(is_causal=is_causal, compiled=compiled)
-        check_attention_inputs(*(x.unsqueeze(-3) if isinstance(x, Tensor) and x.ndim > 1 else x for x in (q, k, v)))
+        check_attention_inputs(
+            *(x.unsqueeze(-3) if isinstance(x, Tensor) and x.ndim > 1 else x for x in (q, k, v))
+        )
         scale = resolve_scale(scale, q.shape[-1])
         with without_autocast(q):
             output, lse = tiled_forward(q, k, v, is_causal, scale, compiled)
@@ -198,7 +270,9 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         q, k, v, output, lse = ctx.saved_tensors
         shapes = q.shape, k.shape, v.shape
         if q.ndim != 4:  # the operator's shape: batch and one head
-            q, k, v, output, grad_output = (x.reshape(-1, 1, *x.shape[-2:]) for x in (q, k, v, output, grad_output))
+            q, k, v, output, grad_output = (
+                x.reshape(-1, 1, *x.shape[-2:]) for x in (q, k, v, output, grad_output)
+            )
             lse = lse.reshape(-1, 1, lse.shape[-1])
         call = Call(ctx.is_causal, ctx.scale, config=COMPILED if ctx.compiled else "")
         grads = tiled_attention.gradients(Saved(q, k, v, output, lse, grad_output), call)
@@ -218,4 +292,6 @@ def tiled_attention_backward(saved: Saved, call: Call) -> tuple[Tensor, Tensor, 
 
 
 # What `flash_attention(backend="tiled")` calls.
-tiled_attention = AttentionOperator("tiled_attention", _forward, tiled_attention_backward, takes="mask")
+tiled_attention = AttentionOperator(
+    "tiled_attention", _forward, tiled_attention_backward, takes="mask"
+)

@@ -1,10 +1,11 @@
-"""`flash_attention_varlen`: attention over documents of different lengths, packed one behind the other.
+"""`flash_attention_varlen`: attention over documents of different lengths, packed one behind the
+other.
 
     cu_seqlens = torch.tensor([0, 1000, 1000, 1017], dtype=torch.int32, device="cuda")     # lengths 1000, 0, 17
     out = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 1000, 1000, is_causal=True)
 
-No padding is computed, and no token sees another document. Below some thousand tokens an eager call waits for the host
-(`writeup/dense_masks.md`).
+No padding is computed, and no token sees another document. Below some thousand tokens an eager call
+waits for the host (`writeup/dense_masks.md`).
 """
 
 from __future__ import annotations
@@ -48,43 +49,56 @@ def flash_attention_varlen(
     config: AttentionConfig | None = None,
     **unknown: Never,
 ) -> Float[Tensor, "total_queries heads head_dim"] | tuple[Tensor, Tensor]:
-    """Exact attention of each document's queries to its own keys; the rest is as in `flash_attention`.
+    """Exact attention of each document's queries to its own keys; the rest is as in
+    `flash_attention`.
 
     Args:
         q, k, v: packed documents, one floating dtype and device, any strides.
-        cu_seqlens_q, cu_seqlens_k: int32 boundaries, rising from 0: document d has rows cu[d] to cu[d + 1] - 1. Lengths
-            may be 0, and differ between queries and keys. On a GPU the values are not checked, which would stall the
-            host. Rows behind the last boundary belong to no document.
-        max_seqlen_q, max_seqlen_k: length of the longest document. They choose tiles; results do not depend on them.
-        is_causal: within each document query i attends keys j <= i, aligned at the top left.
+        cu_seqlens_q, cu_seqlens_k: int32 boundaries, rising from 0: document d has rows cu[d] to
+        cu[d + 1] - 1. Lengths
+            may be 0, and differ between queries and keys. On a GPU the values are not checked,
+            which would stall the host. Rows behind the last boundary belong to no document.
+        max_seqlen_q, max_seqlen_k: length of the longest document. They choose tiles; results do
+        not depend on them. is_causal: within each document query i attends keys j <= i, aligned at
+        the top left.
         return_lse: also return the log-sum-exp, (heads, total_queries).
         deterministic: as in `flash_attention` under a block_mask.
-        backend: `triton` and `hopper` run one grid over all documents; the others loop over them, which
+        backend: `triton` and `hopper` run one grid over all documents; the others loop over them,
+        which
             torch.compile does with a graph break.
 
-    Queries without keys, of an empty or of no document, have O = 0, L = -inf and no gradient. A document's results and
-    gradients do not depend on its neighbours, bit for bit where gradients are deterministic.
+    Queries without keys, of an empty or of no document, have O = 0, L = -inf and no gradient. A
+    document's results and gradients do not depend on its neighbours, bit for bit where gradients
+    are deterministic.
 
     Raises:
-        TypeError, ValueError: an argument is wrong or the back end cannot serve it, before anything is launched.
-        NotImplementedError: torch.func differentiates `tiled`, `triton` or `hopper`, or an input of theirs carries a
+        TypeError, ValueError: an argument is wrong or the back end cannot serve it, before anything
+        is launched. NotImplementedError: torch.func differentiates `tiled`, `triton` or `hopper`,
+        or an input of theirs carries a
             forward-mode tangent.
     """
     if unknown:
         refuse_keywords("flash_attention_varlen", unknown)
     check_flags(
-        is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse,
+        is_causal=is_causal,
+        enable_gqa=enable_gqa,
+        return_lse=return_lse,
         deterministic=deterministic is None or deterministic,
-    )  # fmt: skip
+    )
     q, k, v = to_autocast_dtypes(q, k, v)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa, packed=True)
     check_documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale = resolve_scale(scale, q.shape[2])
     longest = (max_seqlen_q, max_seqlen_k)
     backend, _ = explain_backend(
-        q.transpose(0, 1), k.transpose(0, 1), backend=backend, is_causal=is_causal, layout="packed", longest=longest,
+        q.transpose(0, 1),
+        k.transpose(0, 1),
+        backend=backend,
+        is_causal=is_causal,
+        layout="packed",
+        longest=longest,
         config=config,
-    )  # fmt: skip
+    )
     if backend in ("triton", "hopper"):
         documents = Documents(cu_seqlens_q, cu_seqlens_k, *longest)
         names = "" if config is None else config.names
@@ -96,10 +110,18 @@ def flash_attention_varlen(
 
 
 def _each_document(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, is_causal: bool, scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    is_causal: bool,
+    scale: float,
     backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`flash_attention` of one document after the other: what the packed kernels are tested against."""
+) -> tuple[Tensor, Tensor]:
+    """`flash_attention` of one document after the other: what the packed kernels are tested
+    against.
+    """
     lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
     behind_q, behind_k = len(q) - sum(lengths_q), len(k) - sum(lengths_k)
     queries = q.split([*lengths_q, behind_q])
@@ -111,8 +133,12 @@ def _each_document(
     for document in zip(queries[:-1], keys, values):
         output, lse = flash_attention(
             *(x.transpose(0, 1) for x in document),
-            is_causal=is_causal, scale=scale, enable_gqa=True, return_lse=True, backend=backend,
-        )  # fmt: skip
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=True,
+            return_lse=True,
+            backend=backend,
+        )
         outputs.append(output.transpose(0, 1))
         lses.append(lse)
     outputs.append(torch.zeros_like(queries[-1]))

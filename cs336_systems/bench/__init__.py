@@ -1,1 +1,3 @@
-"""How an experiment is run and its samples are kept: cells, the processes that measure them, records."""
+"""How an experiment is run and its samples are kept: cells, the processes that measure them,
+records.
+"""

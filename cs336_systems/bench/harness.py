@@ -1,7 +1,9 @@
-"""Running problems: list the cells, leave out the finished ones, measure the rest, append each cell's records at once.
+"""Running problems: list the cells, leave out the finished ones, measure the rest, append each
+cell's records at once.
 
-An interrupted sweep loses the cell it was in and nothing else; running it again continues there. Several GPUs are
-several sweeps, a process a GPU: `--shard 1/4` to `--shard 4/4` into one folder share the cells out among themselves.
+An interrupted sweep loses the cell it was in and nothing else; running it again continues there.
+Several GPUs are several sweeps, a process a GPU: `--shard 1/4` to `--shard 4/4` into one folder
+share the cells out among themselves.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ Rerun = Literal["none", "failed", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Which code ran. Without git both are given on the command line; a record without them is refused."""
+    """Which code ran. Without git both are given on the command line; a record without them is
+    refused.
+    """
 
     commit: str
     dirty: bool
@@ -75,14 +79,18 @@ def find_provenance(commit: str | None, dirty: bool | None) -> Provenance:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30)
+        result = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30
+        )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() if result.returncode == 0 else None
 
 
 def results_folder(results: Path, device: DeviceInfo, run: RunConfig) -> Path:
-    """`results/<device>` at handout scale, `results/<device>-<scale>` below it; of chosen sizes one beside it."""
+    """`results/<device>` at handout scale, `results/<device>-<scale>` below it; of chosen sizes one
+    beside it.
+    """
     name = device.slug if run.scale == "handout" else f"{device.slug}-{run.scale}"
     return results / (name + CHOSEN * run.axes.sizes)
 
@@ -99,7 +107,9 @@ def software_versions() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """The `index`-th of `count` parts of a run: cells by turns in groups, and what needs the machine in the first."""
+    """The `index`-th of `count` parts of a run: cells by turns in groups, and what needs the
+    machine in the first.
+    """
 
     index: int = 1
     count: int = 1
@@ -108,17 +118,27 @@ class Shard:
     def parse(cls, text: str) -> Shard:
         """`2/4`; ValueError for anything else."""
         first, slash, second = text.partition("/")
-        if not (slash and first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
+        if not (
+            slash and first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)
+        ):
             raise ValueError(f"--shard must be I/N with 1 <= I <= N, got {text!r}")
         return cls(index=int(first), count=int(second))
 
     def of(self, cells: Sequence[Cell]) -> list[Cell]:
-        """This shard's part of `cells`, in their order. A group, whose cells tables compare, is never split."""
+        """This shard's part of `cells`, in their order. A group, whose cells tables compare, is
+        never split.
+        """
         if self.count == 1:
             return list(cells)
         groups = dict.fromkeys(cell.group for cell in cells if not cell.alone)
-        largest = {group: max(cell.predicted_bytes for cell in cells if cell.group == group) for group in groups}
-        turn = {group: place % self.count + 1 for place, group in enumerate(sorted(groups, key=lambda g: -largest[g]))}
+        largest = {
+            group: max(cell.predicted_bytes for cell in cells if cell.group == group)
+            for group in groups
+        }
+        turn = {
+            group: place % self.count + 1
+            for place, group in enumerate(sorted(groups, key=lambda g: -largest[g]))
+        }
         return [cell for cell in cells if (1 if cell.alone else turn[cell.group]) == self.index]
 
 
@@ -158,7 +178,8 @@ class Sweep:
         return f"-{self.shard.index}of{self.shard.count}" if self.shard.count > 1 else ""
 
     def lock(self) -> None:
-        """Keep other runs out of the folder until `unlock` or this process ends; ValueError if one is in it.
+        """Keep other runs out of the folder until `unlock` or this process ends; ValueError if one
+        is in it.
 
         Two runs would measure every cell twice, and each other's load.
         """
@@ -179,16 +200,23 @@ class Sweep:
             self._lock_file = None
 
     def pending(self, problem: str) -> tuple[list[Cell], Counter[str]]:
-        """The cells of `problem` still to measure in this shard, and the finished ones counted by status."""
-        return self.unfinished(problem, self.shard.of(planned_cells(problem, self.run, self.implementations or ())))
+        """The cells of `problem` still to measure in this shard, and the finished ones counted by
+        status.
+        """
+        return self.unfinished(
+            problem, self.shard.of(planned_cells(problem, self.run, self.implementations or ()))
+        )
 
     def unfinished(self, problem: str, cells: list[Cell]) -> tuple[list[Cell], Counter[str]]:
-        """Those of `cells`, all of `problem`, still to measure, and the finished ones counted by status.
+        """Those of `cells`, all of `problem`, still to measure, and the finished ones counted by
+        status.
 
         What another seed measured is not finished: the seed is not part of a record's key.
         """
         if self.implementations is not None:
-            cells = [cell for cell in cells if self.implementations.intersection(cell.implementations)]
+            cells = [
+                cell for cell in cells if self.implementations.intersection(cell.implementations)
+            ]
         if self.rerun == "all":
             return cells, Counter()
         records, _ = place_records(problem, read_records(self.record_file(problem)), plan_of(cells))
@@ -212,13 +240,16 @@ class Sweep:
         return self.folder / "records" / f"{problem}.jsonl"
 
     def measure(
-        self, cells: list[Cell], *, time_budget_s: float | None = None,
+        self,
+        cells: list[Cell],
+        *,
+        time_budget_s: float | None = None,
         started: Callable[[Cell], None] = lambda _: None,
-    ) -> Iterator[list[Record]]:  # fmt: skip
+    ) -> Iterator[list[Record]]:
         """Measure `cells` one by one, yielding each one's records once they are on disk.
 
-        No cell is started after `time_budget_s` seconds. The measuring process stays for further cells: whoever
-        measures ends it (`self.worker.stop()` or `kill()`).
+        No cell is started after `time_budget_s` seconds. The measuring process stays for further
+        cells: whoever measures ends it (`self.worker.stop()` or `kill()`).
         """
         deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
         for cell in cells:
@@ -239,7 +270,8 @@ class Sweep:
         """A record for every promised row: measured, or with the outcome's status and message."""
         measured = {sample.row: sample for sample in outcome.measurements}
         implementation = cell.implementation
-        if self.run.model is not None and hasattr(cell.case, "model"):  # a user's own is an implementation of its own
+        # a user's own is an implementation of its own
+        if self.run.model is not None and hasattr(cell.case, "model"):
             implementation += f" {self.run.model}"
         records = []
         for row in cell.rows:
@@ -258,14 +290,18 @@ class Sweep:
                 message=_without_paths(message),
                 seed=self.run.seed,
                 sources=sources_hash(cell.problem),
-                held_mib=None if outcome.held_bytes is None else round(outcome.held_bytes / 2**20, 1),
+                held_mib=None
+                if outcome.held_bytes is None
+                else round(outcome.held_bytes / 2**20, 1),
             )
             records.append(_with_sample(nothing, measured[row]) if row in measured else nothing)
         return records
 
 
 def _with_sample(nothing: Record, sample: Sample) -> Record:
-    """The record with what was measured, or why it has nothing; a failure where no record may say what was measured."""
+    """The record with what was measured, or why it has nothing; a failure where no record may say
+    what was measured.
+    """
     try:
         record = structs.replace(
             nothing,
@@ -276,17 +312,25 @@ def _with_sample(nothing: Record, sample: Sample) -> Record:
         if record.samples:
             record = structs.replace(record, status="ok", message="")
         elif sample.message:
-            record = structs.replace(record, status=sample.status, message=_without_paths(sample.message))
+            record = structs.replace(
+                record, status=sample.status, message=_without_paths(sample.message)
+            )
         check_types(record)
-    except (ValueError, TypeError, AttributeError, OverflowError) as error:  # NaN, infinity, what is no number
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+    ) as error:  # NaN, infinity, what is no number
         message = f"what was measured cannot be recorded: {error}"
         return structs.replace(nothing, status="failed", message=message[:LONGEST_REASON])
     return record
 
 
 def planned_cells(problem: str, run: RunConfig, implementations: Iterable[str] = ()) -> list[Cell]:
-    """All cells of `problem`. Of `implementations` those named `package.module:Name`, a reader's own, are planned too:
-    they have a cell on each case, or take turns with the others of its cell and promise as much as the first of them.
+    """All cells of `problem`. Of `implementations` those named `package.module:Name`, a reader's
+    own, are planned too: they have a cell on each case, or take turns with the others of its cell
+    and promise as much as the first of them.
     """
     found = load(problem)
     cells = choose_cells(problem, found.cells(run), run.axes)
@@ -303,13 +347,17 @@ def planned_cells(problem: str, run: RunConfig, implementations: Iterable[str] =
         cells += [replace(cell, implementation=name) for name in own for cell in first.values()]
     for place, cell in enumerate(cells):
         modes = [row.mode for row in cell.rows]
-        predicted = cell.predicted_bytes or predicted_peak_bytes(cell.case, cell.implementation, modes)
+        predicted = cell.predicted_bytes or predicted_peak_bytes(
+            cell.case, cell.implementation, modes
+        )
         cells[place] = replace(cell, problem=problem, predicted_bytes=predicted)
     return cells
 
 
 def predicted_overflow(num_bytes: int, device: DeviceInfo) -> str:
-    """Why what needs `num_bytes` is not tried; empty on a GPU: a CPU swaps or is killed where a GPU raises."""
+    """Why what needs `num_bytes` is not tried; empty on a GPU: a CPU swaps or is killed where a GPU
+    raises.
+    """
     limit = int(USABLE_MEMORY * device.memory_bytes)
     if device.kind != "cpu" or num_bytes <= limit:
         return ""
@@ -317,7 +365,8 @@ def predicted_overflow(num_bytes: int, device: DeviceInfo) -> str:
 
 
 def cell_status(statuses: Iterable[str]) -> str:
-    """What a cell came to by its rows' statuses: ok, why nothing was measured, or `partly` and why not all.
+    """What a cell came to by its rows' statuses: ok, why nothing was measured, or `partly` and why
+    not all.
 
     A failure before all: beside it a kernel that this machine lacks is nothing to tell.
     """
@@ -331,6 +380,9 @@ def cell_status(statuses: Iterable[str]) -> str:
 
 def _without_paths(message: str) -> str:
     """A message fit for a published record: the checkout's and the home folder's paths shortened."""
-    for path, short in ((str(Path(__file__).resolve().parents[2]), "."), (os.path.expanduser("~"), "~")):
+    for path, short in (
+        (str(Path(__file__).resolve().parents[2]), "."),
+        (os.path.expanduser("~"), "~"),
+    ):
         message = message.replace(path, short)
     return message

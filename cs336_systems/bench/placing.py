@@ -1,16 +1,18 @@
-"""Finds the cell of an experiment that each record is of: the one place where it is decided what a report shows.
+"""Finds the cell of an experiment that each record is of: the one place where it is decided what a
+report shows.
 
     records = of_one_machine(read_records(path))
     placed, left_out = place_records(experiment.name, records, plan_for(experiment, records))
 
-A record belongs to the experiment if its case can be built from the experiment's case classes: fields that an older
-release did not have take their defaults; a field that this release does not have means something that it does not
-know, so that the record is left out. So is one with a value that the class refuses, or in another unit than the
-experiment has for its quantity. A warning names what is left out. Of two records with the same key the later in the
-file is kept.
+A record belongs to the experiment if its case can be built from the experiment's case classes:
+fields that an older release did not have take their defaults; a field that this release does not
+have means something that it does not know, so that the record is left out. So is one with a value
+that the class refuses, or in another unit than the experiment has for its quantity. A warning names
+what is left out. Of two records with the same key the later in the file is kept.
 
-Two records with different keys may still want the same cell of a table, as where the experiment no longer has the batch
-size of one. `preferred_rows` then takes the one that the experiment promises, or the newest.
+Two records with different keys may still want the same cell of a table, as where the experiment no
+longer has the batch size of one. `preferred_rows` then takes the one that the experiment promises,
+or the newest.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def plan_of(cells: Sequence[Cell]) -> Plan:
     places: dict[str, int] = {}
     promised: set[tuple[str, ...]] = set()
     units: dict[tuple[str, str], set[str]] = defaultdict(set)
-    keys: dict[int, str] = {}  # by the identity of a case: 1 and 1.0 are equal, and are not the same key
+    # by the identity of a case: 1 and 1.0 are equal, and are not the same key
+    keys: dict[int, str] = {}
     for cell in cells:
         for case in (cell.case, *(row.case for row in cell.rows if row.case is not None)):
             if id(case) not in keys:
@@ -70,15 +73,22 @@ def plan_of(cells: Sequence[Cell]) -> Plan:
 
 
 def plan_for(experiment: Experiment, records: Sequence[Record]) -> Plan:
-    """Return what `experiment` promises at the scale and on the kind of device that `records` are of."""
+    """Return what `experiment` promises at the scale and on the kind of device that `records` are
+    of.
+    """
     run = records[0].run
     kind = "cuda" if run.device.get("kind") == "cuda" else "cpu"
     return plan_of(experiment.cells(RunConfig(scale=run.scale, device=kind)))  # type: ignore[arg-type]
 
 
-def place_records(problem: str, records: Iterable[Record], plan: Plan) -> tuple[list[Record], list[str]]:
-    """Return those of `records` that are of `problem`, with their cases completed, and a line for each other one."""
-    cases: dict[str, dict[str, Any] | str] = {}  # by case_key: the completed case, or why it is none
+def place_records(
+    problem: str, records: Iterable[Record], plan: Plan
+) -> tuple[list[Record], list[str]]:
+    """Return those of `records` that are of `problem`, with their cases completed, and a line for
+    each other one.
+    """
+    # by case_key: the completed case, or why it is none
+    cases: dict[str, dict[str, Any] | str] = {}
     placed: list[Record] = []
     left_out: list[str] = []
     for record in records:
@@ -111,23 +121,35 @@ def warn_of(lines: Sequence[str], stacklevel: int) -> None:
 
 
 def attempt(what: str, make: Callable[..., T], *arguments: Any) -> T | None:
-    """Return what `make` returns; None, with a warning that names `what`, where it cannot read its rows."""
+    """Return what `make` returns; None, with a warning that names `what`, where it cannot read its
+    rows.
+    """
     try:
         return make(*arguments)
     except UNREADABLE as error:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        warnings.warn(in_one_line(f"{what} cannot be made: {reason}")[:LONGEST_WARNING], NotMade, stacklevel=2)
+        warnings.warn(
+            in_one_line(f"{what} cannot be made: {reason}")[:LONGEST_WARNING], NotMade, stacklevel=2
+        )
         return None
 
 
 def _completed_case(given: dict[str, Any], classes: Mapping[str, type]) -> dict[str, Any] | str:
-    """The case of a record with every field that its class has; in words why it is none of `classes`."""
+    """The case of a record with every field that its class has; in words why it is none of
+    `classes`.
+    """
     name = given["type"]
     if name not in classes:
         return f"case is of the class {name}, must be of {' or '.join(classes)}"
     try:
-        built: Any = msgspec.convert({key: value for key, value in given.items() if key != "type"}, classes[name])
-    except (msgspec.ValidationError, ValueError, TypeError) as error:  # what __post_init__ raises among them
+        built: Any = msgspec.convert(
+            {key: value for key, value in given.items() if key != "type"}, classes[name]
+        )
+    except (
+        msgspec.ValidationError,
+        ValueError,
+        TypeError,
+    ) as error:  # what __post_init__ raises among them
         return f"case is no {name}: {error}"
     whole = case_to_dict(built)
     if unknown := _unknown_fields(given, whole):
@@ -146,16 +168,22 @@ def _unknown_fields(given: Mapping[str, Any], whole: Mapping[str, Any]) -> list[
 
 
 def _filled(given: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-    """`given` with what it lacks of `whole`; `given` itself where it lacks nothing, as 1 stays 1 where 1.0 is meant."""
+    """`given` with what it lacks of `whole`; `given` itself where it lacks nothing, as 1 stays 1
+    where 1.0 is meant.
+    """
     filled = {}
     for name, value in whole.items():
         own = given.get(name, value)
-        filled[name] = _filled(own, value) if isinstance(own, dict) and isinstance(value, dict) else own
+        filled[name] = (
+            _filled(own, value) if isinstance(own, dict) and isinstance(value, dict) else own
+        )
     return given if filled == given else filled
 
 
 def of_one_machine(records: Sequence[Record]) -> list[Record]:
-    """Return those of `records` that are of the device and the scale that most are of; a warning tells the others."""
+    """Return those of `records` that are of the device and the scale that most are of; a warning
+    tells the others.
+    """
 
     def machine(record: Record) -> tuple[str, str]:
         return str(record.run.device.get("name")), record.run.scale
@@ -178,15 +206,22 @@ def of_one_machine(records: Sequence[Record]) -> list[Record]:
 
 
 def preferred_rows(rows: Sequence[Mapping[str, Any]], cell: str) -> list[Any]:
-    """Return those of a frame's `rows` that may stand in one `cell`: the promised ones, else the newest alone.
+    """Return those of a frame's `rows` that may stand in one `cell`: the promised ones, else the
+    newest alone.
 
-    A warning tells the others. That the experiment promises several is the caller's error to tell: what is declared
-    must tell its own rows apart.
+    A warning tells the others. That the experiment promises several is the caller's error to tell:
+    what is declared must tell its own rows apart.
     """
     if len(rows) < 2:
         return list(rows)
     promised = [row for row in rows if row["promised"]]
     kept = promised or [max(rows, key=lambda row: row["position"])]
     others = [row for row in rows if not any(row is one for one in kept)]
-    warn_of([f"{cell}: {row['implementation']} left out, a second record of {row['case']}" for row in others], 2)
+    warn_of(
+        [
+            f"{cell}: {row['implementation']} left out, a second record of {row['case']}"
+            for row in others
+        ],
+        2,
+    )
     return kept

@@ -7,8 +7,8 @@ A row names its run by `run`. pandas reads both files without this module:
 
     pandas.read_json("records/attention_shapes.jsonl", lines=True)
 
-Writing is strict. Reading is tolerant: a damaged line costs itself and a warning. placing.py then finds the cell of the
-experiment that a record is of.
+Writing is strict. Reading is tolerant: a damaged line costs itself and a warning. placing.py then
+finds the cell of the experiment that a record is of.
 """
 
 import codecs
@@ -29,14 +29,16 @@ from cs336_systems.measure.text import in_one_line
 
 T = TypeVar("T")
 Status = Literal["ok", "oom", "failed", "skipped"]
-ProblemName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,100}$")]  # it becomes part of file names
+# it becomes part of file names
+ProblemName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,100}$")]
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
 RUNS = "runs"  # the file of runs, which no problem may be called
 LARGEST_SAMPLE = 1e30  # sums and squares of samples stay finite
 LARGEST_INTEGER = 2**63 - 1  # of a case: what tensors and data frames hold
 LONGEST_REASON = 300  # characters of why a line is left out: it may quote the line
 MOST_LEVELS = 16  # of configs within configs in a case
-HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")  # no character: no UTF-8 says it, and no reader of JSON takes its escape
+# no character: no UTF-8 says it, and no reader of JSON takes its escape
+HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,8 +65,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     unit: NonEmpty  # e.g. "ms", "s", "MiB", "1"
     status: Status
     message: str = ""  # why, when status is not ok
-    error: float | None = None  # largest ratio of |result - oracle| to its bound, over all checked outputs; <= 1
-    kernel: str = ""  # what really ran or was found, where a name says it: a kernel, tiles, a dtype, a line of source
+    # largest ratio of |result - oracle| to its bound, over all checked outputs; <= 1
+    error: float | None = None
+    # what really ran or was found, where a name says it: a kernel, tiles, a dtype, a line of source
+    kernel: str = ""
     seed: int = 0
     sources: str = ""  # hash of the operations that were measured (sources.py)
     held_mib: float | None = None  # of the GPU's memory, by the measuring process as the cell began
@@ -73,7 +77,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def key(self) -> tuple[str, ...]:
         """What identifies the quantity; a later record with the same key replaces an earlier one."""
-        return (self.problem, self.run.scale, self.implementation, case_key(self.case), self.mode, self.quantity)
+        return (
+            self.problem,
+            self.run.scale,
+            self.implementation,
+            case_key(self.case),
+            self.mode,
+            self.quantity,
+        )
 
 
 def case_to_dict(case: Any) -> dict[str, Any]:
@@ -92,7 +103,9 @@ def describe_case(case: dict[str, Any]) -> str:
     if isinstance(model := case.get("model"), dict):
         context = model.get("context_length")
         facts = {"batch": case.get("batch"), "context": context, "warmup": case.get("warmup")}
-        return " ".join([str(model.get("name")), *(f"{k}={v}" for k, v in facts.items() if v is not None)])
+        return " ".join(
+            [str(model.get("name")), *(f"{k}={v}" for k, v in facts.items() if v is not None)]
+        )
     if case.get("type") == "AttentionShape":
         sizes = "x".join(str(case.get(name)) for name in ("batch", "heads", "seqlen_q", "head_dim"))
         return f"{case.get('dtype')} {sizes}{' causal' if case.get('is_causal') else ''}"
@@ -100,13 +113,17 @@ def describe_case(case: dict[str, Any]) -> str:
 
 
 def check(record: Record) -> None:
-    """Raise ValueError naming the field if `record` says what its types allow and no record may say."""
+    """Raise ValueError naming the field if `record` says what its types allow and no record may
+    say.
+    """
     if record.problem == RUNS:
         raise ValueError(f"problem must not be {RUNS!r}, the file of the runs")
     if not isinstance(record.case.get("type"), str):
         raise ValueError("case must hold its class name under 'type'")
     if bool(record.samples) != (record.status == "ok"):
-        raise ValueError(f"samples must be there if status is ok and only then, got {len(record.samples)}")
+        raise ValueError(
+            f"samples must be there if status is ok and only then, got {len(record.samples)}"
+        )
     for sample in record.samples:
         if not (math.isfinite(sample) and abs(sample) <= LARGEST_SAMPLE):
             raise ValueError(f"samples must be finite and at most {LARGEST_SAMPLE:g}, got {sample}")
@@ -115,7 +132,9 @@ def check(record: Record) -> None:
     if record.status != "ok" and not record.message:
         raise ValueError(f"message must say why status is {record.status}")
     if record.quantity.endswith("_intervals") and len(record.samples) % 2:
-        raise ValueError(f"samples of {record.quantity} must be starts and ends by turns, got {len(record.samples)}")
+        raise ValueError(
+            f"samples of {record.quantity} must be starts and ends by turns, got {len(record.samples)}"
+        )
     _check_plain(record.case, "case")
 
 
@@ -136,7 +155,9 @@ def _check_plain(value: Any, name: str, level: int = 0) -> None:
 
 
 def check_types(record: Record) -> None:
-    """Raise ValueError naming the field if `record` does not have the types that it says, or breaks a rule."""
+    """Raise ValueError naming the field if `record` does not have the types that it says, or breaks
+    a rule.
+    """
     check(msgspec.convert(msgspec.to_builtins(record), Record))
 
 
@@ -148,10 +169,12 @@ def check_run(run: Run) -> None:
 
 
 def append_records(path: Path, records: Sequence[Record]) -> None:
-    """Append `records` to the file at `path`, and their runs to `runs.jsonl` beside it where it lacks them.
+    """Append `records` to the file at `path`, and their runs to `runs.jsonl` beside it where it
+    lacks them.
 
-    Raises ValueError before anything is written if a record says too little. The lines are one write, flushed to disk.
-    Half of a surrogate pair, as an undecodable byte of a file name becomes, is written as the six characters `\\udcff`.
+    Raises ValueError before anything is written if a record says too little. The lines are one
+    write, flushed to disk. Half of a surrogate pair, as an undecodable byte of a file name becomes,
+    is written as the six characters `\\udcff`.
     """
     for record in records:
         check_types(record)
@@ -165,12 +188,15 @@ def append_records(path: Path, records: Sequence[Record]) -> None:
 def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     if not rows:
         return
-    text = "".join(json.dumps(_readable(row), allow_nan=False, separators=(",", ":")) + "\n" for row in rows)
+    text = "".join(
+        json.dumps(_readable(row), allow_nan=False, separators=(",", ":")) + "\n" for row in rows
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":  # a killed run's last line: closed, so that it spoils nothing but itself
+            # a killed run's last line: closed, so that it spoils nothing but itself
+            if file.read(1) != b"\n":
                 text = "\n" + text
         file.write(text.encode())
         file.flush()
@@ -202,8 +228,9 @@ def read_runs(folder: Path) -> dict[str, Run]:
 def read_records(path: Path) -> list[Record]:
     """All readable records of the file at `path`, in the order written; an absent file has none.
 
-    Unknown keys are dropped. Lines that are no records, or whose run is unknown, are left out with one warning, which
-    names the first; so is a `path` that is not a regular file, since reading a pipe would wait for ever.
+    Unknown keys are dropped. Lines that are no records, or whose run is unknown, are left out with
+    one warning, which names the first; so is a `path` that is not a regular file, since reading a
+    pipe would wait for ever.
     """
     if path.name == f"{RUNS}.jsonl":
         return []
@@ -236,7 +263,9 @@ def _read(path: Path, parse: Callable[[Any], T]) -> list[T]:
         try:
             parsed.append(parse(msgspec.json.decode(line)))
         except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
-            damaged.append(f"{path.name}:{number}: not a record, left out ({in_one_line(error)[:LONGEST_REASON]})")
+            damaged.append(
+                f"{path.name}:{number}: not a record, left out ({in_one_line(error)[:LONGEST_REASON]})"
+            )
     if damaged:
         more = f", and {len(damaged) - 1} more lines of it" if len(damaged) > 1 else ""
         warnings.warn(damaged[0] + more, stacklevel=3)
@@ -249,11 +278,15 @@ def latest(records: Iterable[Record]) -> list[Record]:
 
 
 def failures(records: Iterable[Record]) -> list[str]:
-    """What failed among `records`, a line for each implementation and message, with the first of its cases."""
+    """What failed among `records`, a line for each implementation and message, with the first of
+    its cases.
+    """
     cases: dict[tuple[str, str, str], dict[str, None]] = {}  # in their order
     for r in records:
         if r.status == "failed":
-            cases.setdefault((r.problem, r.implementation, r.message), {})[describe_case(r.case)] = None
+            cases.setdefault((r.problem, r.implementation, r.message), {})[
+                describe_case(r.case)
+            ] = None
     return [
         f"{problem}: {name} failed ({next(iter(of))}{f' and {len(of) - 1} more' * (len(of) > 1)}): {message}"
         for (problem, name, message), of in cases.items()
@@ -261,7 +294,9 @@ def failures(records: Iterable[Record]) -> list[str]:
 
 
 def skips(records: Iterable[Record]) -> list[str]:
-    """Why some of `records` were skipped, a line for each message, with the implementations that it is of."""
+    """Why some of `records` were skipped, a line for each message, with the implementations that it
+    is of.
+    """
     names: dict[str, dict[str, None]] = {}  # in their order
     for record in records:
         if record.status == "skipped":
@@ -270,7 +305,8 @@ def skips(records: Iterable[Record]) -> list[str]:
 
 
 def is_series(quantity: str) -> bool:
-    """Whether the samples of `quantity` are a series and no repetitions: a curve, intervals, a timeline.
+    """Whether the samples of `quantity` are a series and no repetitions: a curve, intervals, a
+    timeline.
 
     Of repetitions some say what all say; a series lacks what is left out.
     """

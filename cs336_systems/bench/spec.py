@@ -1,4 +1,5 @@
-"""What an experiment is: one class under `@problem` in a file of its name, and the list of all of them.
+"""What an experiment is: one class under `@problem` in a file of its name, and the list of all of
+them.
 
     @problem(title="Few queries: one head, or generated tokens", order=4)
     class FewQueries(Experiment):
@@ -11,15 +12,18 @@
         def measure(self, cell, run):               # in a process of its own, checked before it is timed
             yield Sample(row=self.rows[0], samples=[...], error=0.4)
 
-        tables = {"times": Pivot(down=("shape",), across="implementation", where={"quantity": "time"})}
-        figures = {"times": Bars(x="shape", y="median", color="implementation", where={"quantity": "time"})}
+        tables = {"times": Pivot(down=("shape",), across="implementation", where={"quantity":
+        "time"})}
+        figures = {"times": Bars(x="shape", y="median", color="implementation", where={"quantity":
+        "time"})}
 
-The file lies in `experiments/` where a handout has the problem, else in `experiments/beyond/`; these folders hold
-nothing else. It and `writeup/few_queries.md` are all there is: `list`, `run`, `report`, `compare` and the tests find
-both by themselves. A cell is what is attempted, isolated and resumed: a case and an implementation, or all of these
-`by_turns`. Its `rows` are promised before it runs, so that a cell that runs out of memory still leaves a record for
-each. docs/experiments.md is the recipe; mixed_precision_accumulation.py is the shortest example, attention_shapes.py a
-typical one.
+The file lies in `experiments/` where a handout has the problem, else in `experiments/beyond/`;
+these folders hold nothing else. It and `writeup/few_queries.md` are all there is: `list`, `run`,
+`report`, `compare` and the tests find both by themselves. A cell is what is attempted, isolated and
+resumed: a case and an implementation, or all of these `by_turns`. Its `rows` are promised before it
+runs, so that a cell that runs out of memory still leaves a record for each. docs/experiments.md is
+the recipe; mixed_precision_accumulation.py is the shortest example, attention_shapes.py a typical
+one.
 """
 
 from __future__ import annotations
@@ -42,14 +46,18 @@ if TYPE_CHECKING:
 
 
 PACKAGE = "cs336_systems.experiments"
-FOLDER = Path(__file__).resolve().parents[1] / "experiments"  # the problems of the handouts, one file each
+# the problems of the handouts, one file each
+FOLDER = Path(__file__).resolve().parents[1] / "experiments"
 BEYOND = "beyond"  # its folder of what no handout asks for
-Where = Mapping[str, Any]  # column -> a value, several in a tuple or list, or a function that says which
+# column -> a value, several in a tuple or list, or a function that says which
+Where = Mapping[str, Any]
 BY_TURNS = "by turns"  # a cell's implementation where it measures several
 
 
 class Unsupported(Exception):  # noqa: N818 - a reason for a row, not an error
-    """An implementation does not exist for a case; the message says why and becomes the `skipped` row's."""
+    """An implementation does not exist for a case; the message says why and becomes the `skipped`
+    row's.
+    """
 
 
 class Disagreement(Exception):  # noqa: N818
@@ -61,7 +69,8 @@ class Row:
     """One quantity that a cell promises to report."""
 
     mode: str  # forward, backward, forward_backward, train_step or collective: what is timed
-    quantity: str  # time, compile_time, peak_memory, ...; a series ends in _intervals or begins with timeline.
+    # time, compile_time, peak_memory, ...; a series ends in _intervals or begins with timeline.
+    quantity: str
     unit: str  # ms, s, MiB, "1" for a pure number, ...
     case: Any = None  # the config dataclass of this row, where it is not the cell's own
     implementation: str = ""  # whose it is, where the cell measures several by turns
@@ -76,7 +85,8 @@ class Sample:
     samples: Sequence[float] = ()
     kernel: str = ""  # the kernel or configuration that really ran
     error: float | None = None  # largest error over its bound, where the row's results were checked
-    status: Status = "skipped"  # of a row without samples, where others of its cell could be measured
+    # of a row without samples, where others of its cell could be measured
+    status: Status = "skipped"
     message: str = ""  # why it has none
 
 
@@ -88,13 +98,18 @@ class Cell:
     implementation: str  # of several BY_TURNS; no record has it
     rows: tuple[Row, ...]
     problem: str = ""  # under which its records are kept; filled in by `planned_cells`
-    measured_by: str = ""  # the experiment that measures it, where its records are kept under another name
-    fresh_process: bool = False  # measure in a process that has done nothing before (warm-up effects)
-    predicted_bytes: int = 0  # of the peak, by which a CPU run skips what cannot fit; filled in where accounting knows
+    # the experiment that measures it, where its records are kept under another name
+    measured_by: str = ""
+    # measure in a process that has done nothing before (warm-up effects)
+    fresh_process: bool = False
+    # of the peak, by which a CPU run skips what cannot fit; filled in where accounting knows
+    predicted_bytes: int = 0
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """Cells of one group are measured on one GPU, in one shard: those that tables compare or that share inputs."""
+        """Cells of one group are measured on one GPU, in one shard: those that tables compare or
+        that share inputs.
+        """
         if hasattr(self.case, "head_dim"):
             return (self.problem, self.case.dtype, self.case.head_dim)
         if hasattr(self.case, "model"):
@@ -108,8 +123,12 @@ class Cell:
 
     @property
     def alone(self) -> bool:
-        """Whether nothing else may run on the machine meanwhile: it has ranks of its own, or times the host."""
-        return hasattr(self.case, "num_ranks") or any(row.quantity == "host_time" for row in self.rows)
+        """Whether nothing else may run on the machine meanwhile: it has ranks of its own, or times
+        the host.
+        """
+        return hasattr(self.case, "num_ranks") or any(
+            row.quantity == "host_time" for row in self.rows
+        )
 
 
 def turns_cell(case: Any, implementations: Iterable[str], rows: Iterable[Row]) -> Cell:
@@ -137,9 +156,11 @@ class DeclaredFigure(Protocol):
 
 
 class Experiment:
-    """Base of every experiment. `cases` and `measure` are needed, or `cells` instead of `cases`; the rest has defaults.
+    """Base of every experiment. `cases` and `measure` are needed, or `cells` instead of `cases`;
+    the rest has defaults.
 
-    `tables` and `figures` are declared by name: the page shows them with `{{ table("times") }}`, files carry it.
+    `tables` and `figures` are declared by name: the page shows them with `{{ table("times") }}`,
+    files carry it.
     """
 
     name: ClassVar[str]
@@ -151,9 +172,12 @@ class Experiment:
 
     implementations: tuple[str, ...] = ("eager",)
     rows: tuple[Row, ...] = ()  # of each cell, unless `cells` gives others
-    takes: str = ""  # what `run --implementation package.module:Name` may be here: attention, ddp, fsdp; "": nothing
-    by_turns: bool = False  # one cell measures all implementations of a case, round by round: ratios are within rounds
-    speeds: Mapping[str, Where] = {}  # column -> of which rows a row is how many times as fast, in the same case
+    # what `run --implementation package.module:Name` may be here: attention, ddp, fsdp; "": nothing
+    takes: str = ""
+    # one cell measures all implementations of a case, round by round: ratios are within rounds
+    by_turns: bool = False
+    # column -> of which rows a row is how many times as fast, in the same case
+    speeds: Mapping[str, Where] = {}
     tables: Mapping[str, DeclaredTable] = {}
     figures: Mapping[str, DeclaredFigure] = {}
 
@@ -166,19 +190,28 @@ class Experiment:
         return self.implementations
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """All of `names` on every case, each with those of `rows` that the device has; override where they differ."""
+        """All of `names` on every case, each with those of `rows` that the device has; override
+        where they differ.
+        """
         rows = tuple(row for row in self.rows if run.device == "cuda" or not row.gpu_only)
         names = self.names(run)
         if self.by_turns:
             return [turns_cell(case, names, rows) for case in self.cases(run)]
-        return [Cell(case=case, implementation=name, rows=rows) for case in self.cases(run) for name in names]
+        return [
+            Cell(case=case, implementation=name, rows=rows)
+            for case in self.cases(run)
+            for name in names
+        ]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """Measure `cell`, checking before timing; raises Unsupported or Disagreement, passes OutOfMemoryError."""
+        """Measure `cell`, checking before timing; raises Unsupported or Disagreement, passes
+        OutOfMemoryError.
+        """
         raise NotImplementedError(f"{type(self).__name__} measures nothing")
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Columns of its own for the frame, from a row that has the case's fields: `{"shape": "1 x 16 x 64"}`.
+        """Columns of its own for the frame, from a row that has the case's fields:
+        `{"shape": "1 x 16 x 64"}`.
 
         A record for which it raises KeyError, ValueError or TypeError is left out with a warning.
         """
@@ -215,12 +248,19 @@ _loaded: dict[str, Experiment] = {}  # by name, of the files imported so far
 
 
 def problem(*, title: str = "", order: float = 0) -> Callable[[E], E]:
-    """Make a class the experiment of its file. Of a handout's problem the handout says title, section and points."""
+    """Make a class the experiment of its file. Of a handout's problem the handout says title,
+    section and points.
+    """
 
     def mark(cls: E) -> E:
         cls.name, cls.title, cls.order = cls.__module__.rpartition(".")[2], title, order
         if known := HANDOUT.get(cls.name):
-            cls.title, cls.section, cls.editions, cls.points = known.title, known.section, known.editions, known.points
+            cls.title, cls.section, cls.editions, cls.points = (
+                known.title,
+                known.section,
+                known.editions,
+                known.points,
+            )
         elif not title:
             raise ValueError(f"{cls.name} is no handout's problem: @problem needs its title")
         _loaded[cls.name] = cls()
@@ -231,14 +271,22 @@ def problem(*, title: str = "", order: float = 0) -> Callable[[E], E]:
 
 @cache
 def experiments() -> dict[str, Experiment]:
-    """Every file with a class under `@problem` by name, the handouts' in their order, then those beyond."""
+    """Every file with a class under `@problem` by name, the handouts' in their order, then those
+    beyond.
+    """
     return {name: load(name) for name in outlines()}
 
 
 @cache
 def outlines() -> dict[str, Outline]:
-    """`experiments`, as far as their files say it without being imported: a list need not wait for PyTorch."""
-    found = {file.stem: _outline(file) for folder in (FOLDER, FOLDER / BEYOND) for file in folder.glob("[!_]*.py")}
+    """`experiments`, as far as their files say it without being imported: a list need not wait for
+    PyTorch.
+    """
+    found = {
+        file.stem: _outline(file)
+        for folder in (FOLDER, FOLDER / BEYOND)
+        for file in folder.glob("[!_]*.py")
+    }
     places = list(HANDOUT)
 
     def place(name: str) -> tuple[float, float, str]:
@@ -248,19 +296,31 @@ def outlines() -> dict[str, Outline]:
 
 
 def _outline(file: Path) -> Outline:
-    """What `@problem(title=..., order=...)` and the class below it say; ValueError where they are no constants."""
+    """What `@problem(title=..., order=...)` and the class below it say; ValueError where they are
+    no constants.
+    """
     name = file.stem
     if file != file_of(name):
-        raise ValueError(f"{file.name} belongs into {file_of(name).parent.name}/: HANDOUT says whose problem it is")
+        raise ValueError(
+            f"{file.name} belongs into {file_of(name).parent.name}/: HANDOUT says whose problem it is"
+        )
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if not isinstance(node, ast.ClassDef):
             continue
         for mark in node.decorator_list:
-            if isinstance(mark, ast.Call) and isinstance(mark.func, ast.Name) and mark.func.id == "problem":
+            if (
+                isinstance(mark, ast.Call)
+                and isinstance(mark.func, ast.Name)
+                and mark.func.id == "problem"
+            ):
                 given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in mark.keywords}
                 title = HANDOUT[name].title if name in HANDOUT else given.get("title", "")
                 bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-                return Outline(title=title, order=given.get("order", 0), is_measured=Calculation.__name__ not in bases)
+                return Outline(
+                    title=title,
+                    order=given.get("order", 0),
+                    is_measured=Calculation.__name__ not in bases,
+                )
     raise ValueError(f"{name}.py has no class under @problem")
 
 

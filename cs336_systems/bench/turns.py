@@ -1,13 +1,16 @@
-"""Implementations measured by turns, so that what changes a machine for a while changes all of them.
+"""Implementations measured by turns, so that what changes a machine for a while changes all of
+them.
 
-A round is a turn of each implementation in each mode. Two rounds in a row go through them in opposite orders, and the
-next two begin with the next one, so that each comes as often in each place. Ratios are of one round, and the middle
-one of the rounds counts.
+A round is a turn of each implementation in each mode. Two rounds in a row go through them in
+opposite orders, and the next two begin with the next one, so that each comes as often in each
+place. Ratios are of one round, and the middle one of the rounds counts.
 
-`long_turn` is for large kernels. Such a kernel runs at the clock that the power limit leaves it, and that clock
-moves with the GPU's temperature and with the host's other GPUs: implementations measured seconds apart have ratios that
-differ by a percent or two from run to run. The turns are so short that a round sees one machine, and so long that each
-runs at the clock of its own power. Between calls the cache is not overwritten.
+`long_turn` is for large kernels. Such a kernel runs at the clock that the power limit leaves it,
+and that clock
+moves with the GPU's temperature and with the host's other GPUs: implementations measured seconds
+apart have ratios that differ by a percent or two from run to run. The turns are so short that a
+round sees one machine, and so long that each runs at the clock of its own power. Between calls the
+cache is not overwritten.
 """
 
 import math
@@ -25,12 +28,14 @@ from cs336_systems.measure.timing import time_in_a_row
 SETTLE_MS = 60.0
 TIMED_MS = 50.0
 ROUNDS = {"cpu": 3, "cuda": 12}
-MOST_CALLS = 20  # in a row or a graph: a GPU queues a thousand launches before the host waits, and a call makes ten
+# in a row or a graph: a GPU queues a thousand launches before the host waits, and a call makes ten
+MOST_CALLS = 20
 GRAPH_MS = 2.0  # of a graph's calls, beside which its launch takes nothing
 
 P = TypeVar("P")
 Call = Callable[[], object]  # what is timed
-Turn = Callable[[], dict[str, float]]  # takes one, at whose end the device is idle; milliseconds a call by quantity
+# takes one, at whose end the device is idle; milliseconds a call by quantity
+Turn = Callable[[], dict[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +50,8 @@ class Player:
 
 
 def play(players: Sequence[Player], num_rounds: int) -> dict[tuple[str, str, str], list[float]]:
-    """Milliseconds a call by (name, mode, quantity), one for each round, after one round that is not kept.
+    """Milliseconds a call by (name, mode, quantity), one for each round, after one round that is
+    not kept.
 
     Samples of one round have the same place in every list.
     """
@@ -62,7 +68,9 @@ def play(players: Sequence[Player], num_rounds: int) -> dict[tuple[str, str, str
 
 
 def in_order(players: Sequence[P], number: int) -> list[P]:
-    """Who comes after whom in round `number`: begun by the next one every other round, backwards in between."""
+    """Who comes after whom in round `number`: begun by the next one every other round, backwards in
+    between.
+    """
     first = number // 2 % len(players)
     ordered = [*players[first:], *players[:first]]
     return ordered[::-1] if number % 2 else ordered
@@ -87,7 +95,8 @@ def captured(call: Call, count: int = MOST_CALLS) -> torch.cuda.CUDAGraph:
     """`count` calls in a row as a CUDA graph."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):  # what runs for the first time loads code, which no graph can hold
+    # what runs for the first time loads code, which no graph can hold
+    with torch.cuda.stream(aside):
         for _ in range(3):
             call()
     torch.cuda.current_stream().wait_stream(aside)

@@ -1,9 +1,11 @@
-"""The process that measures cells, so that an out-of-memory, a kernel fault or a hang costs one cell and no sweep.
+"""The process that measures cells, so that an out-of-memory, a kernel fault or a hang costs one
+cell and no sweep.
 
-Parent side: `Worker.measure(cell)` returns an `Outcome`; a worker that died or ran out of time is replaced before the
-next cell. Child side: `_serve` answers cells over a pipe until told to stop. An out-of-memory is caught and the
-process goes on with its memory given back; any other error ends the process, since a CUDA fault leaves its context
-unusable, and travels to the parent as its last message.
+Parent side: `Worker.measure(cell)` returns an `Outcome`; a worker that died or ran out of time is
+replaced before the next cell. Child side: `_serve` answers cells over a pipe until told to stop. An
+out-of-memory is caught and the process goes on with its memory given back; any other error ends the
+process, since a CUDA fault leaves its context unusable, and travels to the parent as its last
+message.
 """
 
 import gc
@@ -23,8 +25,10 @@ from cs336_systems.config import RunConfig
 START_TIMEOUT_S = 300  # importing torch on a cold disk
 STOP_TIMEOUT_S = 10
 READY = "ready"
-USED_UP = "used up"  # a child's answer to a cell that it must not measure, since its memory is not empty
-# Of the GPU's memory, what a process may still hold when a case begins: workspaces of cuBLAS, of kernels, of Triton.
+# a child's answer to a cell that it must not measure, since its memory is not empty
+USED_UP = "used up"
+# Of the GPU's memory, what a process may still hold when a case begins: workspaces of cuBLAS, of
+# kernels, of Triton.
 MOST_HELD_BYTES = 256 * 2**20
 
 
@@ -33,13 +37,17 @@ class Outcome:
     """What a cell came to: the measurements it got to, and why the rest is missing."""
 
     measurements: list[Sample] = field(default_factory=list)
-    status: Status = "ok"  # of the rows without a measurement: ok (there are none), oom, failed or skipped
+    # of the rows without a measurement: ok (there are none), oom, failed or skipped
+    status: Status = "ok"
     message: str = ""
-    held_bytes: int | None = None  # of the GPU's memory, by the process as the cell began; None: not counted
+    # of the GPU's memory, by the process as the cell began; None: not counted
+    held_bytes: int | None = None
 
 
 class Worker:
-    """A child process for cells. `log` takes what libraries print there (compiler warnings, tracebacks)."""
+    """A child process for cells. `log` takes what libraries print there (compiler warnings,
+    tracebacks).
+    """
 
     def __init__(self, run: RunConfig, log: Path, interpret: bool) -> None:
         self.run, self.log, self.interpret = run, log, interpret
@@ -97,11 +105,14 @@ class Worker:
         self.process = self.pipe = None
 
     def _start(self) -> None:
-        # Python's resource tracker warns of the semaphores that a killed process leaves; it removes them all the same.
+        # Python's resource tracker warns of the semaphores that a killed process leaves; it removes
+        # them all the same.
         os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
         context = multiprocessing.get_context("spawn")
         self.pipe, child_pipe = context.Pipe()
-        self.process = context.Process(target=_serve, args=(child_pipe, self.run, self.log, self.interpret))
+        self.process = context.Process(
+            target=_serve, args=(child_pipe, self.run, self.log, self.interpret)
+        )
         self.process.start()
         child_pipe.close()  # so that the parent sees the end of the pipe when the child dies
         try:
@@ -131,7 +142,8 @@ def outcome_of(error: BaseException) -> Outcome:
 def search_current_folder() -> None:
     """Let a user's own model be found where the command was typed.
 
-    Last, so that no file of theirs (a `sympy.py`, a `triton.py`) takes the place of an installed package.
+    Last, so that no file of theirs (a `sympy.py`, a `triton.py`) takes the place of an installed
+    package.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -149,7 +161,8 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
     if interpret:
         from cs336_systems.device import interpret_kernels
 
-        interpret_kernels()  # before triton is imported: its own jitted functions must be interpreted, too
+        # before triton is imported: its own jitted functions must be interpreted, too
+        interpret_kernels()
     import torch
     import torch._dynamo
     import torch._functorch.config
@@ -157,15 +170,22 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
     from cs336_systems.distributed.spawn import end_with_parent
 
     end_with_parent()
-    # A backward is timed several times on one graph, which donated buffers would not survive; a sweep over lengths and
-    # head dims compiles more variants of one function than the default limit allows.
+    # A backward is timed several times on one graph, which donated buffers would not survive; a
+    # sweep over lengths and head dims compiles more variants of one function than the default limit
+    # allows.
     torch._functorch.config.donated_buffer = False
     torch._dynamo.config.recompile_limit = 64
 
     from cs336_systems.bench.spec import load
-    from cs336_systems.measure.allocations import forget_case, held_bytes, one_out_of_memory_error, release
+    from cs336_systems.measure.allocations import (
+        forget_case,
+        held_bytes,
+        one_out_of_memory_error,
+        release,
+    )
 
-    # What is imported stays: left to the collector it would be gone through several times a cell, for 0.2 s each.
+    # What is imported stays: left to the collector it would be gone through several times a cell,
+    # for 0.2 s each.
     gc.collect()
     gc.freeze()
     pipe.send(READY)
@@ -177,14 +197,18 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
             return
         if cell is None:
             return
-        if cell.problem != problem:  # first calls compile, whatever another problem has compiled before
+        # first calls compile, whatever another problem has compiled before
+        if cell.problem != problem:
             problem = cell.problem
             torch._dynamo.reset()
         if cell.case != case and case is not None:  # a case's implementations share tensors
             forget_case()
             release(run.device)
             if (held_bytes(run.device) or 0) > MOST_HELD_BYTES:
-                print(f"{held_bytes(run.device):,} bytes are left of {case}: going on in a new process", flush=True)
+                print(
+                    f"{held_bytes(run.device):,} bytes are left of {case}: going on in a new process",
+                    flush=True,
+                )
                 pipe.send(USED_UP)
                 return
         case = cell.case
@@ -194,10 +218,13 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
             with one_out_of_memory_error():
                 for measurement in load(cell.measured_by or problem).measure(cell, run):
                     if not isinstance(measurement, Sample):
-                        raise TypeError(f"measure must yield Samples, got a {type(measurement).__name__}")
+                        raise TypeError(
+                            f"measure must yield Samples, got a {type(measurement).__name__}"
+                        )
                     pipe.send(measurement)
         except (Unsupported, ModuleNotFoundError, torch.OutOfMemoryError, Disagreement) as error:
-            outcome = outcome_of(error)  # the process is sound; where it failed it is ended all the same
+            # the process is sound; where it failed it is ended all the same
+            outcome = outcome_of(error)
         except BaseException as error:
             traceback.print_exc()
             pipe.send(replace(outcome_of(error), held_bytes=held))

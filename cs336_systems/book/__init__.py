@@ -1,1 +1,3 @@
-"""From samples to what is read: frames, tables, figures, pages, the report, and the comparison of two runs."""
+"""From samples to what is read: frames, tables, figures, pages, the report, and the comparison of
+two runs.
+"""

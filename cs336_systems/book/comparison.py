@@ -3,21 +3,26 @@
     comparison = compare_records(read_all(base), read_all(target), threshold_percent=1.5)
     comparison.with_verdict("regression"), comparison.missing, exit_code(comparison)
 
-A row is one key of a record (problem, case, implementation, mode, quantity). Its change is that of the medians. The
-interval is the change plus and minus t standard errors, which come from resampling the raw samples of both sides
-(a bootstrap over blocks of neighbouring samples, since samples taken one after the other drift together; Künsch 1989).
-t is Student's at a confidence shared among all rows (Bonferroni): five samples a side have a smallest p-value of 1/252,
-so that plain percentile intervals would find a regression in every large comparison by chance.
+A row is one key of a record (problem, case, implementation, mode, quantity). Its change is that of
+the medians. The interval is the change plus and minus t standard errors, which come from resampling
+the raw samples of both sides
+(a bootstrap over blocks of neighbouring samples, since samples taken one after the other drift
+together; Künsch 1989). t is Student's at a confidence shared among all rows (Bonferroni): five
+samples a side have a smallest p-value of 1/252, so that plain percentile intervals would find a
+regression in every large comparison by chance.
 
-A regression is a change for the worse that is over the threshold and whose whole interval is for the worse; over the
-threshold alone it is noise. The draws are seeded by the row's key: the same records always give the same answer.
+A regression is a change for the worse that is over the threshold and whose whole interval is for
+the worse; over the threshold alone it is noise. The draws are seeded by the row's key: the same
+records always give the same answer.
 
-Small changes that all rows of an implementation share drown in intervals so wide. So there is a verdict on each group,
-a quantity of an implementation of a problem: on the geometric mean of the ratios of its times or rates. Its interval
-comes from resampling the cases, each with all of its rows, whose ratios scatter by what differs from run to run and by
-the noise of the samples (t with one degree less than there are cases); it is never narrower than resampling the samples
-of every row says. A group has regressed where the whole interval lies beyond the threshold. The confidence is shared
-among the groups; rows and groups each take half of the errors that the family confidence allows.
+Small changes that all rows of an implementation share drown in intervals so wide. So there is a
+verdict on each group, a quantity of an implementation of a problem: on the geometric mean of the
+ratios of its times or rates. Its interval comes from resampling the cases, each with all of its
+rows, whose ratios scatter by what differs from run to run and by the noise of the samples (t with
+one degree less than there are cases); it is never narrower than resampling the samples of every row
+says. A group has regressed where the whole interval lies beyond the threshold. The confidence is
+shared among the groups; rows and groups each take half of the errors that the family confidence
+allows.
 """
 
 import hashlib
@@ -50,7 +55,8 @@ TIME_UNITS = ("ms", "s")
 RATE_UNITS = ("GB/s", "TFLOP/s")  # where more is better; of times and memory less is
 NO_COST = "neither a time nor memory"
 JUDGED_UNITS = (*TIME_UNITS, *RATE_UNITS, "MiB")  # of everything else no change is a cost
-RANKED = re.compile(r"(other_)?kernel_\d+_(time|calls)")  # quantities of whichever kernel has this rank in a profile
+# quantities of whichever kernel has this rank in a profile
+RANKED = re.compile(r"(other_)?kernel_\d+_(time|calls)")
 EXIT_REGRESSION, EXIT_INCOMPLETE = 1, 2
 
 
@@ -73,7 +79,9 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class ComparedGroup:
-    """One quantity of an implementation over all cases and modes of a problem: the geometric mean of its changes."""
+    """One quantity of an implementation over all cases and modes of a problem: the geometric mean
+    of its changes.
+    """
 
     key: tuple[str, ...]  # problem, scale, implementation, quantity
     num_rows: int
@@ -86,7 +94,9 @@ class ComparedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All rows of two sets of records, and the keys that only one side has or that one side has twice."""
+    """All rows of two sets of records, and the keys that only one side has or that one side has
+    twice.
+    """
 
     rows: tuple[ComparedRow, ...]
     groups: tuple[ComparedGroup, ...] = ()  # of at least MIN_GROUP_CASES cases
@@ -108,7 +118,8 @@ class Comparison:
 
 
 def record_files(path: Path, problem: str | None = None) -> list[Path]:
-    """The record files that `path` means: itself, those of a results folder, or of its only subfolder with records.
+    """The record files that `path` means: itself, those of a results folder, or of its only
+    subfolder with records.
 
     Raises ValueError where there is none, or where several results folders lie in `path`.
     """
@@ -128,7 +139,9 @@ def record_files(path: Path, problem: str | None = None) -> list[Path]:
 
 
 def read_all(path: Path, problem: str | None = None) -> list[Record]:
-    """Every record that `path` means (of `problem`), in the order written; ValueError where there is none."""
+    """Every record that `path` means (of `problem`), in the order written; ValueError where there
+    is none.
+    """
     found = [record for file in record_files(path, problem) for record in read_records(file)]
     records = [record for record in found if problem in (None, record.problem)]
     if not records:
@@ -137,10 +150,12 @@ def read_all(path: Path, problem: str | None = None) -> list[Record]:
 
 
 def pool(rounds: Sequence[Sequence[Record]]) -> list[Record]:
-    """One set of records from several rounds of the same measurement: the samples of a key, in the order of rounds.
+    """One set of records from several rounds of the same measurement: the samples of a key, in the
+    order of rounds.
 
-    A key that failed in any round is as it was there: its times are not those of something that works. A series (a loss
-    curve, intervals) is that of the first round: two behind one another are no series. ValueError if units differ.
+    A key that failed in any round is as it was there: its times are not those of something that
+    works. A series (a loss curve, intervals) is that of the first round: two behind one another are
+    no series. ValueError if units differ.
     """
     pooled: dict[tuple[str, ...], Record] = {}
     for record in (record for records in rounds for record in latest(records)):
@@ -148,18 +163,25 @@ def pool(rounds: Sequence[Sequence[Record]]) -> list[Record]:
         if before is None or (before.status == "ok" and record.status != "ok"):
             pooled[record.key] = record
         elif before.unit != record.unit:
-            raise ValueError(f"{record.quantity} of {record.implementation} is in {before.unit} and in {record.unit}")
+            raise ValueError(
+                f"{record.quantity} of {record.implementation} is in {before.unit} and in {record.unit}"
+            )
         elif before.status == record.status == "ok" and not is_series(record.quantity):
             pooled[record.key] = replace(before, samples=[*before.samples, *record.samples])
     return list(pooled.values())
 
 
 def compare_records(
-    base: Sequence[Record], target: Sequence[Record], *, threshold_percent: float = DEFAULT_THRESHOLD_PERCENT
+    base: Sequence[Record],
+    target: Sequence[Record],
+    *,
+    threshold_percent: float = DEFAULT_THRESHOLD_PERCENT,
 ) -> Comparison:
-    """Compare `target` with `base`; of a key that one side has twice the newest counts, and it is listed.
+    """Compare `target` with `base`; of a key that one side has twice the newest counts, and it is
+    listed.
 
-    Raises ValueError on no records, and where they are of several devices, whose times say nothing of each other.
+    Raises ValueError on no records, and where they are of several devices, whose times say nothing
+    of each other.
     """
     for name, records in (("base", base), ("target", target)):
         if not records:
@@ -167,7 +189,9 @@ def compare_records(
     devices = sorted({str(record.run.device.get("name")) for record in (*base, *target)})
     if len(devices) > 1:
         raise ValueError(f"records of different devices cannot be compared: {', '.join(devices)}")
-    before, after = ({record.key: record for record in latest(records)} for records in (base, target))
+    before, after = (
+        {record.key: record for record in latest(records)} for records in (base, target)
+    )
     shared = [key for key in before if key in after]
     confidence = _shared_confidence(len(shared))
     rows = tuple(_compare(before[key], after[key], threshold_percent, confidence) for key in shared)
@@ -183,30 +207,38 @@ def compare_records(
 
 
 def exit_code(comparison: Comparison, fail_on: FailOn = "regression") -> int:
-    """0 if all is well; 2 if rows are missing, extra or doubled; 1 on a regression, or with `any` on any change.
+    """0 if all is well; 2 if rows are missing, extra or doubled; 1 on a regression, or with `any`
+    on any change.
 
-    Rows and groups count alike. With `none` always 0. An incomplete comparison is 2 also where a row regressed: what is
-    missing may hide more.
+    Rows and groups count alike. With `none` always 0. An incomplete comparison is 2 also where a
+    row regressed: what is missing may hide more.
     """
     if fail_on == "none":
         return 0
     if not comparison.complete:
         return EXIT_INCOMPLETE
-    verdicts: tuple[Verdict, ...] = ("regression", "improvement") if fail_on == "any" else ("regression",)
-    changed = any(comparison.with_verdict(verdict) or comparison.groups_with(verdict) for verdict in verdicts)
+    verdicts: tuple[Verdict, ...] = (
+        ("regression", "improvement") if fail_on == "any" else ("regression",)
+    )
+    changed = any(
+        comparison.with_verdict(verdict) or comparison.groups_with(verdict) for verdict in verdicts
+    )
     return EXIT_REGRESSION if changed else 0
 
 
 def bootstrap_change(
     base: Sequence[float], target: Sequence[float], *, confidence: float, seed: int
 ) -> tuple[float, float]:
-    """Interval of median(target) / median(base) - 1 at `confidence`; the median of `base` must not be 0.
+    """Interval of median(target) / median(base) - 1 at `confidence`; the median of `base` must not
+    be 0.
 
-    The standard error is that of `NUM_RESAMPLES` draws with replacement, blocks of neighbouring samples at a time, as
-    many in a block as the cube root of their number.
+    The standard error is that of `NUM_RESAMPLES` draws with replacement, blocks of neighbouring
+    samples at a time, as many in a block as the cube root of their number.
     """
     generator = np.random.default_rng(seed)
-    before, after = (_resampled_medians(samples, generator, NUM_RESAMPLES) for samples in (base, target))
+    before, after = (
+        _resampled_medians(samples, generator, NUM_RESAMPLES) for samples in (base, target)
+    )
     usable = before != 0
     error = float(np.std(after[usable] / before[usable], ddof=1)) if usable.sum() > 1 else math.inf
     margin = student.ppf((1 + confidence) / 2, max(1, len(base) + len(target) - 2)) * error
@@ -219,28 +251,44 @@ def _shared_confidence(number: int) -> float:
     return 1 - (1 - FAMILY_CONFIDENCE) / 2 / max(1, number)
 
 
-def _resampled_medians(values: Sequence[float], generator: np.random.Generator, num_resamples: int) -> np.ndarray:
+def _resampled_medians(
+    values: Sequence[float], generator: np.random.Generator, num_resamples: int
+) -> np.ndarray:
     samples, count = np.asarray(values, dtype=float), len(values)
     block = max(1, round(count ** (1 / 3)))
     num_blocks = -(-count // block)
     starts = generator.integers(count, size=(num_resamples, num_blocks, 1))
-    indices = ((starts + np.arange(block)) % count).reshape(num_resamples, -1)[:, :count]  # circular
+    # circular
+    indices = ((starts + np.arange(block)) % count).reshape(num_resamples, -1)[:, :count]
     return np.median(samples[indices], axis=1)
 
 
-def _compare(base: Record, target: Record, threshold_percent: float, confidence: float) -> ComparedRow:
+def _compare(
+    base: Record, target: Record, threshold_percent: float, confidence: float
+) -> ComparedRow:
     """The verdict on one row."""
     if base.status != "ok" or target.status != "ok":
         return _compare_statuses(base, target)
     if base.unit != target.unit:
-        return ComparedRow(base, target, "not compared", reason=f"different units: {base.unit} and {target.unit}")
+        return ComparedRow(
+            base, target, "not compared", reason=f"different units: {base.unit} and {target.unit}"
+        )
     if "interpreter" in base.kernel or "interpreter" in target.kernel:
-        return ComparedRow(base, target, "not compared", reason="interpreted kernels run at no meaningful speed")
+        return ComparedRow(
+            base, target, "not compared", reason="interpreted kernels run at no meaningful speed"
+        )
     if RANKED.fullmatch(base.quantity) and base.kernel != target.kernel:
-        return ComparedRow(base, target, "not compared", reason=f"another kernel: {target.kernel}, was {base.kernel}")
+        return ComparedRow(
+            base,
+            target,
+            "not compared",
+            reason=f"another kernel: {target.kernel}, was {base.kernel}",
+        )
     if base.unit not in JUDGED_UNITS or is_series(base.quantity):
         same = base.samples == target.samples
-        return ComparedRow(base, target, "unchanged" if same else "not compared", reason="" if same else NO_COST)
+        return ComparedRow(
+            base, target, "unchanged" if same else "not compared", reason="" if same else NO_COST
+        )
     sign = _sign_of_worse(base)
     before, after = median(base.samples), median(target.samples)
     if before == 0:
@@ -251,13 +299,21 @@ def _compare(base: Record, target: Record, threshold_percent: float, confidence:
     if noisy and min(len(base.samples), len(target.samples)) < MIN_NOISY_SAMPLES:
         counts = f"too few samples: {len(base.samples)} and {len(target.samples)} samples say nothing of their noise"
         return ComparedRow(base, target, "not compared", change, reason=counts)
-    ends = bootstrap_change(base.samples, target.samples, confidence=confidence, seed=_seed_of(base.key))
+    ends = bootstrap_change(
+        base.samples, target.samples, confidence=confidence, seed=_seed_of(base.key)
+    )
     low, high = sorted(100 * sign * end for end in ends)
-    return ComparedRow(base, target, _verdict(change, low, high, threshold_percent, beyond=0.0), change, low, high)
+    return ComparedRow(
+        base, target, _verdict(change, low, high, threshold_percent, beyond=0.0), change, low, high
+    )
 
 
-def _verdict(change: float, low: float, high: float, threshold_percent: float, *, beyond: float) -> Verdict:
-    """What a change over the threshold is, whose whole interval must lie `beyond` so many percent to be real."""
+def _verdict(
+    change: float, low: float, high: float, threshold_percent: float, *, beyond: float
+) -> Verdict:
+    """What a change over the threshold is, whose whole interval must lie `beyond` so many percent
+    to be real.
+    """
     if abs(change) <= threshold_percent:
         return "unchanged"
     if low > beyond:
@@ -274,16 +330,23 @@ def _seed_of(key: Iterable[str]) -> int:
     return int.from_bytes(hashlib.sha256("\n".join(key).encode()).digest()[:8], "big")
 
 
-def _compare_groups(rows: Iterable[ComparedRow], threshold_percent: float) -> tuple[ComparedGroup, ...]:
+def _compare_groups(
+    rows: Iterable[ComparedRow], threshold_percent: float
+) -> tuple[ComparedGroup, ...]:
     """The verdict on each group that has enough cases, in the order of their first rows."""
-    by_group: dict[tuple[str, ...], dict[str, list[ComparedRow]]] = defaultdict(lambda: defaultdict(list))
+    by_group: dict[tuple[str, ...], dict[str, list[ComparedRow]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for row in rows:
         if _has_ratio(row):
             problem, scale, implementation, case, _, quantity = row.key
             by_group[problem, scale, implementation, quantity][case].append(row)
     enough = {group: cases for group, cases in by_group.items() if len(cases) >= MIN_GROUP_CASES}
     confidence = _shared_confidence(len(enough))
-    return tuple(_compare_group(group, cases, threshold_percent, confidence) for group, cases in enough.items())
+    return tuple(
+        _compare_group(group, cases, threshold_percent, confidence)
+        for group, cases in enough.items()
+    )
 
 
 def _has_ratio(row: ComparedRow) -> bool:
@@ -293,7 +356,10 @@ def _has_ratio(row: ComparedRow) -> bool:
 
 
 def _compare_group(
-    group: tuple[str, ...], cases: dict[str, list[ComparedRow]], threshold_percent: float, confidence: float
+    group: tuple[str, ...],
+    cases: dict[str, list[ComparedRow]],
+    threshold_percent: float,
+    confidence: float,
 ) -> ComparedGroup:
     generator = np.random.default_rng(_seed_of(group))
     in_order = [sorted(cases[case], key=lambda row: row.key) for case in sorted(cases)]
@@ -304,37 +370,49 @@ def _compare_group(
     # cases
     picks = generator.integers(len(cases), size=(NUM_RESAMPLES, len(cases)))
     of_cases = float(np.std(sums[picks].sum(axis=1) / counts[picks].sum(axis=1), ddof=1))
-    of_cases *= math.sqrt(len(cases) / (len(cases) - 1))  # n values resampled have (n - 1) / n of their variance
+    # n values resampled have (n - 1) / n of their variance
+    of_cases *= math.sqrt(len(cases) / (len(cases) - 1))
     # samples
     drawn = np.zeros(NUM_GROUP_RESAMPLES)
     for row in rows:
         before, after = (
-            _resampled_medians(record.samples, generator, NUM_GROUP_RESAMPLES) for record in (row.base, row.target)
+            _resampled_medians(record.samples, generator, NUM_GROUP_RESAMPLES)
+            for record in (row.base, row.target)
         )
         drawn += _sign_of_worse(row.base) * np.log(after / before) / len(rows)
     of_samples = float(np.std(drawn, ddof=1))
     degrees_of_samples = sum(len(row.base.samples) + len(row.target.samples) - 2 for row in rows)
     errors = {len(cases) - 1: of_cases, degrees_of_samples: of_samples}
-    margin = max(student.ppf((1 + confidence) / 2, degrees) * error for degrees, error in errors.items())
-    change, low, high = (100 * math.expm1(min(value, 700.0)) for value in (mean, mean - margin, mean + margin))
+    margin = max(
+        student.ppf((1 + confidence) / 2, degrees) * error for degrees, error in errors.items()
+    )
+    change, low, high = (
+        100 * math.expm1(min(value, 700.0)) for value in (mean, mean - margin, mean + margin)
+    )
     verdict = _verdict(change, low, high, threshold_percent, beyond=threshold_percent)
     return ComparedGroup(group, len(rows), len(cases), verdict, change, low, high)
 
 
 def _log_ratio(row: ComparedRow) -> float:
     """Logarithm of how many times worse the target is."""
-    return _sign_of_worse(row.base) * math.log(median(row.target.samples) / median(row.base.samples))
+    return _sign_of_worse(row.base) * math.log(
+        median(row.target.samples) / median(row.base.samples)
+    )
 
 
 def _compare_statuses(base: Record, target: Record) -> ComparedRow:
-    """What could be measured before and cannot now is a regression; the other way round it is an improvement."""
+    """What could be measured before and cannot now is a regression; the other way round it is an
+    improvement.
+    """
     reason = f"{base.status}, now {target.status}"
     message = target.message or base.message
     if base.status == target.status:
         return ComparedRow(base, target, "unchanged", reason=base.status)
     if base.status == "ok":
         return ComparedRow(base, target, "regression", reason=f"{reason}: {message}")
-    return ComparedRow(base, target, "improvement" if target.status == "ok" else "unchanged", reason=reason)
+    return ComparedRow(
+        base, target, "improvement" if target.status == "ok" else "unchanged", reason=reason
+    )
 
 
 def _repeated(records: Iterable[Record]) -> list[tuple[str, ...]]:
@@ -342,7 +420,9 @@ def _repeated(records: Iterable[Record]) -> list[tuple[str, ...]]:
 
 
 def _differences(base: Sequence[Record], target: Sequence[Record]) -> list[str]:
-    """Drivers, versions and seeds that the sides do not share: they may explain a change better than the code does."""
+    """Drivers, versions and seeds that the sides do not share: they may explain a change better
+    than the code does.
+    """
     notes = []
     described = {
         "driver": lambda record: str(record.run.device.get("driver")),
@@ -353,5 +433,7 @@ def _differences(base: Sequence[Record], target: Sequence[Record]) -> list[str]:
     for name, of in described.items():
         sides = [sorted({of(record) for record in records}) for records in (base, target)]
         if sides[0] != sides[1]:
-            notes.append(f"{name}: {', '.join(sides[0])} in the base, {', '.join(sides[1])} in the target")
+            notes.append(
+                f"{name}: {', '.join(sides[0])} in the base, {', '.join(sides[1])} in the target"
+            )
     return notes

@@ -3,13 +3,14 @@
     frame = load_frame(load("attention_shapes"), read_records(path))
     pick(frame, {"quantity": "time", "mode": "forward", "implementation": ("hopper", "triton")})
 
-Columns: those of a record (implementation, mode, quantity, unit, status, message, kernel, error, run); `samples`, the
-raw ones, and `count`, `median`, `low`, `high` (quartiles), `mean`, `std` of them in the row's unit; every field of the
-case by its name (`seqlen_q`), of nested ones `model` (its name), `model.d_model`, `precision` ("bfloat16 autocast");
-`device`, its name; `interpreted`, of a time that Triton's interpreter took, which has no samples here; `by_turns`,
-whether a sample is a round's; `place`, the implementation's among the experiment's; `promised`, whether the experiment
-promises the row; `position`, the record's among those given, the newest last; and what the experiment's `columns` adds.
-Rows stand in the order in which the experiment lists its cells.
+Columns: those of a record (implementation, mode, quantity, unit, status, message, kernel, error,
+run); `samples`, the raw ones, and `count`, `median`, `low`, `high` (quartiles), `mean`, `std` of
+them in the row's unit; every field of the case by its name (`seqlen_q`), of nested ones `model`
+(its name), `model.d_model`, `precision` ("bfloat16 autocast"); `device`, its name; `interpreted`,
+of a time that Triton's interpreter took, which has no samples here; `by_turns`, whether a sample is
+a round's; `place`, the implementation's among the experiment's; `promised`, whether the experiment
+promises the row; `position`, the record's among those given, the newest last; and what the
+experiment's `columns` adds. Rows stand in the order in which the experiment lists its cells.
 """
 
 import math
@@ -25,7 +26,13 @@ from cs336_systems.bench.placing import UNREADABLE, place_records, plan_for, war
 from cs336_systems.bench.records import Record, case_key, is_series
 from cs336_systems.bench.spec import Calculation, Experiment, Where
 
-UNITS = {("MiB", "GiB"): 1 / 1024, ("s", "ms"): 1e3, ("ms", "s"): 1e-3, ("ms", "µs"): 1e3, ("s", "µs"): 1e6}
+UNITS = {
+    ("MiB", "GiB"): 1 / 1024,
+    ("s", "ms"): 1e3,
+    ("ms", "s"): 1e-3,
+    ("ms", "µs"): 1e3,
+    ("s", "µs"): 1e6,
+}
 INTERPRETED = "interpreter"  # begins what a record says of a kernel that ran in Triton's
 STATISTICS = ("median", "low", "high", "mean", "std")
 
@@ -33,8 +40,9 @@ STATISTICS = ("median", "low", "high", "mean", "std")
 def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFrame:
     """The newest record of each key as a frame.
 
-    A record that the experiment cannot place or read is left out with a warning. Raises ValueError where records come
-    from several devices or scales: numbers of two machines in one table invite a comparison that says nothing.
+    A record that the experiment cannot place or read is left out with a warning. Raises ValueError
+    where records come from several devices or scales: numbers of two machines in one table invite a
+    comparison that says nothing.
     """
     given = list(records)
     for what, values in (
@@ -42,21 +50,33 @@ def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFram
         ("scales", {record.run.scale for record in given}),
     ):
         if len(values) > 1:
-            raise ValueError(f"records of different {what} cannot share a table: {', '.join(sorted(values))}")
+            raise ValueError(
+                f"records of different {what} cannot share a table: {', '.join(sorted(values))}"
+            )
     if not given:
         return pd.DataFrame()
     plan = plan_for(experiment, given)
-    newest: dict[tuple[str, ...], dict[str, Any]] = {}  # by key, the keys in the order in which they first appeared
+    # by key, the keys in the order in which they first appeared
+    newest: dict[tuple[str, ...], dict[str, Any]] = {}
     placed, left_out = place_records(experiment.name, given, plan)
     names = experiment.implementations
     for position, record in enumerate(placed):
         row = _row(record) | {"by_turns": experiment.by_turns, "position": position}
-        row["place"] = names.index(record.implementation) if record.implementation in names else len(names)
-        row["promised"] = (row["case"], record.implementation, record.mode, record.quantity) in plan.promised
+        row["place"] = (
+            names.index(record.implementation) if record.implementation in names else len(names)
+        )
+        row["promised"] = (
+            row["case"],
+            record.implementation,
+            record.mode,
+            record.quantity,
+        ) in plan.promised
         try:
             newest[record.key] = row | experiment.columns(row)
         except UNREADABLE as error:
-            left_out.append(f"{record.problem}: {record.implementation} left out, {type(error).__name__}: {error}")
+            left_out.append(
+                f"{record.problem}: {record.implementation} left out, {type(error).__name__}: {error}"
+            )
     warn_of(left_out, stacklevel=2)
     if not newest:
         return pd.DataFrame()
@@ -69,14 +89,29 @@ def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFram
 
 
 def calculated_frame(calculation: Calculation) -> pd.DataFrame:
-    """The rows of a calculation as a frame, with the columns that tables and figures ask of measured ones."""
-    usual = {"implementation": "calculated", "mode": "", "quantity": "", "unit": "1", "status": "ok", "message": "",
-             "kernel": "", "interpreted": False, "by_turns": False, "run": "", "place": 0,
-             "promised": True, "position": 0}  # fmt: skip
+    """The rows of a calculation as a frame, with the columns that tables and figures ask of
+    measured ones.
+    """
+    usual = {
+        "implementation": "calculated",
+        "mode": "",
+        "quantity": "",
+        "unit": "1",
+        "status": "ok",
+        "message": "",
+        "kernel": "",
+        "interpreted": False,
+        "by_turns": False,
+        "run": "",
+        "place": 0,
+        "promised": True,
+        "position": 0,
+    }
     rows = [usual | row for row in calculation.calculate()]
     frame = pd.DataFrame(rows)
     whole = [name for name in map(str, frame) if all(type(row.get(name, 0)) is int for row in rows)]
-    return frame.astype(dict.fromkeys(whole, "Int64"))  # else a row without a number makes all of its column floats
+    # else a row without a number makes all of its column floats
+    return frame.astype(dict.fromkeys(whole, "Int64"))
 
 
 def _row(record: Record) -> dict[str, Any]:
@@ -92,23 +127,35 @@ def _row(record: Record) -> dict[str, Any]:
         **dict.fromkeys(STATISTICS, math.nan),
     }
     if samples:
-        row |= dict(zip(("low", "median", "high"), map(float, np.quantile(samples, (0.25, 0.5, 0.75)))))
+        row |= dict(
+            zip(("low", "median", "high"), map(float, np.quantile(samples, (0.25, 0.5, 0.75))))
+        )
         row["mean"] = statistics.fmean(samples)
-        row["std"] = 0.0 if len(samples) < 2 or is_series(record.quantity) else statistics.stdev(samples)
+        row["std"] = (
+            0.0 if len(samples) < 2 or is_series(record.quantity) else statistics.stdev(samples)
+        )
     return row | flat_case(record.case) | {"case": case_key(record.case)}
 
 
 def flat_case(case: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a case, those of nested configs as `model.d_model`; a name stands for the whole."""
+    """The fields of a case, those of nested configs as `model.d_model`; a name stands for the
+    whole.
+    """
     flat: dict[str, Any] = {}
     for name, value in case.items():
         if name == "type":
             flat["case_type"] = value
         elif name == "precision" and isinstance(value, dict):
-            flat[name] = f"{value['autocast']} autocast" if value.get("autocast") else value.get("parameters", "")
+            flat[name] = (
+                f"{value['autocast']} autocast"
+                if value.get("autocast")
+                else value.get("parameters", "")
+            )
         elif isinstance(value, dict):
             flat[name] = value.get("name", "")
-            flat |= {f"{name}.{key}": inner for key, inner in flat_case(value).items() if key != "name"}
+            flat |= {
+                f"{name}.{key}": inner for key, inner in flat_case(value).items() if key != "name"
+            }
         else:
             flat[name] = value
     return flat
@@ -132,7 +179,9 @@ def pick(frame: pd.DataFrame, where: Where) -> pd.DataFrame:
 
 
 def dicts(frame: pd.DataFrame) -> list[Any]:
-    """The rows as dictionaries: row["model.d_model"], row["median"]. DataFrame.to_dict takes five times as long."""
+    """The rows as dictionaries: row["model.d_model"], row["median"]. DataFrame.to_dict takes five
+    times as long.
+    """
     names = list(frame.columns)
     return [dict(zip(names, row)) for row in frame.to_numpy(dtype=object)]
 
@@ -155,13 +204,20 @@ def with_unit(frame: pd.DataFrame, unit: str | None) -> pd.DataFrame:
 
 
 def speed(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> float:
-    """How many times as fast `ours` is as `theirs`, two rows of times: NaN if one is missing or of another run.
+    """How many times as fast `ours` is as `theirs`, two rows of times: NaN if one is missing or of
+    another run.
 
-    Of what took turns it is the median of the rounds' own ratios: what strikes a round strikes both.
+    Of what took turns it is the median of the rounds' own ratios: what strikes a round strikes
+    both.
     """
     if ours is None or theirs is None or ours["run"] != theirs["run"]:
         return math.nan
-    if ours["status"] != "ok" or theirs["status"] != "ok" or ours["interpreted"] or theirs["interpreted"]:
+    if (
+        ours["status"] != "ok"
+        or theirs["status"] != "ok"
+        or ours["interpreted"]
+        or theirs["interpreted"]
+    ):
         return math.nan
     if ours["by_turns"] and ours["count"] == theirs["count"]:
         return statistics.median(b / a for a, b in zip(ours["samples"], theirs["samples"]))
@@ -171,7 +227,9 @@ def speed(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> f
 def with_speeds(
     frame: pd.DataFrame, column: str, base: Where, by: Sequence[str] = ("case", "mode", "quantity")
 ) -> pd.DataFrame:
-    """`frame` with `column`: how many times as fast a row is as that of `base` which has the same values of `by`."""
+    """`frame` with `column`: how many times as fast a row is as that of `base` which has the same
+    values of `by`.
+    """
     bases = {tuple(row[name] for name in by): row for row in dicts(pick(frame, base))}
     found = [speed(row, bases.get(tuple(row[name] for name in by))) for row in dicts(frame)]
     return frame.assign(**{column: found})
@@ -184,7 +242,8 @@ def span(numbers: pd.Series, significant: int = 3) -> str:
 
 
 def digits(value: float, significant: int = 3) -> str:
-    """`value` as text with that many significant digits and without an exponent between 1e-4 and 1e9.
+    """`value` as text with that many significant digits and without an exponent between 1e-4 and
+    1e9.
 
     >>> digits(0.0123456), digits(12.34), digits(123456.7)
     ('0.0123', '12.3', '123,457')
@@ -193,7 +252,8 @@ def digits(value: float, significant: int = 3) -> str:
         return "–"
     if value == 0:
         return "0"
-    exponent = math.floor(math.log10(abs(float(f"{value:.{significant - 1}e}"))))  # of the rounded value: 9.996 is 10.0
+    # of the rounded value: 9.996 is 10.0
+    exponent = math.floor(math.log10(abs(float(f"{value:.{significant - 1}e}"))))
     if exponent < -4 or exponent >= 9:
         return f"{value:.{significant - 1}e}"
     return f"{value:,.{max(0, significant - 1 - exponent)}f}"

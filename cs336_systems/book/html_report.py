@@ -1,8 +1,10 @@
-"""`report.html` of a results folder: one file that needs no network, a section a problem in handout order.
+"""`report.html` of a results folder: one file that needs no network, a section a problem in handout
+order.
 
-Each section has the figures of this run, interactive, beside the published ones, and its tables, which a click on a
-heading sorts. What this machine cannot run is a line, and so is what failed. A record that cannot be placed, a table or
-a figure that cannot be made costs itself and a warning. The template, report.html beside this file, escapes all text.
+Each section has the figures of this run, interactive, beside the published ones, and its tables,
+which a click on a heading sorts. What this machine cannot run is a line, and so is what failed. A
+record that cannot be placed, a table or a figure that cannot be made costs itself and a warning.
+The template, report.html beside this file, escapes all text.
 """
 
 from collections import Counter
@@ -25,9 +27,12 @@ from cs336_systems.measure.text import in_one_line, write_whole
 PAGE = "report.html"
 
 
-def write_report(folder: Path, published: Path | None = None, only: Collection[str] = ()) -> list[str]:
-    """Write `folder`/report.html from `folder`/records: a line a problem for the terminal, how many quantities were
-    measured and what became of the others; no line and no page if no experiment has records there.
+def write_report(
+    folder: Path, published: Path | None = None, only: Collection[str] = ()
+) -> list[str]:
+    """Write `folder`/report.html from `folder`/records: a line a problem for the terminal, how many
+    quantities were measured and what became of the others; no line and no page if no experiment has
+    records there.
 
     `published` is the folder whose figures stand beside this one's; `only` chooses problems.
     """
@@ -44,11 +49,14 @@ def write_report(folder: Path, published: Path | None = None, only: Collection[s
     run = next(iter(measured.values()))[-1].run
     software = [f"{name} {version}" for name, version in run.software.items()]
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
-    )  # fmt: skip
+    )
     library = ""
-    if any(section["figures"] for section in sections):  # Vega, Vega-Lite and Vega-Embed, once a page
+    # Vega, Vega-Lite and Vega-Embed, once a page
+    if any(section["figures"] for section in sections):
         import vl_convert  # measuring needs none of it, on machines that have none
 
         script = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # without one: all three
@@ -60,7 +68,9 @@ def write_report(folder: Path, published: Path | None = None, only: Collection[s
         library=library,
     )
     write_whole(folder / PAGE, text)
-    counts = {name: Counter(record.status for record in records) for name, records in measured.items()}
+    counts = {
+        name: Counter(record.status for record in records) for name, records in measured.items()
+    }
     return [
         f"{name}, rows: {', '.join(f'{count} {status}' for status, count in of.most_common())}"
         for name, of in counts.items()
@@ -68,7 +78,9 @@ def write_report(folder: Path, published: Path | None = None, only: Collection[s
 
 
 def _measured(experiment: Experiment, folder: Path) -> tuple[list[Record], pd.DataFrame]:
-    """The newest records of an experiment in a results folder, in the order of the file, and their frame."""
+    """The newest records of an experiment in a results folder, in the order of the file, and their
+    frame.
+    """
     records = of_one_machine(read_records(folder / "records" / f"{experiment.name}.jsonl"))
     if not records:
         return [], pd.DataFrame()
@@ -109,9 +121,13 @@ def _section(
             columns += [column] if column not in columns else []
     failed = [in_one_line(line).removeprefix(f"{experiment.name}: ") for line in failures(records)]
     return {
-        "name": experiment.name, "title": experiment.title, "figures": figures, "tables": tables, "needs": needs,
+        "name": experiment.name,
+        "title": experiment.title,
+        "figures": figures,
+        "tables": tables,
+        "needs": needs,
         "failed": failed,
-    }  # fmt: skip
+    }
 
 
 def _spec(figure: Any, frame: pd.DataFrame) -> dict[str, Any] | None:

@@ -1,13 +1,16 @@
-"""Pages: `writeup/<problem>.md` are templates whose numbers come from records; `writeup.md` is made of them.
+"""Pages: `writeup/<problem>.md` are templates whose numbers come from records; `writeup.md` is made
+of them.
 
-    The forward takes {{ time("hopper", mode="forward", shape="1 × 16 × 16,384 × 64 causal") }}, {{ speed("hopper",
-    "sdpa_cudnn", mode="forward", shape=...) }} of cuDNN's speed.  {{ table("forward") }}  {{ figure("forward") }}
+    The forward takes {{ time("hopper", mode="forward", shape="1 × 16 × 16,384 × 64 causal") }}, {{
+    speed("hopper", "sdpa_cudnn", mode="forward", shape=...) }} of cuDNN's speed.  {{
+    table("forward") }}  {{ figure("forward") }}
 
-What a template may call is the public methods of `Page`, and what the experiment's `numbers` returns. An unknown name,
-a lookup that finds no record or several, and a table of too many lines are errors with the page's name: the document
-says there that the page cannot be made, and has all others. A measured
-number typed by hand fails `report --check`; `{{ given("3.35 TB/s", "data sheet") }}` is how a page quotes a derivation,
-a handout or another's measurement, with its source.
+What a template may call is the public methods of `Page`, and what the experiment's `numbers`
+returns. An unknown name, a lookup that finds no record or several, and a table of too many lines
+are errors with the page's name: the document says there that the page cannot be made, and has all
+others. A measured
+number typed by hand fails `report --check`; `{{ given("3.35 TB/s", "data sheet") }}` is how a page
+quotes a derivation, a handout or another's measurement, with its source.
 """
 
 from __future__ import annotations
@@ -49,12 +52,15 @@ PAGES = "writeup"  # the folder of templates
 DOCUMENT = "writeup.md"
 README = "README.md"  # a text of its own, with blocks of records
 BLOCK = re.compile(r"(<!-- begin made: (.+?) -->\n).*?(<!-- end made -->)", re.DOTALL)
-LINK = re.compile(r"\]\((\w+)\.md\)")  # a template's link to another, which the document has as a section
+# a template's link to another, which the document has as a section
+LINK = re.compile(r"\]\((\w+)\.md\)")
 CODE = re.compile(r"\]\(\.\./(cs336_systems/[^)#]+)\)")  # a template's link to code
 FIGURE = re.compile(r'{{ figure\("(\w+)"\) }}')
 DEFAULT_BUCKET_MB = 25.0  # which a case of data parallelism may leave unsaid
 DIGESTS = "digests.json"  # of the figures beside it
-CANNOT_BE_MADE = "*The records do not have what this says: `cs336-systems report --check` names it.*"
+CANNOT_BE_MADE = (
+    "*The records do not have what this says: `cs336-systems report --check` names it.*"
+)
 MOST_LINES = 14  # of a table on a page
 MOST_WORDS = 25_000  # of the document
 ANSWER_WITHIN = 10  # lines of a page
@@ -62,9 +68,14 @@ ANSWER_WITHIN = 10  # lines of a page
 UNCHANGED, CHANGED = "kernels unchanged since", "older than the code that they measure"
 AGE = re.compile(r"^\*.+, records of \d{4}-", re.MULTILINE)
 ANSWER = "> **Answer.**"
-# A number with a unit in which something is measured. Digits in code, formulas, links and placeholders do not count.
-TYPED = re.compile(r"(?<![\w.])[−-]?\d[\d,.]*\s?(?:ms|µs|us|s|MiB|GiB|MB/s|GB/s|TB/s|TFLOP/s|%|×|times)(?![\w/])")
-NOT_PROSE = re.compile(r"{{.*?}}|{%.*?%}|{#.*?#}|```.*?```|`[^`\n]*`|\$[^$\n]*\$|\]\([^)]*\)", re.DOTALL)
+# A number with a unit in which something is measured. Digits in code, formulas, links and
+# placeholders do not count.
+TYPED = re.compile(
+    r"(?<![\w.])[−-]?\d[\d,.]*\s?(?:ms|µs|us|s|MiB|GiB|MB/s|GB/s|TB/s|TFLOP/s|%|×|times)(?![\w/])"
+)
+NOT_PROSE = re.compile(
+    r"{{.*?}}|{%.*?%}|{#.*?#}|```.*?```|`[^`\n]*`|\$[^$\n]*\$|\]\([^)]*\)", re.DOTALL
+)
 
 
 class Book:
@@ -77,14 +88,18 @@ class Book:
         self._rendering = ""  # the page that is being made
         self.environment = jinja2.Environment(
             undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
-        )  # fmt: skip
+        )
         self.environment.filters["digits"] = digits
 
     @property
     def names(self) -> list[str]:
         """Of all pages: the handouts' problems in their order, then the chapters beyond."""
         there = {path.stem for path in (self.root / PAGES).glob("*.md")}
-        return [name for name in dict.fromkeys((*HANDOUT, *experiments(), *sorted(there))) if name in there]
+        return [
+            name
+            for name in dict.fromkeys((*HANDOUT, *experiments(), *sorted(there)))
+            if name in there
+        ]
 
     def frame(self, name: str) -> pd.DataFrame:
         """The records of the experiment `name`, read once."""
@@ -100,7 +115,9 @@ class Book:
         return (self.root / PAGES / f"{name}.md").read_text(encoding="utf-8")
 
     def page(self, name: str) -> str:
-        """The page `name` as it stands in the document; ValueError with the page's name if it cannot be made."""
+        """The page `name` as it stands in the document; ValueError with the page's name if it
+        cannot be made.
+        """
         page = Page(self, name)
         self._rendering = name
         try:
@@ -111,14 +128,16 @@ class Book:
         if heading != f"# {name}":
             raise ValueError(f"{PAGES}/{name}.md: must begin with '# {name}', has {heading[:80]!r}")
         if name in experiments() and not AGE.search(text):
-            before, _, last = rest.rstrip().rpartition("\n\n")  # no table: above the links that end a page
+            # no table: above the links that end a page
+            before, _, last = rest.rstrip().rpartition("\n\n")
             rest = "\n\n".join(filter(None, (before, self.age(name), last)))
         rest = LINK.sub(r"](#\1)", rest.rstrip()).replace("](../", "](")
         return f"## {name}\n{rest}\n"
 
     def age(self, name: str, rows: pd.DataFrame | None = None) -> str:
-        """What a page says below a table: the device and the dates of its `rows`, and whether they are older than the
-        code that they measure. All records of the experiment `name` without `rows`; "" where there are none.
+        """What a page says below a table: the device and the dates of its `rows`, and whether they
+        are older than the code that they measure. All records of the experiment `name` without
+        `rows`; "" where there are none.
         """
         rows = self.frame(name) if rows is None else rows
         if isinstance(experiments()[name], Calculation) or rows.empty:
@@ -129,28 +148,38 @@ class Book:
         days = sorted({f"{run[:4]}-{run[4:6]}-{run[6:8]}" for run in rows["run"]})
         dates = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
         held = pd.to_numeric(rows["held_mib"]).max()
-        more = f"; up to {held / 1024:.1f} GiB were held before" if held * 2**20 > MOST_HELD_BYTES else ""
+        more = (
+            f"; up to {held / 1024:.1f} GiB were held before"
+            if held * 2**20 > MOST_HELD_BYTES
+            else ""
+        )
         age = UNCHANGED if hashes == {sources_hash(name)} else CHANGED
         age = f", {age}" if reached(name) else ""  # else PyTorch's own operations are measured
         return f"*{rows['device'].iloc[0]}, records of {dates}{age}{more}.*"
 
     def show(self, row: dict[str, Any]) -> None:
-        """Remember that the page in the making prints this row of a frame; calculated ones have no samples."""
+        """Remember that the page in the making prints this row of a frame; calculated ones have no
+        samples.
+        """
         if "median" not in row:
             return
         value = f"{float(row['median']):.3g} {row['unit']}"  # as most numbers are printed
         self._shown.setdefault(quantity_of(row), {}).setdefault(value, set()).add(self._rendering)
 
     def contradictions(self) -> list[str]:
-        """Quantities that pages show with several values, a line each: measured by two experiments, cited from both.
+        """Quantities that pages show with several values, a line each: measured by two experiments,
+        cited from both.
 
-        Looked at are the numbers in the text and the tables that a page shows whole, of the pages made before, or of
-        all where none was.
+        Looked at are the numbers in the text and the tables that a page shows whole, of the pages
+        made before, or of all where none was.
         """
         for name in () if self._shown else self.names:
             self.page(name)
         return [
-            f"{quantity}: " + ", ".join(f"{value} on {' and '.join(sorted(pages))}" for value, pages in values.items())
+            f"{quantity}: "
+            + ", ".join(
+                f"{value} on {' and '.join(sorted(pages))}" for value, pages in values.items()
+            )
             for quantity, values in self._shown.items()
             if len(values) > 1
         ]
@@ -159,13 +188,22 @@ class Book:
         """`writeup.md`: a list of all pages with section, editions and points, then the pages."""
         sources = f"`{PAGES}/` and the records in `{self.folder.parent.name}/`"
         made = f"`cs336-systems {self._report()}` makes this from {sources}."
-        lines = ["# Writeup", "", made, "", "| problem | section | editions | points |", "|:--|:--|:--|--:|"]
+        lines = [
+            "# Writeup",
+            "",
+            made,
+            "",
+            "| problem | section | editions | points |",
+            "|:--|:--|:--|--:|",
+        ]
         for name in self.names:
             known = HANDOUT.get(name) or experiments().get(name)
             if known is None:
                 raise ValueError(f"{PAGES}/{name}.md: no problem of that name")
             editions = " and ".join(map(str, known.editions)) or ABSENT
-            lines.append(f"| [{name}](#{name}) | {known.section} | {editions} | {known.points or ABSENT} |")
+            lines.append(
+                f"| [{name}](#{name}) | {known.section} | {editions} | {known.points or ABSENT} |"
+            )
         pages = [self._page_or_why(name) for name in self.names]
         return "\n".join([*lines, ""]) + "\n" + "\n".join(pages)
 
@@ -175,7 +213,9 @@ class Book:
         return page if page is not None else f"## {name}\n\n{CANNOT_BE_MADE}\n"
 
     def readme(self) -> str:
-        """The README with its blocks made anew: `<!-- begin made: EXPRESSION -->`, the value, `<!-- end made -->`."""
+        """The README with its blocks made anew: `<!-- begin made: EXPRESSION -->`, the value,
+        `<!-- end made -->`.
+        """
 
         def made(block: re.Match[str]) -> str:
             self._rendering = README
@@ -193,20 +233,32 @@ class Book:
             raise ValueError(str(error)) from error
 
     def problems(self) -> str:
-        """A line a problem: its answer, the code that its page links first, its first figure, what computes it."""
+        """A line a problem: its answer, the code that its page links first, its first figure, what
+        computes it.
+        """
         lines = ["| problem and answer | code | figure | command |", "|:--|:--|:--|:--|"]
         for name in self.names:
             text = self.template(name)
             code = CODE.findall(text.rstrip().rpartition("\n")[2])
             if not code:
-                raise ValueError(f"{PAGES}/{name}.md: the last line must link code below ../cs336_systems")
+                raise ValueError(
+                    f"{PAGES}/{name}.md: the last line must link code below ../cs336_systems"
+                )
             figure = FIGURE.search(text)
-            drawn = self.figure_path(name, figure[1]).relative_to(self.root).as_posix() if figure else ""
+            drawn = (
+                self.figure_path(name, figure[1]).relative_to(self.root).as_posix()
+                if figure
+                else ""
+            )
             links = f"[{name}]({DOCUMENT}#{name}) | [{code[0].removeprefix('cs336_systems/')}]({code[0]})"
             if name not in experiments():
                 command = f"`{COMMANDS.get(name, f'grade tests/adapters.py --problem {name}')}`"
             else:
-                command = "*on its page*" if isinstance(experiments()[name], Calculation) else f"`run {name}`"
+                command = (
+                    "*on its page*"
+                    if isinstance(experiments()[name], Calculation)
+                    else f"`run {name}`"
+                )
             lines.append(f"| {links} | {f'[figure]({drawn})' if figure else ABSENT} | {command} |")
         return "\n".join(lines)
 
@@ -231,8 +283,9 @@ class Book:
         return self.folder_of(problem) / "figures" / f"{problem}_{figure}.png"
 
     def folder_of(self, problem: str) -> Path:
-        """The folder of what is made for `problem`: calculated numbers are of no device, and what this device has not
-        measured is shown of another GPU that has."""
+        """The folder of what is made for `problem`: calculated numbers are of no device, and what
+        this device has not measured is shown of another GPU that has.
+        """
         if isinstance(experiments()[problem], Calculation):
             return self.folder.parent / "calculated"
         return next((one.folder for one in self._books() if one.has(problem)), self.folder)
@@ -251,7 +304,9 @@ class Book:
         return [self, *(self.on(folder.name) for folder in folders if folder != self.folder)]
 
     def write(self) -> list[Path]:
-        """Write the document, the full tables and the figures, where they changed; returns what was written."""
+        """Write the document, the full tables and the figures, where they changed; returns what was
+        written.
+        """
         digests = self._digests()
         written = []
         for path, made in self._stale():
@@ -269,22 +324,34 @@ class Book:
         return written
 
     def check(self) -> list[str]:
-        """What is stale, left out, typed by hand, of two values, too long, or without an answer first; a line each."""
+        """What is stale, left out, typed by hand, of two values, too long, or without an answer
+        first; a line each.
+        """
         cure = f"run `cs336-systems {self._report()}`"
-        with warnings.catch_warnings(record=True) as told:  # a record that is left out is none to publish
+        # a record that is left out is none to publish
+        with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", UserWarning)
-            found = [f"{path}: differs from the records and pages; {cure}" for path, _ in self._stale()]
+            found = [
+                f"{path}: differs from the records and pages; {cure}" for path, _ in self._stale()
+            ]
             words = len(self.document().split())
-        found += dict.fromkeys(str(one.message) for one in told if issubclass(one.category, UserWarning))
+        found += dict.fromkeys(
+            str(one.message) for one in told if issubclass(one.category, UserWarning)
+        )
         found += (f"one quantity, two values: {line}" for line in self.contradictions())
         for name in self.names:
-            found += [f"{PAGES}/{name}.md:{line}: {what}" for line, what in check_template(self.template(name))]
+            found += [
+                f"{PAGES}/{name}.md:{line}: {what}"
+                for line, what in check_template(self.template(name))
+            ]
         if words > MOST_WORDS:
             found.append(f"{DOCUMENT}: {words:,} words, at most {MOST_WORDS:,}")
         return found
 
     def _stale(self) -> Iterator[tuple[Path, str | dict[str, Any]]]:
-        """Each file that does not hold what records and pages say, with the text or the figure that it should."""
+        """Each file that does not hold what records and pages say, with the text or the figure that
+        it should.
+        """
         digests = self._digests()
         for path, made in self._made():
             if isinstance(made, str):
@@ -295,7 +362,9 @@ class Book:
                 yield path, made
 
     def _made(self) -> Iterator[tuple[Path, str | dict[str, Any]]]:
-        """Each file that records and pages make: the documents, a file of all tables a problem, and the figures."""
+        """Each file that records and pages make: the documents, a file of all tables a problem, and
+        the figures.
+        """
         yield self.root / DOCUMENT, self.document()
         if (self.root / README).exists():
             yield self.root / README, self.readme()
@@ -311,12 +380,18 @@ class Book:
                 for which, declared in experiment.tables.items():
                     table = attempt(f"the table {which} of {name}", declared.build, frame)
                     if table is not None and table.lines:
-                        parts += [f"**{table.title}**", table.markdown()] if table.title else [table.markdown()]
+                        parts += (
+                            [f"**{table.title}**", table.markdown()]
+                            if table.title
+                            else [table.markdown()]
+                        )
                 yield book.folder_of(name) / "tables" / f"{name}.md", "\n\n".join(parts) + "\n"
         yield from self.figures().items()
 
     def _report(self) -> str:
-        """The command that writes the pages on any machine: without a folder it takes the machine's own records."""
+        """The command that writes the pages on any machine: without a folder it takes the machine's
+        own records.
+        """
         return f"report --folder {self.folder.name}"
 
     def _digests(self) -> dict[str, str]:
@@ -327,8 +402,16 @@ class Book:
 def quantity_of(row: Mapping[str, Any]) -> str:
     """What a row of a frame measures, in the same words whichever experiment measured it."""
     case = flat_case(json.loads(row["case"]))
-    unsaid = {"case_type": row["case_type"], "bucket_size_mb": DEFAULT_BUCKET_MB, "checkpointing": "none"}
-    facts = {name: value for name, value in case.items() if value is not None and unsaid.get(name) != value}
+    unsaid = {
+        "case_type": row["case_type"],
+        "bucket_size_mb": DEFAULT_BUCKET_MB,
+        "checkpointing": "none",
+    }
+    facts = {
+        name: value
+        for name, value in case.items()
+        if value is not None and unsaid.get(name) != value
+    }
     words = [f"{name}={value}" for name, value in sorted(facts.items())]
     return " ".join([row["device"], row["implementation"], row["mode"], row["quantity"], *words])
 
@@ -338,17 +421,25 @@ def check_template(text: str) -> list[tuple[int, str]]:
     found = []
     if not any(line.startswith(ANSWER) for line in text.splitlines()[:ANSWER_WITHIN]):
         found.append((1, f"the answer, {ANSWER!r}, must stand in the first {ANSWER_WITHIN} lines"))
-    prose = NOT_PROSE.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)  # lines keep their numbers
+    # lines keep their numbers
+    prose = NOT_PROSE.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)
     for number, line in enumerate(prose.splitlines(), start=1):
-        found += [(number, f"{typed.strip()!r} is typed by hand: take it from a record, or quote it with given()")
-                  for typed in TYPED.findall(line)]  # fmt: skip
+        found += [
+            (
+                number,
+                f"{typed.strip()!r} is typed by hand: take it from a record, or quote it with given()",
+            )
+            for typed in TYPED.findall(line)
+        ]
     return found
 
 
 class Page:
-    """What the template of one problem may call. Lookups take columns of the frame: `shape="..."`, `seqlen_q=512`.
+    """What the template of one problem may call. Lookups take columns of the frame: `shape="..."`,
+    `seqlen_q=512`.
 
-    `implementation` comes first and may be left out where there is one; `mode` may be where a quantity has one.
+    `implementation` comes first and may be left out where there is one; `mode` may be where a
+    quantity has one.
     """
 
     def __init__(self, book: Book, problem: str) -> None:
@@ -378,9 +469,17 @@ class Page:
             own |= self._experiment.numbers(self._frame)
         return own
 
-    def _one(self, quantity: str, implementation: str | None, where: dict[str, Any]) -> dict[str, Any]:
-        asked = {"quantity": quantity, **({"implementation": implementation} if implementation else {}), **where}
-        rows = preferred_rows(dicts(pick(self._frame, asked)), f"{PAGES}/{self._problem}.md: {asked}")
+    def _one(
+        self, quantity: str, implementation: str | None, where: dict[str, Any]
+    ) -> dict[str, Any]:
+        asked = {
+            "quantity": quantity,
+            **({"implementation": implementation} if implementation else {}),
+            **where,
+        }
+        rows = preferred_rows(
+            dicts(pick(self._frame, asked)), f"{PAGES}/{self._problem}.md: {asked}"
+        )
         if len(rows) != 1:
             raise ValueError(f"{len(rows)} records of {self._problem} have {asked}, one is needed")
         if rows[0]["status"] != "ok":
@@ -388,20 +487,34 @@ class Page:
         return rows[0]
 
     def number(
-        self, quantity: str, implementation: str | None = None, *, unit: str | None = None, column: str = "median",
+        self,
+        quantity: str,
+        implementation: str | None = None,
+        *,
+        unit: str | None = None,
+        column: str = "median",
         **where: Any,
-    ) -> Any:  # fmt: skip
-        """The median (or another `column`) of one record as a number, to calculate with: `{{ (a / b) | digits }}`."""
+    ) -> Any:
+        """The median (or another `column`) of one record as a number, to calculate with:
+        `{{ (a / b) | digits }}`.
+        """
         row = self._one(quantity, implementation, where)
         found = in_unit(row[column], row["unit"], unit) if column == "median" else row[column]
-        if isinstance(found, float) and math.isnan(found):  # as a ratio to a record of another run is
+        # as a ratio to a record of another run is
+        if isinstance(found, float) and math.isnan(found):
             raise ValueError(f"{column} of {quantity} of {implementation} is no number")
         return found
 
     def value(
-        self, quantity: str, implementation: str | None = None, *, unit: str | None = None, column: str = "median",
-        significant: int = 3, **where: Any,
-    ) -> str:  # fmt: skip
+        self,
+        quantity: str,
+        implementation: str | None = None,
+        *,
+        unit: str | None = None,
+        column: str = "median",
+        significant: int = 3,
+        **where: Any,
+    ) -> str:
         """The same as text with its unit; a column of text, such as `kernel`, as it is."""
         found = self.number(quantity, implementation, unit=unit, column=column, **where)
         if not isinstance(found, int | float):
@@ -414,34 +527,52 @@ class Page:
             unit = ""
         return f"{digits(float(found), significant)} {unit if unit != '1' else ''}".rstrip()
 
-    def time(self, implementation: str | None = None, *, unit: str | None = None, **where: Any) -> str:
+    def time(
+        self, implementation: str | None = None, *, unit: str | None = None, **where: Any
+    ) -> str:
         """The median time: `time("hopper", mode="forward", seqlen_q=16384)` is "1.07 ms"."""
         return self.value("time", implementation, unit=unit, **where)
 
-    def memory(self, implementation: str | None = None, *, quantity: str = "peak_memory", **where: Any) -> str:
+    def memory(
+        self, implementation: str | None = None, *, quantity: str = "peak_memory", **where: Any
+    ) -> str:
         """Memory in GiB."""
         return self.value(quantity, implementation, unit="GiB", **where)
 
     def speed(self, ours: str, theirs: str, **where: Any) -> str:
         """How many times as fast `ours` is, over all cases of `where`: "1.12×", or "1.05 to 1.15×"."""
         times = pick(self._frame, {"quantity": "time"} | where)
-        rows = pick(with_speeds(times, "speed", {"implementation": theirs}), {"implementation": ours})
+        rows = pick(
+            with_speeds(times, "speed", {"implementation": theirs}), {"implementation": ours}
+        )
         if (found := rows["speed"].dropna()).empty:
-            raise ValueError(f"no times of {ours} and {theirs} in one run of {self._problem} with {where}")
+            raise ValueError(
+                f"no times of {ours} and {theirs} in one run of {self._problem} with {where}"
+            )
         return f"{span(found)}×"
 
-    def values(self, column: str, implementation: str | None = None, *, significant: int = 3, **where: Any) -> str:
+    def values(
+        self, column: str, implementation: str | None = None, *, significant: int = 3, **where: Any
+    ) -> str:
         """The range of a column: `values("tflops", "hopper", mode="forward")` is "511 to 640"."""
-        rows = pick(self._frame, where | ({"implementation": implementation} if implementation else {}))
+        rows = pick(
+            self._frame, where | ({"implementation": implementation} if implementation else {})
+        )
         numbers = rows[column].dropna()
         if numbers.empty:
             raise ValueError(f"no {column} of {implementation} with {where}")
         return span(numbers, significant)
 
     def table(
-        self, name: str, *, lines: Sequence[str] | None = None, columns: Sequence[str] | None = None, age: bool = True
+        self,
+        name: str,
+        *,
+        lines: Sequence[str] | None = None,
+        columns: Sequence[str] | None = None,
+        age: bool = True,
     ) -> str:
-        """The table `name`, or those `lines` (texts of the first column) and `columns` (headings) of it.
+        """The table `name`, or those `lines` (texts of the first column) and `columns` (headings)
+        of it.
 
         Below it stands the age of its records, but without `age`.
         """
@@ -450,13 +581,17 @@ class Page:
         spec = self._experiment.tables[name]
         table: Table = spec.build(self._frame).only(lines, columns)
         if len(table.lines) > MOST_LINES:
-            raise ValueError(f"table {name!r} has over {MOST_LINES} lines, {len(table.lines)}: choose with lines=[...]")
+            raise ValueError(
+                f"table {name!r} has over {MOST_LINES} lines, {len(table.lines)}: choose with lines=[...]"
+            )
         rows = pick(self._frame, spec.where)
         for row in dicts(rows) if lines is columns is None and "case" in rows else ():
             if row["status"] == "ok":
                 self._book.show(row)
         words = self._book.age(self._problem, rows) if age else ""
-        return "\n\n".join(filter(None, (f"**{table.title}**" if table.title else "", table.markdown(), words)))
+        return "\n\n".join(
+            filter(None, (f"**{table.title}**" if table.title else "", table.markdown(), words))
+        )
 
     def figure(self, name: str) -> str:
         """The figure `name` as an image, its title as the text for those who cannot see it."""
@@ -467,7 +602,9 @@ class Page:
         return f"![{title}](../{path})"
 
     def given(self, text: str, source: str) -> str:
-        """A number that no record has: derived, the handout's, or measured by others; `source` says where from."""
+        """A number that no record has: derived, the handout's, or measured by others; `source` says
+        where from.
+        """
         if not source.strip():
             raise ValueError(f"given({text!r}) must say its source")
         return text
@@ -477,7 +614,8 @@ class Page:
         return escape(self._frame["device"].iloc[0])
 
     def of(self, problem: str, device: str = "") -> Page:
-        """The same lookups in another problem's records, or another GPU's: `{{ of("fsdp_accounting").time("fsdp") }}`.
+        """The same lookups in another problem's records, or another GPU's:
+        `{{ of("fsdp_accounting").time("fsdp") }}`.
 
         `device` is the folder of results, such as "nvidia-h100", which must have the problem's.
         """

@@ -1,11 +1,14 @@
 """The three shapes of tables, declared beside an experiment and made from its frame.
 
-    Pivot(down=("shape",), across="implementation", where={"mode": "forward"}, ratios=(("hopper", "flex"),))
-    Listing(columns=("dtype", "sum"))
-    Wide(down=("model",), columns={"forward (ms)": Pick({"mode": "forward"}), "peak (GiB)": Pick({...}, unit="GiB")})
+    Pivot(down=("shape",), across="implementation", where={"mode": "forward"}, ratios=(("hopper",
+    "flex"),)) Listing(columns=("dtype", "sum"))
+    Wide(down=("model",), columns={"forward (ms)": Pick({"mode": "forward"}), "peak (GiB)":
+    Pick({...}, unit="GiB")})
 
-`build(frame)` gives a `Table`, which pages show as Markdown and the report as HTML. A cell without a
-number says why: OOM, failed, skipped, or "ran, agrees" where Triton's interpreter ran and its time says nothing.
+`build(frame)` gives a `Table`, which pages show as Markdown and the report as HTML. A cell without
+a
+number says why: OOM, failed, skipped, or "ran, agrees" where Triton's interpreter ran and its time
+says nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from cs336_systems.book.frames import Where, dicts, digits, pick, speed, with_un
 from cs336_systems.measure.text import in_one_line
 
 ABSENT = "–"
-Down = Sequence[str] | Mapping[str, str]  # columns of the frame that name a line, or heading -> column
+# columns of the frame that name a line, or heading -> column
+Down = Sequence[str] | Mapping[str, str]
 Row = Mapping[str, Any]
 
 
@@ -48,22 +52,36 @@ class Table:
     @property
     def numeric(self) -> list[bool]:
         """Which columns hold a number."""
-        return [any(line[place].number is not None for line in self.lines) for place in range(len(self.header))]
+        return [
+            any(line[place].number is not None for line in self.lines)
+            for place in range(len(self.header))
+        ]
 
-    def only(self, lines: Sequence[str] | None = None, columns: Sequence[str] | None = None) -> Table:
-        """The table with those `lines`, by the text of their first cell, and `columns`, by their headings."""
+    def only(
+        self, lines: Sequence[str] | None = None, columns: Sequence[str] | None = None
+    ) -> Table:
+        """The table with those `lines`, by the text of their first cell, and `columns`, by their
+        headings.
+        """
         chosen = [line for line in self.lines if lines is None or line[0].text in lines]
-        places = [place for place, name in enumerate(self.header) if columns is None or name in columns]
+        places = [
+            place for place, name in enumerate(self.header) if columns is None or name in columns
+        ]
         for what, wanted, known in (
-            ("lines", lines, [line[0].text for line in self.lines]), ("columns", columns, self.header)
-        ):  # fmt: skip
+            ("lines", lines, [line[0].text for line in self.lines]),
+            ("columns", columns, self.header),
+        ):
             if missing := set(wanted or ()) - set(known):
-                raise ValueError(f"table {self.title!r} has no {what} {sorted(missing)}; it has {known}")
+                raise ValueError(
+                    f"table {self.title!r} has no {what} {sorted(missing)}; it has {known}"
+                )
         header = [self.header[place] for place in places]
         return Table(self.title, header, [[line[place] for place in places] for line in chosen])
 
     def without_blanks(self) -> tuple[Table, dict[str, str]]:
-        """The table without columns that are empty or in which all is skipped, and what the latter need, by heading."""
+        """The table without columns that are empty or in which all is skipped, and what the latter
+        need, by heading.
+        """
         needs, kept = {}, []
         for place, name in enumerate(self.header):
             column = [line[place] for line in self.lines]
@@ -84,9 +102,20 @@ class Table:
 def escape(text: str) -> str:
     """`text` on one line, so that Markdown shows it as it is: no HTML, no link, no end of a cell."""
     text = in_one_line(text)
-    for mark, harmless in (("\\", "\\\\"), ("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("[", "\\["),
-                           ("`", "\\`"), ("*", "\\*"), ("~", "\\~"), ("$", "\\$"), ("://", ":&#47;/"),
-                           ("www.", "www&#46;")):  # fmt: skip
+    for mark, harmless in (
+        ("\\", "\\\\"),
+        ("&", "&amp;"),
+        ("<", "&lt;"),
+        (">", "&gt;"),
+        ("|", "\\|"),
+        ("[", "\\["),
+        ("`", "\\`"),
+        ("*", "\\*"),
+        ("~", "\\~"),
+        ("$", "\\$"),
+        ("://", ":&#47;/"),
+        ("www.", "www&#46;"),
+    ):
         text = text.replace(mark, harmless)
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)  # within a name it is no mark
 
@@ -99,7 +128,9 @@ def cell_of(row: Row | None, value: str = "median", significant: int = 3) -> Tab
         text = "OOM" if row["status"] == "oom" else row["status"]
         return TableCell(text, why=in_one_line(row["message"]), status=row["status"])
     if row["interpreted"]:
-        return TableCell("ran, agrees", why="in Triton's interpreter, whose times say nothing of the kernel")
+        return TableCell(
+            "ran, agrees", why="in Triton's interpreter, whose times say nothing of the kernel"
+        )
     return shown(row[value], significant)
 
 
@@ -109,7 +140,11 @@ def shown(value: Any, significant: int = 3) -> TableCell:
         return TableCell("yes" if value else "no")
     if isinstance(value, float):
         whole = value.is_integer() and abs(value) < 1e15
-        text = f"{value:,.0f}" if whole and abs(value) >= 10**significant else digits(value, significant)
+        text = (
+            f"{value:,.0f}"
+            if whole and abs(value) >= 10**significant
+            else digits(value, significant)
+        )
         return TableCell(text, None if math.isnan(value) else value)
     if isinstance(value, int):
         return TableCell(f"{value:,}", float(value))
@@ -130,22 +165,29 @@ class TableSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Pivot(TableSpec):
-    """One quantity: cases down, implementations (or another column) across, then ratios of speed (`frames.speed`)."""
+    """One quantity: cases down, implementations (or another column) across, then ratios of speed
+    (`frames.speed`).
+    """
 
     down: Down
     across: str = "implementation"
     value: str = "median"  # column of the frame
     unit: str | None = None  # of the numbers; the median is converted to it
-    ratios: Sequence[tuple[str, str]] = ()  # (ours, theirs) of `across`: how many times as fast ours is
+    # (ours, theirs) of `across`: how many times as fast ours is
+    ratios: Sequence[tuple[str, str]] = ()
 
     def build(self, frame: pd.DataFrame) -> Table:
         rows = pick(frame, self.where)
         if self.value == "median":
             rows = with_unit(rows, self.unit)
         headings, groups = _grouped(rows, self.down, (self.across,))
-        across = rows.sort_values("place", kind="stable") if self.across == "implementation" else rows
+        across = (
+            rows.sort_values("place", kind="stable") if self.across == "implementation" else rows
+        )
         names = list(dict.fromkeys(across[self.across]))
-        pairs = [(ours, theirs) for ours, theirs in self.ratios if ours in names and theirs in names]
+        pairs = [
+            (ours, theirs) for ours, theirs in self.ratios if ours in names and theirs in names
+        ]
         lines = []
         for keys, group in groups:
             by_name: dict[Any, Row] = {}
@@ -159,7 +201,9 @@ class Pivot(TableSpec):
             lines.append([*map(shown, keys), *numbers, *map(shown, ratios)])
         header = [*headings, *map(str, names), *(f"speed of {a} over {b}" for a, b in pairs)]
         unit = self.unit or (rows["unit"].iloc[0] if self.value == "median" and len(rows) else "")
-        return Table(f"{self.title} ({unit})" if unit not in ("", "1") else self.title, header, lines)
+        return Table(
+            f"{self.title} ({unit})" if unit not in ("", "1") else self.title, header, lines
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +216,16 @@ class Listing(TableSpec):
         columns = self.columns.values() if isinstance(self.columns, Mapping) else self.columns
         lines = []
         for row in dicts(pick(frame, self.where)):
-            cells = [shown(of(row) if callable(of) else row[of], self.significant) for of in columns]
+            cells = [
+                shown(of(row) if callable(of) else row[of], self.significant) for of in columns
+            ]
             if row["status"] != "ok":
                 blank = cell_of(row)
                 cells = [cell if cell.text not in (ABSENT, "") else blank for cell in cells]
             elif row["interpreted"]:
-                cells = [cell_of(row) if of == "median" else cell for of, cell in zip(columns, cells)]
+                cells = [
+                    cell_of(row) if of == "median" else cell for of, cell in zip(columns, cells)
+                ]
             lines.append(cells)
         return Table(self.title, list(self.columns), lines)
 
@@ -211,13 +259,17 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Wide(TableSpec):
-    """Several quantities side by side: a line for each value of `down`, a column for each `Pick`, `Ratio`, ..."""
+    """Several quantities side by side: a line for each value of `down`, a column for each `Pick`,
+    `Ratio`, ...
+    """
 
     down: Down
     columns: Mapping[str, Pick | Ratio | Difference]
 
     def build(self, frame: pd.DataFrame) -> Table:
-        headings, groups = _grouped(pick(frame, self.where), self.down, ("implementation", "mode", "quantity"))
+        headings, groups = _grouped(
+            pick(frame, self.where), self.down, ("implementation", "mode", "quantity")
+        )
         lines = []
         for keys, group in groups:
             found: dict[str, TableCell] = {}
@@ -230,10 +282,17 @@ class Wide(TableSpec):
         return Table(self.title, [*headings, *self.columns], lines)
 
     def _one(self, column: Pick, group: pd.DataFrame, cell: str) -> TableCell:
-        rows = preferred_rows(dicts(with_unit(pick(group, column.where), column.unit)), f"table {self.title!r}, {cell}")
+        rows = preferred_rows(
+            dicts(with_unit(pick(group, column.where), column.unit)),
+            f"table {self.title!r}, {cell}",
+        )
         if len(rows) > 1:
-            raise ValueError(f"table {self.title!r}: {len(rows)} records in one cell of {dict(column.where)}")
-        return cell_of(rows[0] if rows else None, column.value, column.significant or self.significant)
+            raise ValueError(
+                f"table {self.title!r}: {len(rows)} records in one cell of {dict(column.where)}"
+            )
+        return cell_of(
+            rows[0] if rows else None, column.value, column.significant or self.significant
+        )
 
     def _of(self, column: Ratio | Difference, found: Mapping[str, TableCell]) -> TableCell:
         of, other = (found[name].number for name in (column.of, column.other))
@@ -251,10 +310,12 @@ def _grouped(
 ) -> tuple[list[str], list[tuple[tuple[Any, ...], pd.DataFrame]]]:
     """The headings of a table's first columns, and for each line what stands in them and its rows.
 
-    Beside `down` these are the axes that `run --heads ...` sets, where nothing else tells rows of the same `apart` in
-    one line from each other.
+    Beside `down` these are the axes that `run --heads ...` sets, where nothing else tells rows of
+    the same `apart` in one line from each other.
     """
-    names = dict(down) if isinstance(down, Mapping) else {name.replace("_", " "): name for name in down}
+    names = (
+        dict(down) if isinstance(down, Mapping) else {name.replace("_", " "): name for name in down}
+    )
     if rows.empty:
         return list(names), []
     for axis in ("heads", "seqlen_q", "head_dim"):

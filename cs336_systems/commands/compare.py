@@ -1,4 +1,6 @@
-"""`cs336-systems compare BASE TARGET`: two sets of records, row by row, with an exit code for scripts."""
+"""`cs336-systems compare BASE TARGET`: two sets of records, row by row, with an exit code for
+scripts.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,18 @@ if TYPE_CHECKING:
     from cs336_systems.book.comparison import ComparedGroup, ComparedRow, Comparison, Verdict
 
 WORDS: dict[Verdict, str] = {
-    "regression": "regressed", "improvement": "improved", "noise": "inside the noise", "unchanged": "unchanged",
+    "regression": "regressed",
+    "improvement": "improved",
+    "noise": "inside the noise",
+    "unchanged": "unchanged",
     "not compared": "not compared",
-}  # fmt: skip
-ThresholdOption = Annotated[float, typer.Option(help="Percent of change below which a row is unchanged.")]
-FailOnOption = Annotated[str, typer.Option(help="What gives a failing exit code: regression, any (change) or none.")]
+}
+ThresholdOption = Annotated[
+    float, typer.Option(help="Percent of change below which a row is unchanged.")
+]
+FailOnOption = Annotated[
+    str, typer.Option(help="What gives a failing exit code: regression, any (change) or none.")
+]
 
 
 def compare(
@@ -34,12 +43,15 @@ def compare(
     threshold: ThresholdOption = 1.5,
     fail_on: FailOnOption = "regression",
     problem: Annotated[str | None, typer.Option(help="One problem's records alone.")] = None,
-    show_all: Annotated[bool, typer.Option("--all", help="Show rows without a change, too.")] = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Show rows without a change, too.")
+    ] = False,
 ) -> None:
-    """Compare two sets of records: exit 1 on a regression outside the noise, 2 on missing, extra or doubled rows.
+    """Compare two sets of records: exit 1 on a regression outside the noise, 2 on missing, extra or
+    doubled rows.
 
-    Times and memory are judged. A regression is that of a row, or of a quantity of an implementation over all cases of
-    a problem.
+    Times and memory are judged. A regression is that of a row, or of a quantity of an
+    implementation over all cases of a problem.
     """
     from cs336_systems.bench.spec import measured_problems
     from cs336_systems.book.comparison import compare_records, exit_code, read_all
@@ -65,10 +77,14 @@ def check_options(threshold: float, fail_on: str) -> None:
 
 
 def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
-    """Print changed groups and rows (or all), what is missing, extra or doubled, and what it all comes to."""
+    """Print changed groups and rows (or all), what is missing, extra or doubled, and what it all
+    comes to.
+    """
     groups = [group for group in comparison.groups if show_all or group.verdict != "unchanged"]
     if groups:
-        table = Table("all cases together", "rows", "cases", "change", "interval", "verdict", box=None)
+        table = Table(
+            "all cases together", "rows", "cases", "change", "interval", "verdict", box=None
+        )
         for group in groups:
             problem, _, implementation, quantity = group.key
             name = printable(f"{problem} {implementation} {quantity}")
@@ -79,7 +95,9 @@ def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
         table = Table("row", "base", "target", "change", "interval", "verdict", box=None)
         for row in rows:
             sides = [
-                f"{median(record.samples):.5g} {record.unit}" if record.status == "ok" else record.status
+                f"{median(record.samples):.5g} {record.unit}"
+                if record.status == "ok"
+                else record.status
                 for record in (row.base, row.target)
             ]
             change, interval, verdict = _judged(row)
@@ -97,8 +115,12 @@ def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
             show_text(f"  {printable(text)}")
     for note in comparison.notes:
         show_text(f"note: {printable(note)}")
-    if reasons := Counter(row.reason.partition(":")[0] for row in comparison.with_verdict("not compared")):
-        counts = ", ".join(f"{printable(reason)} ({count})" for reason, count in reasons.most_common())
+    if reasons := Counter(
+        row.reason.partition(":")[0] for row in comparison.with_verdict("not compared")
+    ):
+        counts = ", ".join(
+            f"{printable(reason)} ({count})" for reason, count in reasons.most_common()
+        )
         show_text(f"not compared: {counts}")
     show_text(_summary(comparison))
 
@@ -107,7 +129,11 @@ def _described(keys: Sequence[tuple[str, ...]], comparison: Comparison) -> list[
     """A line a key, but one for all of a problem that has no row on both sides."""
     shared = {row.key[0] for row in comparison.rows}
     counts = Counter(key[0] for key in keys)
-    whole = [f"{problem}: all {count} rows" for problem, count in counts.items() if problem not in shared and count > 1]
+    whole = [
+        f"{problem}: all {count} rows"
+        for problem, count in counts.items()
+        if problem not in shared and count > 1
+    ]
     return whole + [describe_key(key) for key in keys if key[0] in shared or counts[key[0]] == 1]
 
 
@@ -120,12 +146,18 @@ def _is_quiet(row: ComparedRow) -> bool:
 def _judged(one: ComparedRow | ComparedGroup) -> tuple[str, str, str]:
     """The change, its interval and the verdict in words."""
     change = "" if math.isnan(one.change_percent) else f"{one.change_percent:+.2f} %"
-    interval = "" if math.isnan(one.low_percent) else f"{one.low_percent:+.2f} to {one.high_percent:+.2f} %"
+    interval = (
+        ""
+        if math.isnan(one.low_percent)
+        else f"{one.low_percent:+.2f} to {one.high_percent:+.2f} %"
+    )
     return change, interval, "inside the noise" if one.verdict == "noise" else one.verdict
 
 
 def describe_key(key: tuple[str, ...]) -> str:
-    """A record's key in a line: `flash_benchmarking triton bfloat16 1x1x4096x64 causal forward time`."""
+    """A record's key in a line: `flash_benchmarking triton bfloat16 1x1x4096x64 causal forward
+    time`.
+    """
     from cs336_systems.bench.records import describe_case
 
     problem, _, implementation, case, mode, quantity = key
@@ -135,9 +167,18 @@ def describe_key(key: tuple[str, ...]) -> str:
 def _summary(comparison: Comparison) -> str:
     verdicts = [row.verdict for row in comparison.rows]
     counts = {words: verdicts.count(verdict) for verdict, words in WORDS.items()}
-    parts = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none in common"
+    parts = (
+        ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none in common"
+    )
     head = f"{len(verdicts)} rows at a threshold of {comparison.threshold_percent:g} %: {parts}"
-    groups = {WORDS[verdict]: len(comparison.groups_with(verdict)) for verdict in ("regression", "improvement")}
+    groups = {
+        WORDS[verdict]: len(comparison.groups_with(verdict))
+        for verdict in ("regression", "improvement")
+    }
     if whole := ", ".join(f"{count} {name}" for name, count in groups.items() if count):
         head += f"; of {len(comparison.groups)} groups of all cases together: {whole}"
-    return head if not verdicts or counts["regressed"] or groups["regressed"] else f"{head}; no regression"
+    return (
+        head
+        if not verdicts or counts["regressed"] or groups["regressed"]
+        else f"{head}; no regression"
+    )

@@ -20,7 +20,9 @@ def generate(
     prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "Alice ",
     length: Annotated[int, typer.Option(help="Characters to write.")] = 200,
     temperature: Annotated[float, typer.Option(help="0: always the most likely character.")] = 0.8,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest characters of this probability.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the likeliest characters of this probability.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Another seed, another text.")] = 0,
     device: DeviceOption = "auto",
 ) -> None:
@@ -47,5 +49,7 @@ def generate(
         with out_of_memory_in_one_line():
             model = build_model(config.model, attention="sdpa", device=on, dtype=dtype)
             load_checkpoint(out / "checkpoints", model)
-            written = write_text(model, prompt, length, device=on, temperature=temperature, top_p=top_p, seed=seed)
+            written = write_text(
+                model, prompt, length, device=on, temperature=temperature, top_p=top_p, seed=seed
+            )
         typer.echo(prompt + written)

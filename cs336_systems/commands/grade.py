@@ -20,13 +20,21 @@ if TYPE_CHECKING:
 EXIT_POINTS_LOST = 1
 LONGEST_S = 86_400  # a day
 Paths = Annotated[list[Path], typer.Argument(help="Files of adapters, or the folders of projects.")]
-Problems = Annotated[list[str] | None, typer.Option(help="Grade this problem only; may be repeated.")]
+Problems = Annotated[
+    list[str] | None, typer.Option(help="Grade this problem only; may be repeated.")
+]
 Edition = Annotated[int | None, typer.Option(help="2025 or 2026; default: the problems of both.")]
-Beyond = Annotated[bool, typer.Option(help="Run the checks beyond the handout, which give no points.")]
+Beyond = Annotated[
+    bool, typer.Option(help="Run the checks beyond the handout, which give no points.")
+]
 Jobs = Annotated[int, typer.Option(help="Submissions that are graded at the same time.")]
 TimeLimit = Annotated[float, typer.Option(help="Seconds after which a check has failed.")]
-TotalLimit = Annotated[float, typer.Option(help="Seconds after which no check of a submission begins.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, with the traceback of each failure.")]
+TotalLimit = Annotated[
+    float, typer.Option(help="Seconds after which no check of a submission begins.")
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON, with the traceback of each failure.")
+]
 Csv = Annotated[Path | None, typer.Option("--csv", help="Write a row a submission to this file.")]
 Gradescope = Annotated[
     Path | None,
@@ -54,19 +62,30 @@ def grade(
         if edition not in (None, *EDITIONS):
             allowed = ", ".join(map(str, EDITIONS))
             raise ValueError(f"--edition must be one of {allowed}, got {edition}")
-        for option, seconds in (("--time-limit", time_limit), ("--total-time-limit", total_time_limit)):
+        for option, seconds in (
+            ("--time-limit", time_limit),
+            ("--total-time-limit", total_time_limit),
+        ):
             if not 0 < seconds <= LONGEST_S:
-                raise ValueError(f"{option} must be positive and at most {LONGEST_S} seconds, got {seconds:g}")
+                raise ValueError(
+                    f"{option} must be positive and at most {LONGEST_S} seconds, got {seconds:g}"
+                )
         if jobs < 1:
             raise ValueError(f"--jobs must be positive, got {jobs}")
         submissions = {str(path): adapters_file(path) for path in adapters}
         problems, others = problems_to_grade(problem, edition)
         results = {} if gradescope is None else gradescope_files(gradescope, list(submissions))
-        for option, path in [("--csv", csv), *(("--gradescope", path) for path in results.values())]:
+        for option, path in [
+            ("--csv", csv),
+            *(("--gradescope", path) for path in results.values()),
+        ]:
             if path is not None:
                 check_writable(option, path)
     if edition is None and not problem:
-        typer.echo("the problems of both editions are graded: --edition 2025 or --edition 2026 takes one's", err=True)
+        typer.echo(
+            "the problems of both editions are graded: --edition 2025 or --edition 2026 takes one's",
+            err=True,
+        )
 
     limits = {"time_limit_s": time_limit, "total_time_limit_s": total_time_limit}
     grades: dict[str, Grade] = {}  # of the submissions that are graded whole
@@ -90,7 +109,9 @@ def grade(
     raise typer.Exit(0 if complete else EXIT_POINTS_LOST)
 
 
-def _show(grades: dict[str, Grade], submissions: dict[str, Path], edition: int | None, as_json: bool) -> None:
+def _show(
+    grades: dict[str, Grade], submissions: dict[str, Path], edition: int | None, as_json: bool
+) -> None:
     """Print the grades, with the submissions' names where there are several."""
     from cs336_systems.grading import formats
 
@@ -107,14 +128,20 @@ def _show(grades: dict[str, Grade], submissions: dict[str, Path], edition: int |
 
 
 def gradescope_files(path: Path, names: list[str]) -> dict[str, Path]:
-    """The file for each submission: `path`, or of several results-1.json, results-2.json in their order."""
+    """The file for each submission: `path`, or of several results-1.json, results-2.json in their
+    order.
+    """
     if len(names) == 1:
         return {names[0]: path}
-    return {name: path.with_stem(f"{path.stem}-{number}") for number, name in enumerate(names, start=1)}
+    return {
+        name: path.with_stem(f"{path.stem}-{number}") for number, name in enumerate(names, start=1)
+    }
 
 
 def check_writable(option: str, path: Path) -> None:
-    """ValueError where `path` cannot be written; found out before an hour of grading, and nothing is left there."""
+    """ValueError where `path` cannot be written; found out before an hour of grading, and nothing
+    is left there.
+    """
     existed = path.exists()
     try:
         path.open("a").close()
@@ -161,7 +188,9 @@ def grade_all(
     limits: dict[str, float],
     grades: dict[str, Grade],
 ) -> None:
-    """Add the grade of every submission to `grades`, `jobs` at a time, and print how each check ended."""
+    """Add the grade of every submission to `grades`, `jobs` at a time, and print how each check
+    ended.
+    """
     from cs336_systems.grading.points import grade as grade_one
 
     interrupted = threading.Event()
@@ -175,7 +204,9 @@ def grade_all(
             line = f"{count} {result.status:<9} {result.check.id} ({result.seconds:.1f} s)"
             typer.echo(line, err=True)
 
-        grades[name] = grade_one(submissions[name], problems, others, beyond=beyond, progress=show, **limits)
+        grades[name] = grade_one(
+            submissions[name], problems, others, beyond=beyond, progress=show, **limits
+        )
 
     if jobs == 1 or len(submissions) == 1:
         for name in submissions:

@@ -22,10 +22,16 @@ LINE_EVERY = 10  # kernels, where there is no terminal
 
 
 def show_kernels(arch: str | None) -> None:
-    """Compile every configuration of an architecture's table, by default this machine's, and print what came out."""
+    """Compile every configuration of an architecture's table, by default this machine's, and print
+    what came out.
+    """
     reports = compile_with_progress(shipped_requests(arch or machine_arch("doctor --kernels")))
     print_reports(reports)
-    spilling = [report for report in reports if report.request.dtype != "float32" and report.request.head_dim <= 128]
+    spilling = [
+        report
+        for report in reports
+        if report.request.dtype != "float32" and report.request.head_dim <= 128
+    ]
     count = sum(report.spill_bytes > 0 for report in spilling)
     print(f"16-bit kernels up to head dim 128 that spill: {count} of {len(spilling)}")
     if reports[0].request.arch == HOPPER:
@@ -40,14 +46,18 @@ def machine_arch(command: str) -> str:
     info = get_device_info()
     arch = arch_of_capability(info.compute_capability)
     if arch is None:
-        raise ValueError(f"{command} compiles for one of {', '.join(ARCHITECTURES)}, and {info.name} is none: name one "
-                         "with --arch")  # fmt: skip
+        raise ValueError(
+            f"{command} compiles for one of {', '.join(ARCHITECTURES)}, and {info.name} is none: name one "
+            "with --arch"
+        )
     return arch
 
 
 def shipped_requests(arch: str) -> list[CompileRequest]:
-    """Every configuration of the table of `arch`, causal and not, a forward also with split keys; the 16-bit dtypes
-    compile alike, so bfloat16 stands for both. ValueError for an unknown architecture."""
+    """Every configuration of the table of `arch`, causal and not, a forward also with split keys;
+    the 16-bit dtypes compile alike, so bfloat16 stands for both. ValueError for an unknown
+    architecture.
+    """
     from cs336_systems.attention.tiles.choice import TABLES
     from cs336_systems.compiler.offline import CompileRequest, check_arch
 
@@ -55,7 +65,12 @@ def shipped_requests(arch: str) -> list[CompileRequest]:
     dtypes: dict[int, DTypeName] = {2: "bfloat16", 4: "float32"}
     return [
         CompileRequest(
-            config=config, arch=arch, head_dim=tile, dtype=dtypes[width], is_causal=is_causal, is_split=is_split
+            config=config,
+            arch=arch,
+            head_dim=tile,
+            dtype=dtypes[width],
+            is_causal=is_causal,
+            is_split=is_split,
         )
         for (kernel, width, tile), row in TABLES[arch].items()
         for config in dict.fromkeys(row.configs)
@@ -71,7 +86,9 @@ def compile_with_progress(requests: Sequence[CompileRequest]) -> list[CompileRep
     found = {}
     with progress_bar() as progress:
         if progress.disable:
-            print(f"compiling {len(requests)} kernels, some seconds each", file=sys.stderr, flush=True)
+            print(
+                f"compiling {len(requests)} kernels, some seconds each", file=sys.stderr, flush=True
+            )
         task = progress.add_task("compiling", total=len(requests), cell="")
         for report in compile_configs(requests):
             found[report.request] = report
@@ -82,7 +99,9 @@ def compile_with_progress(requests: Sequence[CompileRequest]) -> list[CompileRep
 
 
 def print_reports(reports: Sequence[CompileReport], max_spill_bytes: int = 0) -> None:
-    """A line a compilation: registers and spilled bytes of a thread, shared memory of a program, and what is wrong."""
+    """A line a compilation: registers and spilled bytes of a thread, shared memory of a program,
+    and what is wrong.
+    """
     from cs336_systems.attention.tiles.choice import SHARED_MEMORY_LIMIT_BYTES
     from cs336_systems.compiler.offline import triton_version
 
@@ -92,7 +111,12 @@ def print_reports(reports: Sequence[CompileReport], max_spill_bytes: int = 0) ->
         column.justify = "right"
     for report in reports:
         request = report.request
-        measured = [report.registers, report.spill_bytes, f"{report.shared_bytes / KIB:.1f}", report.serialized]
+        measured = [
+            report.registers,
+            report.spill_bytes,
+            f"{report.shared_bytes / KIB:.1f}",
+            report.serialized,
+        ]
         table.add_row(
             request.name,
             str(request.head_dim),
@@ -102,15 +126,23 @@ def print_reports(reports: Sequence[CompileReport], max_spill_bytes: int = 0) ->
             report.obstacle(max_spill_bytes),
         )
     archs = sorted({report.request.arch for report in reports})
-    limits = ", ".join(f"{arch} has {SHARED_MEMORY_LIMIT_BYTES[arch] // KIB} KiB of shared memory" for arch in archs)
-    print(f"triton {triton_version()}; {limits}; waits: places where ptxas made the tensor cores wait")
+    limits = ", ".join(
+        f"{arch} has {SHARED_MEMORY_LIMIT_BYTES[arch] // KIB} KiB of shared memory"
+        for arch in archs
+    )
+    print(
+        f"triton {triton_version()}; {limits}; waits: places where ptxas made the tensor cores wait"
+    )
     show_table(table)
 
 
 def show_hopper_kernels() -> None:
     """Compile every Hopper kernel and print what came out, or why this Triton cannot."""
     try:
-        from cs336_systems.compiler.hopper_reports import compile_hopper_kernels, shipped_hopper_kernels
+        from cs336_systems.compiler.hopper_reports import (
+            compile_hopper_kernels,
+            shipped_hopper_kernels,
+        )
     except ImportError as error:
         print(f"Hopper kernels: not compiled, since this Triton has no Gluon for Hopper ({error})")
         return
@@ -121,7 +153,14 @@ def show_hopper_kernels() -> None:
 
 def print_hopper_reports(reports: Sequence[HopperReport]) -> None:
     """A line a kernel, and below them the different main loops with the kernels that have them."""
-    names = ("registers", "spilled bytes", "spills a step", "shared KiB", "waits", "exp2 under matmuls")
+    names = (
+        "registers",
+        "spilled bytes",
+        "spills a step",
+        "shared KiB",
+        "waits",
+        "exp2 under matmuls",
+    )
     table = Table("Hopper kernel", *names, "remark", box=None)
     for column in table.columns[1:-1]:
         column.justify = "right"
@@ -130,13 +169,23 @@ def print_hopper_reports(reports: Sequence[HopperReport]) -> None:
         spills = max((loop.spills for loop in report.loops), default=0)
         overlap = min((loop.overlap for loop in report.loops), default=0.0)
         measured = (
-            str(report.registers), str(report.spill_bytes), str(spills), f"{report.shared_bytes / KIB:.1f}",
-            str(report.serialized), f"{100 * overlap:.0f} %",
-        )  # fmt: skip
-        table.add_row(report.request.name, *(["-"] * len(measured) if report.failure else measured), report.failure)
+            str(report.registers),
+            str(report.spill_bytes),
+            str(spills),
+            f"{report.shared_bytes / KIB:.1f}",
+            str(report.serialized),
+            f"{100 * overlap:.0f} %",
+        )
+        table.add_row(
+            report.request.name,
+            *(["-"] * len(measured) if report.failure else measured),
+            report.failure,
+        )
         for loop in dict.fromkeys(map(str, report.loops)):
             loops.setdefault(loop, []).append(report.request.name)
     show_table(table)
-    print("waits: places where ptxas made the tensor cores wait; main loops, from their first matmul around:")
+    print(
+        "waits: places where ptxas made the tensor cores wait; main loops, from their first matmul around:"
+    )
     for loop, kernels in loops.items():
         print(f"  {loop}", *(f"    {kernel}" for kernel in kernels), sep="\n")

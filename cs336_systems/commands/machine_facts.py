@@ -1,4 +1,6 @@
-"""What `doctor` says of a machine: facts, versions, back ends, and with --measure what it really reaches."""
+"""What `doctor` says of a machine: facts, versions, back ends, and with --measure what it really
+reaches.
+"""
 
 import json
 from dataclasses import asdict
@@ -11,8 +13,22 @@ from cs336_systems.commands.terminal import show_table, show_text
 
 # The shape on which back ends are timed: a usual layer's on a GPU, what takes a second on a CPU.
 SHAPES = {
-    "cuda": {"batch": 1, "heads": 16, "seqlen_q": 4096, "seqlen_k": 4096, "head_dim": 64, "dtype": "bfloat16"},
-    "cpu": {"batch": 1, "heads": 2, "seqlen_q": 256, "seqlen_k": 256, "head_dim": 32, "dtype": "float32"},
+    "cuda": {
+        "batch": 1,
+        "heads": 16,
+        "seqlen_q": 4096,
+        "seqlen_k": 4096,
+        "head_dim": 64,
+        "dtype": "bfloat16",
+    },
+    "cpu": {
+        "batch": 1,
+        "heads": 2,
+        "seqlen_q": 256,
+        "seqlen_k": 256,
+        "head_dim": 32,
+        "dtype": "float32",
+    },
 }
 
 
@@ -96,8 +112,10 @@ def _show_backends(measured: dict[str, Any]) -> None:
     sizes = " x ".join(str(shape[name]) for name in ("batch", "heads", "seqlen_q", "head_dim"))
     table = Table("back end", "forward (ms)", "forward + backward (ms)", "", box=None)
     for row in measured["backends"]:
-        times = [f"{row[name]:.4g}" if row[name] is not None else row["status"] for name in
-                 ("forward_ms", "forward_backward_ms")]  # fmt: skip
+        times = [
+            f"{row[name]:.4g}" if row[name] is not None else row["status"]
+            for name in ("forward_ms", "forward_backward_ms")
+        ]
         note = "interpreted: no speed" if row["interpreted"] else row["reason"]
         table.add_row(row["backend"], *times, note)
     show_text(f"our back ends, causal, {shape['dtype']}, {sizes}:")

@@ -1,4 +1,5 @@
-"""`cs336-systems doctor --mask PATTERN`: what a mask's tiles are, and what skipping the dead ones can gain.
+"""`cs336-systems doctor --mask PATTERN`: what a mask's tiles are, and what skipping the dead ones
+can gain.
 
 cs336-systems doctor --mask random:0.1 --seqlen 16384
 cs336-systems doctor --mask document:3000,96,1000+causal --seqlen 4096 --block-size 64
@@ -23,10 +24,14 @@ BY_PAIRS = ("tokens", "topk", "shared")  # patterns that look at every pair of t
 LARGEST_PICTURE = 64  # tiles along a side that are drawn
 
 
-def show_mask(pattern: str, *, seqlen: int | None, block_size: int | None, heads: int | None, seed: int | None) -> None:
-    """Print the diagnosis of `pattern` (see `attention.masks.parse`) and, where it is small, its tiles.
+def show_mask(
+    pattern: str, *, seqlen: int | None, block_size: int | None, heads: int | None, seed: int | None
+) -> None:
+    """Print the diagnosis of `pattern` (see `attention.masks.parse`) and, where it is small, its
+    tiles.
 
-    ValueError for a pattern that is none, and for more tiles or pairs of tokens than are looked at one by one.
+    ValueError for a pattern that is none, and for more tiles or pairs of tokens than are looked at
+    one by one.
     """
     from cs336_systems.attention.masks import parse_mask
     from cs336_systems.attention.masks.tiles import check_block_size
@@ -43,9 +48,13 @@ def show_mask(pattern: str, *, seqlen: int | None, block_size: int | None, heads
     for part in pattern.split("+"):
         num_pairs = _pairs_looked_at(part.strip(), seqlen, heads)
         if num_pairs > MOST_PAIRS:
-            raise ValueError(f"--seqlen {seqlen} and --heads {heads} are {num_pairs:,} pairs of tokens of "
-                             f"{part.strip()}, and at most {MOST_PAIRS:,} are looked at")  # fmt: skip
-    mask = parse_mask(pattern, seqlen=seqlen, block_size=size, heads=heads, seed=0 if seed is None else seed)
+            raise ValueError(
+                f"--seqlen {seqlen} and --heads {heads} are {num_pairs:,} pairs of tokens of "
+                f"{part.strip()}, and at most {MOST_PAIRS:,} are looked at"
+            )
+    mask = parse_mask(
+        pattern, seqlen=seqlen, block_size=size, heads=heads, seed=0 if seed is None else seed
+    )
     table = Table(show_header=False, box=None)
     for name, value in diagnose(mask).items():
         table.add_row(name, value)
@@ -55,7 +64,9 @@ def show_mask(pattern: str, *, seqlen: int | None, block_size: int | None, heads
 
 
 def _pairs_looked_at(part: str, seqlen: int, heads: int) -> int:
-    """Pairs of tokens that building one part of a pattern looks at one by one; 0 where it builds whole tiles."""
+    """Pairs of tokens that building one part of a pattern looks at one by one; 0 where it builds
+    whole tiles.
+    """
     name, _, values = part.partition(":")
     if name == "dilated":  # one mask for all heads, of pairs within a segment
         segment = values.split("/")[0]
@@ -72,7 +83,9 @@ def diagnose(mask: BlockMask) -> dict[str, str]:
     if not live:
         verdict = "nothing is attended"
     elif mask.dense_form:
-        verdict = f"exactly {mask.dense_form}: flash_attention takes the dense kernel, without lists"
+        verdict = (
+            f"exactly {mask.dense_form}: flash_attention takes the dense kernel, without lists"
+        )
     elif not mask.num_dead:
         verdict = "0 % dead tiles, ideal 1.00×: skipping tiles gains nothing on this mask"
     elif mask.block_density < MAX_LIST_DENSITY:
@@ -95,11 +108,16 @@ def diagnose(mask: BlockMask) -> dict[str, str]:
 
 
 def picture(mask: BlockMask) -> list[str]:
-    """The first head's tiles, a row of tiles a line: █ full, ▒ partial, · dead; nothing for a large mask."""
+    """The first head's tiles, a row of tiles a line: █ full, ▒ partial, · dead; nothing for a large
+    mask.
+    """
     from cs336_systems.attention.masks.tiles import DEAD, FULL
 
     tiles = mask._tile_map().tiles[0, 0]
     if max(tiles.shape) > LARGEST_PICTURE:
         return []
     marks = {DEAD: "·", FULL: "█"}  # of partial ones the number of their pattern
-    return ["█ full, ▒ partial, · dead", *("".join(marks.get(kind, "▒") for kind in row) for row in tiles.tolist())]
+    return [
+        "█ full, ▒ partial, · dead",
+        *("".join(marks.get(kind, "▒") for kind in row) for row in tiles.tolist()),
+    ]

@@ -1,4 +1,6 @@
-"""`cs336-systems memory`: how much memory a model's forward or training step needs on a GPU, from any machine."""
+"""`cs336-systems memory`: how much memory a model's forward or training step needs on a GPU, from
+any machine.
+"""
 
 import re
 from dataclasses import replace
@@ -15,40 +17,68 @@ from cs336_systems.measure.text import printable
 EXIT_DOES_NOT_FIT = 1
 GIB = 2**30
 NUM_LARGEST = 8
-OF_A_PREDICTION = ("model", "context", "batch", "mode", "attention", "parameters", "autocast", "checkpoint")
+OF_A_PREDICTION = (
+    "model",
+    "context",
+    "batch",
+    "mode",
+    "attention",
+    "parameters",
+    "autocast",
+    "checkpoint",
+)
 
 
 def memory(
     given: typer.Context,
     model: Annotated[
-        str, typer.Option(help="A size of the handouts: small, medium, large, xl, 10b, xl-2025, 2.7b-2025, 8b.")
+        str,
+        typer.Option(
+            help="A size of the handouts: small, medium, large, xl, 10b, xl-2025, 2.7b-2025, 8b."
+        ),
     ] = "xl",
-    context: Annotated[int | None, typer.Option(help="Tokens in a sequence; default: the size's own.")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence; default: the size's own.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
     mode: Annotated[str, typer.Option(help="forward or train_step.")] = "train_step",
     attention: Annotated[
         str,
-        typer.Option(help="Of the model: reference, which is the handout's; compiled, sdpa, tiled, triton or hopper."),
+        typer.Option(
+            help="Of the model: reference, which is the handout's; compiled, sdpa, tiled, triton or hopper."
+        ),
     ] = "reference",
     parameters: Annotated[str, typer.Option(help="Parameters' dtype.")] = "float32",
-    autocast: Annotated[str | None, typer.Option(help="Autocast's dtype: bfloat16 or float16.")] = None,
-    checkpoint: Annotated[str, typer.Option(help="none, recursive, selective, or blocks per group.")] = "none",
-    fits: Annotated[str | None, typer.Option(help="Does it fit in so much memory, like 80GB or 80GiB?")] = None,
+    autocast: Annotated[
+        str | None, typer.Option(help="Autocast's dtype: bfloat16 or float16.")
+    ] = None,
+    checkpoint: Annotated[
+        str, typer.Option(help="none, recursive, selective, or blocks per group.")
+    ] = "none",
+    fits: Annotated[
+        str | None, typer.Option(help="Does it fit in so much memory, like 80GB or 80GiB?")
+    ] = None,
     snapshot: Annotated[
         Path | None, typer.Option(help="Read this PyTorch memory snapshot instead; runs nothing.")
     ] = None,
 ) -> None:
-    """Predict peak memory by phase, what it consists of and the largest allocations; nothing is allocated.
+    """Predict peak memory by phase, what it consists of and the largest allocations; nothing is
+    allocated.
 
-    The step's own code runs on tensors without storage. With --fits the answer is the exit code, too: 0 or 1.
+    The step's own code runs on tensors without storage. With --fits the answer is the exit code,
+    too: 0 or 1.
     """
     with one_line_errors(context_length="context"):
         limit = None if fits is None else parse_bytes(fits)
         if snapshot is not None:
             from cs336_systems.measure.snapshot import read_snapshot
 
-            if without_effect := [f"--{name}" for name in OF_A_PREDICTION if _is_typed(given, name)]:
-                raise ValueError(f"--snapshot is read as it is, without {', '.join(without_effect)}")
+            if without_effect := [
+                f"--{name}" for name in OF_A_PREDICTION if _is_typed(given, name)
+            ]:
+                raise ValueError(
+                    f"--snapshot is read as it is, without {', '.join(without_effect)}"
+                )
             if not snapshot.exists():
                 raise ValueError(f"--snapshot {snapshot}: no such file")
             trace = read_snapshot(snapshot)
@@ -59,10 +89,18 @@ def memory(
 
             if model not in MODEL_SIZES:
                 raise ValueError(f"--model must be one of {', '.join(MODEL_SIZES)}, got {model!r}")
-            size = MODEL_SIZES[model] if context is None else replace(MODEL_SIZES[model], context_length=context)
+            size = (
+                MODEL_SIZES[model]
+                if context is None
+                else replace(MODEL_SIZES[model], context_length=context)
+            )
             precision = Precision(parameters=parameters, autocast=autocast)  # type: ignore[arg-type]
             case = MemoryCase(
-                model=size, batch=batch, attention=attention, precision=precision, checkpointing=checkpoint
+                model=size,
+                batch=batch,
+                attention=attention,
+                precision=precision,
+                checkpointing=checkpoint,
             )
             trace = simulated_trace(case, mode)
             title = (
@@ -82,7 +120,9 @@ def memory(
     show_text("\nlargest allocations:")
     largest = Table("MiB", "count", "category", "where", box=None)
     for one in trace.largest(NUM_LARGEST):
-        largest.add_row(f"{one.num_bytes / 2**20:.1f}", str(one.count), one.category, printable(one.where))
+        largest.add_row(
+            f"{one.num_bytes / 2**20:.1f}", str(one.count), one.category, printable(one.where)
+        )
     show_table(largest)
     if limit is not None:
         peak = trace.peak_bytes()
@@ -105,4 +145,6 @@ def parse_bytes(text: str) -> int:
         units = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
         raise ValueError(f"--fits must be a number with one of {units}, like 80GB, got {text!r}")
     number, prefix, binary = match.groups()
-    return int(float(number) * (2**10 if binary else 10**3) ** (" KMGT".index((prefix or " ").upper())))
+    return int(
+        float(number) * (2**10 if binary else 10**3) ** (" KMGT".index((prefix or " ").upper()))
+    )

@@ -1,4 +1,6 @@
-"""`cs336-systems profile CASE`: one case under a profiler, its time taken apart, and a trace to look at."""
+"""`cs336-systems profile CASE`: one case under a profiler, its time taken apart, and a trace to
+look at.
+"""
 
 from __future__ import annotations
 
@@ -33,26 +35,46 @@ if TYPE_CHECKING:
 
 OWN_TOOLS = ("torch", "api")  # api: what runs inside of nsys and ncu
 PROFILES = "profiles"  # below the logs of a results folder, which git ignores
-NCU_LAUNCHES = 200  # kernels that ncu measures: each is run many times over, so a whole step would take hours
-# NVIDIA's profilers, for machines that have them: the option that names the report, and the others. Both record only
-# what runs between cudaProfilerStart and cudaProfilerStop, so that model building and warm-up stay out.
+# kernels that ncu measures: each is run many times over, so a whole step would take hours
+NCU_LAUNCHES = 200
+# NVIDIA's profilers, for machines that have them: the option that names the report, and the others.
+# Both record only what runs between cudaProfilerStart and cudaProfilerStop, so that model building
+# and warm-up stay out.
 TOOLS = {
     "nsys": (
-        "--output", "profile", "--force-overwrite=true", "--trace=cuda,nvtx,cublas,cudnn,osrt",
-        "--cuda-memory-usage=true", "--capture-range=cudaProfilerApi", "--capture-range-end=stop",
+        "--output",
+        "profile",
+        "--force-overwrite=true",
+        "--trace=cuda,nvtx,cublas,cudnn,osrt",
+        "--cuda-memory-usage=true",
+        "--capture-range=cudaProfilerApi",
+        "--capture-range-end=stop",
     ),
     "ncu": (
-        "--export", "--force-overwrite", "--set=full", "--profile-from-start=off",
-        "--nvtx",  # ranges are shown, and choose nothing: autograd launches its kernels on a thread that has none
-        f"--launch-count={NCU_LAUNCHES}", "--target-processes=all",
+        "--export",
+        "--force-overwrite",
+        "--set=full",
+        "--profile-from-start=off",
+        # ranges are shown, and choose nothing: autograd launches its kernels on a thread that has
+        # none
+        "--nvtx",
+        f"--launch-count={NCU_LAUNCHES}",
+        "--target-processes=all",
     ),
-}  # fmt: skip
+}
 
 
 def profile(
-    case: Annotated[str, typer.Argument(help="A model size (xl, small-proxy) or an attention shape (1x16x4096x64).")],
-    mode: Annotated[str, typer.Option(help="forward, backward, forward_backward or train_step.")] = "forward_backward",
-    implementation: Annotated[str, typer.Option(help="eager, compiled; of a shape, any in its tables.")] = "eager",
+    case: Annotated[
+        str,
+        typer.Argument(help="A model size (xl, small-proxy) or an attention shape (1x16x4096x64)."),
+    ],
+    mode: Annotated[
+        str, typer.Option(help="forward, backward, forward_backward or train_step.")
+    ] = "forward_backward",
+    implementation: Annotated[
+        str, typer.Option(help="eager, compiled; of a shape, any in its tables.")
+    ] = "eager",
     attention: Annotated[
         str, typer.Option(help="Attention inside of a model: reference, triton, hopper, sdpa, ...")
     ] = "reference",
@@ -60,9 +82,15 @@ def profile(
         str, typer.Option(help="float32, bfloat16, float16, bfloat16-autocast or float16-autocast.")
     ] = "float32",
     context: Annotated[int | None, typer.Option(help="Tokens in a sequence of a model.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences in a batch of a model; default 4.")] = None,
-    causal: Annotated[bool, typer.Option("--causal/--full", help="Mask of an attention shape.")] = True,
-    model: Annotated[str | None, typer.Option(help="Your own model, as package.module:Class.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences in a batch of a model; default 4.")
+    ] = None,
+    causal: Annotated[
+        bool, typer.Option("--causal/--full", help="Mask of an attention shape.")
+    ] = True,
+    model: Annotated[
+        str | None, typer.Option(help="Your own model, as package.module:Class.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Profiled repetitions.")] = 3,
     warmup: Annotated[int, typer.Option(min=0, help="Repetitions before them.")] = 2,
     ranges: Annotated[bool, typer.Option(help="Name the model's parts in the profile.")] = True,
@@ -70,11 +98,15 @@ def profile(
     tool: Annotated[
         str, typer.Option(help="torch (torch.profiler), or NVIDIA's nsys or ncu where installed.")
     ] = "torch",
-    print_only: Annotated[bool, typer.Option("--print", help="Print the command of nsys or ncu; run nothing.")] = False,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Print the command of nsys or ncu; run nothing.")
+    ] = False,
     device: DeviceOption = "auto",
     results: ResultsOption = Path("results"),
 ) -> None:
-    """Run one case under a profiler: where the time goes, as tables, and a trace for https://ui.perfetto.dev."""
+    """Run one case under a profiler: where the time goes, as tables, and a trace for
+    https://ui.perfetto.dev.
+    """
     with one_line_errors(context_length="context"), ends_at_a_signal("interrupted"):
         from cs336_systems.accounting import predicted_peak_bytes
         from cs336_systems.config import ModelCase, RunConfig
@@ -84,13 +116,18 @@ def profile(
         if tool not in (*OWN_TOOLS, *TOOLS):
             raise ValueError(f"--tool must be one of torch, {', '.join(TOOLS)}, got {tool!r}")
         if print_only and tool not in TOOLS:
-            raise ValueError(f"--print shows the command of {' or '.join(TOOLS)}, got --tool {tool}")
+            raise ValueError(
+                f"--print shows the command of {' or '.join(TOOLS)}, got --tool {tool}"
+            )
         if tool != "torch" and kind != "cuda" and not print_only:
             raise ValueError(f"--tool {tool} needs a CUDA device; --tool torch profiles a CPU, too")
-        interprets = kind == "cpu" and not {"triton", "triton_first"}.isdisjoint((implementation, attention))
+        interprets = kind == "cpu" and not {"triton", "triton_first"}.isdisjoint(
+            (implementation, attention)
+        )
         if interprets:
             interpret_kernels()
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler's library prints its start and stop
+        # or the profiler's library prints its start and stop
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         import torch
 
         from cs336_systems.bench.harness import predicted_overflow
@@ -100,15 +137,32 @@ def profile(
         from cs336_systems.subjects.profiled import parse_case, prepare
 
         parsed = parse_case(
-            case, implementation=implementation, mode=mode, precision=precision, batch=batch, context=context,
-            attention=attention, is_causal=causal,
-        )  # fmt: skip
+            case,
+            implementation=implementation,
+            mode=mode,
+            precision=precision,
+            batch=batch,
+            context=context,
+            attention=attention,
+            is_causal=causal,
+        )
         if model is not None and not isinstance(parsed, ModelCase):
             raise ValueError(f"--model is an option of models, and {case!r} is an attention shape")
-        parts = [case, mode, implementation, precision, *([attention] if attention != "reference" else [])]
-        parts += [f"{name}{size}" for name, size in (("context", context), ("batch", batch)) if size is not None]
+        parts = [
+            case,
+            mode,
+            implementation,
+            precision,
+            *([attention] if attention != "reference" else []),
+        ]
+        parts += [
+            f"{name}{size}"
+            for name, size in (("context", context), ("batch", batch))
+            if size is not None
+        ]
         parts += [] if causal else ["full"]
-        stem = re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))  # names the trace by options that are not the default
+        # names the trace by options that are not the default
+        stem = re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))
         folder = results / get_device_info(kind).slug / "logs" / PROFILES
         if tool in TOOLS:
             _run_vendor_tool(tool, folder / stem, print_only)
@@ -116,10 +170,14 @@ def profile(
         if model is not None:
             search_current_folder()
         run = RunConfig(scale="handout" if kind == "cuda" else "smoke", device=kind, model=model)
-        if why := predicted_overflow(predicted_peak_bytes(parsed, implementation, [mode]), get_device_info(kind)):
+        if why := predicted_overflow(
+            predicted_peak_bytes(parsed, implementation, [mode]), get_device_info(kind)
+        ):
             typer.echo(f"error: {why}", err=True)
             raise typer.Exit(EXIT_NOTHING_MEASURED)
-        typer.echo(f"profiling {case} on {kind}: {warmup} warm-up and {steps} profiled step{'s' * (steps != 1)}")
+        typer.echo(
+            f"profiling {case} on {kind}: {warmup} warm-up and {steps} profiled step{'s' * (steps != 1)}"
+        )
         with _ends_in_one_line():
             if tool == "torch":
                 check_writable(folder)
@@ -139,19 +197,30 @@ def profile(
             prepared.call()
             seconds = time.perf_counter() - begin
             warmup -= 1
-            typer.echo(f"the first took {seconds:.1f} s: about {seconds * (warmup + steps):.0f} s for the others")
+            typer.echo(
+                f"the first took {seconds:.1f} s: about {seconds * (warmup + steps):.0f} s for the others"
+            )
         trace = capture(
-            prepared.call, device=kind, num_steps=steps, warmup=warmup, before=prepared.before, path=path
-        )  # fmt: skip
+            prepared.call,
+            device=kind,
+            num_steps=steps,
+            warmup=warmup,
+            before=prepared.before,
+            path=path,
+        )
     show_trace(trace.in_steps(), top)
     if interprets:
-        typer.echo("Triton's kernels ran on its interpreter: their times are NumPy's and say nothing of a GPU")
+        typer.echo(
+            "Triton's kernels ran on its interpreter: their times are NumPy's and say nothing of a GPU"
+        )
     typer.echo(f"trace: {path} (open it in https://ui.perfetto.dev)")
 
 
 @contextmanager
 def _ends_in_one_line(trace: Path | None = None) -> Iterator[None]:
-    """The ways in which a valid case may not run here as one line, which names the `trace` that was left."""
+    """The ways in which a valid case may not run here as one line, which names the `trace` that was
+    left.
+    """
     import torch
 
     from cs336_systems.bench.spec import Disagreement, Unsupported
@@ -177,7 +246,9 @@ def _run_vendor_tool(tool: str, output: Path, print_only: bool) -> None:
         typer.echo(shlex.join(command))
         return
     if shutil.which(tool) is None:
-        raise ValueError(f"--tool {tool}: it is not on PATH; install it, or see its command with --print")
+        raise ValueError(
+            f"--tool {tool}: it is not on PATH; install it, or see its command with --print"
+        )
     output.parent.mkdir(parents=True, exist_ok=True)
     code = subprocess.run(command).returncode
     if code:
@@ -187,7 +258,9 @@ def _run_vendor_tool(tool: str, output: Path, print_only: bool) -> None:
 
 
 def show_trace(trace: Trace, top: int) -> None:
-    """Print where the time of a profiled step goes: by category and phase, by the model's parts, by kernel."""
+    """Print where the time of a profiled step goes: by category and phase, by the model's parts, by
+    kernel.
+    """
     from cs336_systems.measure.kernel_names import CATEGORIES
     from cs336_systems.measure.ranges import ATTENTION_PARTS, ROLES
 
@@ -196,9 +269,16 @@ def show_trace(trace: Trace, top: int) -> None:
     what = "kernels" if trace.on_gpu else "operators"
 
     def row(table: Table, name: str, **selection: str) -> None:
-        ms = [trace.kernel_ms(phase=phase, **selection) / steps for phase in ("forward", "backward", "optimizer")]
+        ms = [
+            trace.kernel_ms(phase=phase, **selection) / steps
+            for phase in ("forward", "backward", "optimizer")
+        ]
         if sum(ms) > 0:
-            table.add_row(name, *(f"{value:.3f}" for value in (*ms, sum(ms))), f"{100 * steps * sum(ms) / total:.1f} %")
+            table.add_row(
+                name,
+                *(f"{value:.3f}" for value in (*ms, sum(ms))),
+                f"{100 * steps * sum(ms) / total:.1f} %",
+            )
 
     wall = sum(trace.step_ms) / steps
     show_text(
@@ -209,12 +289,15 @@ def show_trace(trace: Trace, top: int) -> None:
         ("category", CATEGORIES, "category"),
         ("part of the model", [*(f"{role}:" for role in ROLES), *ATTENTION_PARTS], "within"),
     ):
-        table = Table(title, "forward (ms)", "backward (ms)", "optimizer (ms)", "all (ms)", "share", box=None)
+        table = Table(
+            title, "forward (ms)", "backward (ms)", "optimizer (ms)", "all (ms)", "share", box=None
+        )
         for name in names:
             row(table, name.removesuffix(":"), **{by: name})
         if table.row_count:
             show_table(table)
-    # The name is the last: those of templates have hundreds of characters, and would push the numbers away.
+    # The name is the last: those of templates have hundreds of characters, and would push the
+    # numbers away.
     table = Table("ms a step", "share", "calls a step", "category", what[:-1], box=None)
     for kernel in trace.top_kernels(top):
         share = f"{100 * kernel.ms / total:.1f} %"

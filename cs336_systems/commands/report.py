@@ -5,7 +5,12 @@ from typing import Annotated
 
 import typer
 
-from cs336_systems.commands.shared import ResultsOption, one_line_errors, unknown_problem, warnings_as_lines
+from cs336_systems.commands.shared import (
+    ResultsOption,
+    one_line_errors,
+    unknown_problem,
+    warnings_as_lines,
+)
 from cs336_systems.commands.terminal import show_text
 from cs336_systems.measure.text import printable
 
@@ -17,7 +22,9 @@ SUFFIXES = [scale + axes for axes in ("", "-chosen") for scale in ("", "-smoke",
 
 
 def list_problems() -> None:
-    """List every problem: what `run` measures, what `grade` grades, and what is answered in writing."""
+    """List every problem: what `run` measures, what `grade` grades, and what is answered in
+    writing.
+    """
     from cs336_systems.bench.spec import outlines
     from cs336_systems.handout import COMMANDS, HANDOUT
 
@@ -25,7 +32,9 @@ def list_problems() -> None:
     for asked in HANDOUT.values():  # two lines each: a table would cut the names
         points = [f"{asked.points} point{'s' if asked.points > 1 else ''}"] if asked.points else []
         facts = [f"section {asked.section}", *points, *map(str, asked.editions)]
-        facts.append(f"`{COMMANDS[asked.name]}`" if asked.name in COMMANDS else answered[asked.answer])
+        facts.append(
+            f"`{COMMANDS[asked.name]}`" if asked.name in COMMANDS else answered[asked.answer]
+        )
         show_text(f"{asked.name}\n    {asked.title} ({', '.join(facts)})")
     for name, outline in outlines().items():
         if name not in HANDOUT and outline.is_measured:
@@ -34,14 +43,21 @@ def list_problems() -> None:
 
 def report(
     results: ResultsOption = Path("results"),
-    folder: Annotated[str | None, typer.Option(help="One results folder; default: all of this machine's.")] = None,
-    problem: Annotated[list[str] | None, typer.Option(help="Only this problem; may be repeated.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Check the published pages; write nothing.")] = False,
+    folder: Annotated[
+        str | None, typer.Option(help="One results folder; default: all of this machine's.")
+    ] = None,
+    problem: Annotated[
+        list[str] | None, typer.Option(help="Only this problem; may be repeated.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the published pages; write nothing.")
+    ] = False,
 ) -> None:
-    """Turn records into report.html; the published folder's also into the pages, their figures and full tables.
+    """Turn records into report.html; the published folder's also into the pages, their figures and
+    full tables.
 
-    A record that fits no experiment is left out with a warning. Where a table, figure or page cannot be made, all
-    others are, and the exit code is 1.
+    A record that fits no experiment is left out with a warning. Where a table, figure or page
+    cannot be made, all others are, and the exit code is 1.
     """
     from cs336_systems.bench.placing import NotMade
     from cs336_systems.bench.spec import measured_problems
@@ -50,15 +66,21 @@ def report(
 
     only = problem or []
     published = results / PUBLISHED_FOLDER
-    # The documents here are made of the records below them: those of elsewhere would leave them without numbers.
-    is_here = all(Path(name).is_file() for name in DOCUMENTS) and results.resolve() == Path("results").resolve()
+    # The documents here are made of the records below them: those of elsewhere would leave them
+    # without numbers.
+    is_here = (
+        all(Path(name).is_file() for name in DOCUMENTS)
+        and results.resolve() == Path("results").resolve()
+    )
     with one_line_errors(), warnings_as_lines() as told:
         for name in only:
             if name not in measured_problems():
                 raise ValueError(unknown_problem(name))
         if check:
             if folder is not None or only:
-                raise ValueError("give --check alone: it checks the published pages, without --folder and --problem")
+                raise ValueError(
+                    "give --check alone: it checks the published pages, without --folder and --problem"
+                )
             found = Book(Path(), published).check()
             for difference in found:
                 typer.echo(printable(difference), err=True)
@@ -75,7 +97,9 @@ def report(
                     typer.echo(f"written: {file}")
         if not pages:
             of, what = (f" of {', '.join(only)}", " ".join(only)) if only else ("", "--all")
-            raise ValueError(f"no records{of} in {path}; measure something first: cs336-systems run {what}")
+            raise ValueError(
+                f"no records{of} in {path}; measure something first: cs336-systems run {what}"
+            )
         if any(issubclass(category, NotMade) for category in told):
             raise typer.Exit(EXIT_NOT_WHOLE)
 
@@ -84,17 +108,24 @@ def _chosen_folders(results: Path, folder: str | None) -> list[Path]:
     """The folders to report on; ValueError where there are no records."""
     from cs336_systems.device import get_device_info
 
-    if folder is not None and (Path(folder).name != folder or folder in ("", "..") or "\\" in folder):
+    if folder is not None and (
+        Path(folder).name != folder or folder in ("", "..") or "\\" in folder
+    ):
         raise ValueError(f"--folder must be the name of a folder in {results}, got {folder!r}")
     if folder is not None:
         if not (results / folder / "records").is_dir():
             there = ", ".join(sorted(other.parent.name for other in results.glob("*/records")))
-            raise ValueError(f"no records in {results / folder}; {f'there are some of {there}, or' if there else ''} "
-                             "measure something first: cs336-systems run --all")  # fmt: skip
+            raise ValueError(
+                f"no records in {results / folder}; {f'there are some of {there}, or' if there else ''} "
+                "measure something first: cs336-systems run --all"
+            )
         return [results / folder]
-    slugs = {get_device_info(kind).slug for kind in ("cpu", "auto")}  # that this machine's runs write to
+    # that this machine's runs write to
+    slugs = {get_device_info(kind).slug for kind in ("cpu", "auto")}
     names = [slug + suffix for slug in sorted(slugs) for suffix in SUFFIXES]
     own = [results / name for name in names if (results / name / "records").is_dir()]
     if not own:
-        raise ValueError(f"no records of this machine in {results}; measure something first: cs336-systems run --all")
+        raise ValueError(
+            f"no records of this machine in {results}; measure something first: cs336-systems run --all"
+        )
     return own

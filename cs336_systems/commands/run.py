@@ -38,24 +38,45 @@ def run(
     scale: shared.ScaleOption = "auto",
     device: DeviceOption = "auto",
     results: ResultsOption = Path("results"),
-    model: Annotated[str | None, typer.Option(help="Your own model, as package.module:Class.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Your own model, as package.module:Class.")
+    ] = None,
     implementation: Annotated[
-        list[str] | None, typer.Option(help="Only these, and who plays in turns with them; also package.module:Name.")
+        list[str] | None,
+        typer.Option(
+            help="Only these, and who plays in turns with them; also package.module:Name."
+        ),
     ] = None,
     seed: shared.SeedOption = 0,
     rerun: shared.RerunOption = "none",
     time_budget: shared.TimeBudgetOption = None,
-    cell_timeout: Annotated[int, typer.Option(help="Seconds without a result that make a cell a failed row.")] = 600,
-    mode: Annotated[str | None, typer.Option(help="Of attention: forward, backward, forward_backward; a,b.")] = None,
-    heads: Annotated[str | None, typer.Option(help="Of attention: these in the place of its own, as 16,64.")] = None,
-    seqlen: Annotated[str | None, typer.Option(help="Of attention: these lengths, as 4096,8192.")] = None,
-    head_dim: Annotated[str | None, typer.Option(help="Of attention: these head dims, as 64,128.")] = None,
-    stages: Annotated[bool, typer.Option("--stages", help="Only our stages of attention; print their table.")] = False,
-    shard: Annotated[str, typer.Option(help="This process's part, as 2/4: one a GPU, into one folder.")] = "1/1",
+    cell_timeout: Annotated[
+        int, typer.Option(help="Seconds without a result that make a cell a failed row.")
+    ] = 600,
+    mode: Annotated[
+        str | None, typer.Option(help="Of attention: forward, backward, forward_backward; a,b.")
+    ] = None,
+    heads: Annotated[
+        str | None, typer.Option(help="Of attention: these in the place of its own, as 16,64.")
+    ] = None,
+    seqlen: Annotated[
+        str | None, typer.Option(help="Of attention: these lengths, as 4096,8192.")
+    ] = None,
+    head_dim: Annotated[
+        str | None, typer.Option(help="Of attention: these head dims, as 64,128.")
+    ] = None,
+    stages: Annotated[
+        bool, typer.Option("--stages", help="Only our stages of attention; print their table.")
+    ] = False,
+    shard: Annotated[
+        str, typer.Option(help="This process's part, as 2/4: one a GPU, into one folder.")
+    ] = "1/1",
     commit: shared.CommitOption = None,
     dirty: shared.DirtyOption = None,
 ) -> None:
-    """Measure problems and append the records; finished cells are kept, so an interrupted run continues."""
+    """Measure problems and append the records; finished cells are kept, so an interrupted run
+    continues.
+    """
     with one_line_errors():
         from cs336_systems.bench.harness import Shard, planned_cells
         from cs336_systems.config import SCALES, Axes, RunConfig
@@ -82,7 +103,8 @@ def run(
                 head_dims=_sizes("--head-dim", head_dim),
             ),
         )
-        cells = [cell for name in chosen for cell in planned_cells(name, config)]  # refuses axes of other problems
+        # refuses axes of other problems
+        cells = [cell for name in chosen for cell in planned_cells(name, config)]
         if stages:
             implementation = _stages_of(chosen, implementation)
         _check_model(config, chosen, cells)
@@ -91,9 +113,16 @@ def run(
         if kind == "cpu":
             shared.wait_briefly(os.environ)
         sweep = open_sweep(
-            config, results, chosen, commit, dirty, rerun=rerun, implementations=implementation, interpret=interpret,
+            config,
+            results,
+            chosen,
+            commit,
+            dirty,
+            rerun=rerun,
+            implementations=implementation,
+            interpret=interpret,
             shard=part,
-        )  # fmt: skip
+        )
     totals: Counter[str] = Counter()
     started = time.monotonic()
     with measuring(sweep):
@@ -101,7 +130,9 @@ def run(
             pending = {name: sweep.pending(name) for name in chosen}
             for name, (cells, finished) in pending.items():
                 if not cells and not finished and part.count == 1:
-                    raise ValueError(f"{name} has no cells of {', '.join(implementation or [])} at scale {scale}")
+                    raise ValueError(
+                        f"{name} has no cells of {', '.join(implementation or [])} at scale {scale}"
+                    )
         todo = sum(len(cells) for cells, _ in pending.values())
         if todo:
             what = f"{_count(todo, 'cell')} of {_count(len(chosen), 'problem')}"
@@ -140,7 +171,9 @@ def _run_problem(
 
 
 def _show_skips(sweep: Sweep, name: str) -> None:
-    """Print why records of the problem `name` have no samples, those of the sweep's implementations."""
+    """Print why records of the problem `name` have no samples, those of the sweep's
+    implementations.
+    """
     from cs336_systems.bench.records import latest, read_records, skips
 
     records = latest(read_records(sweep.record_file(name)))
@@ -149,7 +182,9 @@ def _show_skips(sweep: Sweep, name: str) -> None:
     for line in reasons[:MOST_REASONS]:
         typer.echo(f"  {in_one_line(line)[:LONGEST_MESSAGE]}", err=True)
     if len(reasons) > MOST_REASONS:
-        typer.echo(f"  and {_count(len(reasons) - MOST_REASONS, 'other reason')}, in the records", err=True)
+        typer.echo(
+            f"  and {_count(len(reasons) - MOST_REASONS, 'other reason')}, in the records", err=True
+        )
 
 
 def _count(number: int, noun: str) -> str:
@@ -173,14 +208,20 @@ def _sizes(option: str, text: str | None) -> tuple[int, ...]:
     """The numbers of `4096,8192`; ValueError for anything else."""
     parts = [] if text is None else text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"{option} must be positive numbers with commas between them, got {text!r}")
-    if too_large := [part for part in parts if len(part) > len(str(LARGEST_SIZE)) or int(part) > LARGEST_SIZE]:
+        raise ValueError(
+            f"{option} must be positive numbers with commas between them, got {text!r}"
+        )
+    if too_large := [
+        part for part in parts if len(part) > len(str(LARGEST_SIZE)) or int(part) > LARGEST_SIZE
+    ]:
         raise ValueError(f"{option} must be at most {LARGEST_SIZE} each, got {too_large[0]}")
     return tuple(int(part) for part in parts)
 
 
 def _stages_of(chosen: list[str], implementations: list[str] | None) -> list[str]:
-    """The implementations that are stages of ours; ValueError where a problem does not compare them."""
+    """The implementations that are stages of ours; ValueError where a problem does not compare
+    them.
+    """
     from cs336_systems.bench.spec import load, measured_problems
     from cs336_systems.subjects.implementations import STAGES
 
@@ -188,8 +229,14 @@ def _stages_of(chosen: list[str], implementations: list[str] | None) -> list[str
         raise ValueError("give --stages or --implementation, not both")
     for name in chosen:
         if "stages" not in load(name).tables:
-            able = ", ".join(other for other, problem in measured_problems().items() if "stages" in problem.tables)
-            raise ValueError(f"--stages has no effect on {name}; problems with a table of stages: {able}")
+            able = ", ".join(
+                other
+                for other, problem in measured_problems().items()
+                if "stages" in problem.tables
+            )
+            raise ValueError(
+                f"--stages has no effect on {name}; problems with a table of stages: {able}"
+            )
     return list(STAGES)
 
 
@@ -200,7 +247,9 @@ def _show_stages(name: str, sweep: Sweep) -> None:
     from cs336_systems.book.frames import load_frame
 
     problem = load(name)
-    table = problem.tables["stages"].build(load_frame(problem, read_records(sweep.record_file(name))))
+    table = problem.tables["stages"].build(
+        load_frame(problem, read_records(sweep.record_file(name)))
+    )
     typer.echo(f"\n{table.title}\n\n{table.markdown()}\n")
 
 
@@ -223,7 +272,9 @@ def _check_implementations(names: list[str] | None, chosen: list[str], cells: li
     from cs336_systems.subjects.implementations import IMPLEMENTATIONS, load_name
     from cs336_systems.subjects.mask_implementations import BUILDERS
 
-    known = dict.fromkeys((*IMPLEMENTATIONS, *BUILDERS, *(name for cell in cells for name in cell.implementations)))
+    known = dict.fromkeys(
+        (*IMPLEMENTATIONS, *BUILDERS, *(name for cell in cells for name in cell.implementations))
+    )
     for name in names or []:
         if ":" in name:
             for problem in chosen:

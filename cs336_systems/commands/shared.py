@@ -1,4 +1,6 @@
-"""What the subcommands share: exit codes, options, one-line errors, and signals that end a run as Ctrl-C does."""
+"""What the subcommands share: exit codes, options, one-line errors, and signals that end a run as
+Ctrl-C does.
+"""
 
 import difflib
 import os
@@ -21,17 +23,24 @@ EXIT_NOTHING_MEASURED = 1
 EXIT_WRONG_ARGUMENT = 2
 EXIT_SIGNAL = 128  # plus the signal's number
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # that end a process unless it has something to say
-# How often a thread of PyTorch's on a CPU looks whether the others are done before it sleeps. Left alone libgomp looks
-# for milliseconds. When the system puts two threads on one core, which one busy program beside them is enough for, the
-# one that waits keeps the other from working until the scheduler's next tick: calls of 0.2 ms then take 8 or 40, in
-# every sample. With 1,000 looks they take 0.5, and as long as before where each thread has a core.
+# How often a thread of PyTorch's on a CPU looks whether the others are done before it sleeps. Left
+# alone libgomp looks for milliseconds. When the system puts two threads on one core, which one busy
+# program beside them is enough for, the one that waits keeps the other from working until the
+# scheduler's next tick: calls of 0.2 ms then take 8 or 40, in every sample. With 1,000 looks they
+# take 0.5, and as long as before where each thread has a core.
 SPIN_SWITCHES = {"GOMP_SPINCOUNT": "1000"}
 
 # How errors call what an option sets, where that is not the option's own name.
 OPTION_OF = {
-    "learning_rate": "lr", "final_learning_rate": "final-lr", "warmup_steps": "warmup", "clip_norm": "clip",
-    "num_ranks": "ranks", "checkpointing": "checkpoint", "cell_timeout_s": "cell-timeout", "seqlen_q": "seqlen",
-}  # fmt: skip
+    "learning_rate": "lr",
+    "final_learning_rate": "final-lr",
+    "warmup_steps": "warmup",
+    "clip_norm": "clip",
+    "num_ranks": "ranks",
+    "checkpointing": "checkpoint",
+    "cell_timeout_s": "cell-timeout",
+    "seqlen_q": "seqlen",
+}
 SAME_NAME = (
     "accumulation|arch|attention|autocast|batch|checkpoint_every|context_length|context_parallel|heads|implementation|"
     "log_every|mode|out|parameters|precision|scale|seed|steps|temperature|text|top_p|weight_decay|wrapper"
@@ -41,18 +50,30 @@ FIELD = re.compile(
     rf"({'|'.join(OPTION_OF)}|{SAME_NAME})(?= (?:of an? [a-z ]+ )?must )"
 )
 
-ScaleOption = Annotated[str, typer.Option(help="auto, tiny, smoke or handout; auto: smoke on CPU, handout on GPU.")]
+ScaleOption = Annotated[
+    str, typer.Option(help="auto, tiny, smoke or handout; auto: smoke on CPU, handout on GPU.")
+]
 ResultsOption = Annotated[Path, typer.Option(help="Folder of the results folders.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of inputs and, of models, weights.")]
-RerunOption = Annotated[str, typer.Option(help="Measure again what is finished: none, failed or all.")]
-TimeBudgetOption = Annotated[float | None, typer.Option(help="Start no cell after this many seconds.")]
-CommitOption = Annotated[str | None, typer.Option(help="Revision that runs, where there is no git.")]
-DirtyOption = Annotated[bool | None, typer.Option("--dirty/--clean", help="Whether it has uncommitted changes.")]
+RerunOption = Annotated[
+    str, typer.Option(help="Measure again what is finished: none, failed or all.")
+]
+TimeBudgetOption = Annotated[
+    float | None, typer.Option(help="Start no cell after this many seconds.")
+]
+CommitOption = Annotated[
+    str | None, typer.Option(help="Revision that runs, where there is no git.")
+]
+DirtyOption = Annotated[
+    bool | None, typer.Option("--dirty/--clean", help="Whether it has uncommitted changes.")
+]
 
 
 def unknown_problem(name: str) -> str:
-    """What to say of a problem that is not measured: the nearest name, or how the handout's is answered."""
+    """What to say of a problem that is not measured: the nearest name, or how the handout's is
+    answered.
+    """
     from cs336_systems.bench.spec import measured_problems
     from cs336_systems.handout import COMMANDS, HANDOUT
 
@@ -61,7 +82,9 @@ def unknown_problem(name: str) -> str:
     if name in HANDOUT:
         if HANDOUT[name].answer == "graded":
             return f"{name} measures nothing; it is graded: `cs336-systems grade ADAPTERS --problem {name}`"
-        return f"{name} measures nothing; it is answered in writing: see its page, writeup/{name}.md"
+        return (
+            f"{name} measures nothing; it is answered in writing: see its page, writeup/{name}.md"
+        )
     known = list(measured_problems())
     near = [one for one in known if name in one] or difflib.get_close_matches(name, known)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -72,14 +95,18 @@ def unknown_problem(name: str) -> str:
 def one_line_errors(**options: str) -> Iterator[None]:
     """Turn a caller's mistake, or a command that does not end, into one line and exit code 2.
 
-    The line names the option in the place of a field: `TrainingConfig.learning_rate must ...` is `--lr must ...`.
-    `options` are the command's own names, without dashes.
+    The line names the option in the place of a field: `TrainingConfig.learning_rate must ...` is
+    `--lr must ...`. `options` are the command's own names, without dashes.
     """
     try:
         yield
     except (ValueError, TypeError, OSError, subprocess.TimeoutExpired) as error:
         names = OPTION_OF | options
-        line = FIELD.sub(lambda field: "--" + names.get(field[1], field[1].replace("_", "-")), in_one_line(error), 1)
+        line = FIELD.sub(
+            lambda field: "--" + names.get(field[1], field[1].replace("_", "-")),
+            in_one_line(error),
+            1,
+        )
         typer.echo(f"error: {line}", err=True)
         raise typer.Exit(EXIT_WRONG_ARGUMENT) from None
 
@@ -95,13 +122,18 @@ def out_of_memory_in_one_line() -> Iterator[None]:
         with one_out_of_memory_error():
             yield
     except torch.OutOfMemoryError as error:
-        typer.echo(f"error: out of memory, take a smaller batch, context or model: {in_one_line(error)}", err=True)
+        typer.echo(
+            f"error: out of memory, take a smaller batch, context or model: {in_one_line(error)}",
+            err=True,
+        )
         raise typer.Exit(EXIT_NOTHING_MEASURED) from None
 
 
 @contextmanager
 def warnings_as_lines() -> Iterator[list[type[Warning]]]:
-    """Print each warning within as a line on stderr, without the place in the code; gives their categories so far."""
+    """Print each warning within as a line on stderr, without the place in the code; gives their
+    categories so far.
+    """
     told: list[type[Warning]] = []
 
     def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
@@ -114,7 +146,9 @@ def warnings_as_lines() -> Iterator[list[type[Warning]]]:
 
 
 def check_writable(folder: Path, *files: Path) -> None:
-    """OSError before anything is measured if `folder`, or one of the `files` that are there, could not be written."""
+    """OSError before anything is measured if `folder`, or one of the `files` that are there, could
+    not be written.
+    """
     path = folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +165,8 @@ def check_writable(folder: Path, *files: Path) -> None:
 def ends_at_a_signal(
     message: str | Callable[[], str], numbers: Sequence[int] = ENDING
 ) -> Iterator[None]:
-    """Ctrl-C or one of `numbers` within is `message` and exit code 128 plus its number, once every `finally` is done.
+    """Ctrl-C or one of `numbers` within is `message` and exit code 128 plus its number, once every
+    `finally` is done.
 
     A function as `message` is called then, and may find that there is nothing to say.
     """
@@ -143,7 +178,9 @@ def ends_at_a_signal(
         raise KeyboardInterrupt
 
     # What is ignored stays so: a hang-up under nohup.
-    previous = {n: signal.signal(n, interrupt) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
+    previous = {
+        n: signal.signal(n, interrupt) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN
+    }
     try:
         yield
     except KeyboardInterrupt:
@@ -156,7 +193,8 @@ def ends_at_a_signal(
 
 
 def wait_briefly(environment: MutableMapping[str, str]) -> None:
-    """Bound how long threads of processes that start with `environment` wait awake; see SPIN_SWITCHES.
+    """Bound how long threads of processes that start with `environment` wait awake; see
+    SPIN_SWITCHES.
 
     What the user has set, for libgomp or for OpenMP, stays.
     """

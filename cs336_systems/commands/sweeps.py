@@ -1,4 +1,6 @@
-"""What `run` and `tune` share: checked options, a progress bar, and an end in good order by an error or a signal."""
+"""What `run` and `tune` share: checked options, a progress bar, and an end in good order by an
+error or a signal.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,15 @@ def check_sweep_options(rerun: str, time_budget: float | None) -> None:
 
 
 def open_sweep(
-    run: RunConfig, results: Path, problems: Sequence[str], commit: str | None, dirty: bool | None, **options: Any
-) -> Sweep:  # fmt: skip
-    """The sweep of `problems` into the locked folder of `run` in `results`; `options` are those of `Sweep`.
+    run: RunConfig,
+    results: Path,
+    problems: Sequence[str],
+    commit: str | None,
+    dirty: bool | None,
+    **options: Any,
+) -> Sweep:
+    """The sweep of `problems` into the locked folder of `run` in `results`; `options` are those of
+    `Sweep`.
 
     ValueError where another run is in that folder; OSError where it cannot be written.
     """
@@ -54,9 +62,13 @@ def open_sweep(
 
 @contextmanager
 def measuring(sweep: Sweep) -> Iterator[None]:
-    """An error or Ctrl-C within is a line and an exit code; the measuring process is gone and the folder free after."""
+    """An error or Ctrl-C within is a line and an exit code; the measuring process is gone and the
+    folder free after.
+    """
     try:
-        with ends_at_a_signal(f"interrupted: finished cells are in {sweep.folder}; the same command continues"):
+        with ends_at_a_signal(
+            f"interrupted: finished cells are in {sweep.folder}; the same command continues"
+        ):
             yield
     except OSError as error:
         typer.echo(f"error: {error}", err=True)
@@ -67,18 +79,27 @@ def measuring(sweep: Sweep) -> Iterator[None]:
 
 
 def progress_bar() -> Progress:
-    """A bar on the terminal, nothing elsewhere. A task has a field `cell`, of which it shows the text."""
+    """A bar on the terminal, nothing elsewhere. A task has a field `cell`, of which it shows the
+    text.
+    """
     console = Console(stderr=True)
     cell = Column(no_wrap=True, overflow="ellipsis", ratio=1)  # has what the others leave
     columns = (
-        TextColumn("{task.description}"), BarColumn(BAR_WIDTH), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(BAR_WIDTH),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
         TextColumn("{task.fields[cell]}", table_column=cell),
-    )  # fmt: skip
+    )
     return Progress(*columns, console=console, disable=not console.is_terminal, expand=True)
 
 
-def measure_shown(title: str, sweep: Sweep, cells: list[Cell], time_budget_s: float | None) -> Counter[str]:
-    """Measure `cells` under a progress bar, or with a line for each where there is no terminal; counted by status."""
+def measure_shown(
+    title: str, sweep: Sweep, cells: list[Cell], time_budget_s: float | None
+) -> Counter[str]:
+    """Measure `cells` under a progress bar, or with a line for each where there is no terminal;
+    counted by status.
+    """
     from cs336_systems.bench.harness import cell_status
     from cs336_systems.bench.records import case_to_dict, describe_case, failures
 
@@ -91,7 +112,9 @@ def measure_shown(title: str, sweep: Sweep, cells: list[Cell], time_budget_s: fl
             text = f"{cell.implementation} {describe_case(case_to_dict(cell.case))}"
             progress.update(task, cell=text)
             if progress.disable:
-                typer.echo(f"{title} {int(progress.tasks[0].completed) + 1}/{len(cells)}: {text}", err=True)
+                typer.echo(
+                    f"{title} {int(progress.tasks[0].completed) + 1}/{len(cells)}: {text}", err=True
+                )
 
         for records in sweep.measure(cells, time_budget_s=time_budget_s, started=show):
             measured[cell_status(record.status for record in records)] += 1

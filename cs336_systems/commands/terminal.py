@@ -41,12 +41,18 @@ def show_text(text: str) -> None:
 
 
 def wrapped(line: str, width: int, further: str = "") -> str:
-    """`line` on lines of at most `width`, but for longer words; all but the first as far in as it, and `further`."""
+    """`line` on lines of at most `width`, but for longer words; all but the first as far in as it,
+    and `further`.
+    """
     indent = line[: len(line) - len(line.lstrip())]
     return textwrap.fill(
-        line.strip(), width, initial_indent=indent, subsequent_indent=indent + further,
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+        line.strip(),
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + further,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def table_lines(table: Table, width: int | None) -> list[str]:
@@ -56,7 +62,9 @@ def table_lines(table: Table, width: int | None) -> list[str]:
     if not columns:
         return []
     texts = [[head, *cells] for head, cells in zip(heads, columns)]
-    least = [max(cell_len(word) for text in column for word in text.split() or [""]) for column in texts]
+    least = [
+        max(cell_len(word) for text in column for word in text.split() or [""]) for column in texts
+    ]
     wanted = [max(map(cell_len, column)) for column in texts]
     room = UNBOUNDED if width is None else width - PADDING * len(columns)
     if sum(least) > room:
@@ -66,16 +74,22 @@ def table_lines(table: Table, width: int | None) -> list[str]:
         column.width = column_width
         column.overflow = "fold"  # does not happen: the longest word has room
     # Cells are plain text: `[x]` is no style, and `:a:` no picture.
-    console = Console(width=UNBOUNDED if width is None else width, markup=False, emoji=False, highlight=False)
+    console = Console(
+        width=UNBOUNDED if width is None else width, markup=False, emoji=False, highlight=False
+    )
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def _widths(least: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
-    """Widths from `least` to `wanted` that come to at most `room`: those that need little more get it first."""
+    """Widths from `least` to `wanted` that come to at most `room`: those that need little more get
+    it first.
+    """
     widths, spare = list(least), room - sum(least)
-    for place, index in enumerate(sorted(range(len(least)), key=lambda index: wanted[index] - least[index])):
+    for place, index in enumerate(
+        sorted(range(len(least)), key=lambda index: wanted[index] - least[index])
+    ):
         more = min(wanted[index] - least[index], spare // (len(least) - place))
         widths[index] += more
         spare -= more
@@ -83,7 +97,9 @@ def _widths(least: Sequence[int], wanted: Sequence[int], room: int) -> list[int]
 
 
 def _paragraph(heads: Sequence[str], row: Sequence[str], width: int) -> list[str]:
-    """A row under each other: the first cell, and indented `head: cell` for each of the others that says anything."""
+    """A row under each other: the first cell, and indented `head: cell` for each of the others that
+    says anything.
+    """
     named = [f"{head}: {cell}" if head else cell for head, cell in zip(heads, row) if cell]
     lines = [named[0], *(INDENT + text for text in named[1:])] if named else []
     return [part for line in lines for part in wrapped(line, width, INDENT).splitlines()]

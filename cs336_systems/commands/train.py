@@ -1,4 +1,6 @@
-"""`cs336-systems train`: train a byte-level language model, on one process, on spawned ranks or under torchrun."""
+"""`cs336-systems train`: train a byte-level language model, on one process, on spawned ranks or
+under torchrun.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,28 @@ SAMPLE_BYTES = 200
 
 
 def train(
-    size: Annotated[str, typer.Option(help="nano, or a model of the handout: small, medium, large, xl, ...")] = "nano",
+    size: Annotated[
+        str, typer.Option(help="nano, or a model of the handout: small, medium, large, xl, ...")
+    ] = "nano",
     context_length: Annotated[int, typer.Option(help="Bytes of a sequence.")] = 128,
     wrapper: Annotated[
         str,
-        typer.Option(help="none, naive, flat, overlap, bucketed, sharded-optimizer, zero1 or fsdp."),
+        typer.Option(
+            help="none, naive, flat, overlap, bucketed, sharded-optimizer, zero1 or fsdp."
+        ),
     ] = "none",
-    ranks: Annotated[int | None, typer.Option(help="Processes to spawn; under torchrun its WORLD_SIZE.")] = None,
-    context_parallel: Annotated[int, typer.Option(help="Ranks that share each sequence, by ring attention.")] = 1,
-    attention: Annotated[str, typer.Option(help="Attention inside the model: sdpa, triton, hopper, ...")] = "sdpa",
-    autocast: Annotated[str | None, typer.Option(help="bfloat16, or float16 with a loss scale; else float32.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes to spawn; under torchrun its WORLD_SIZE.")
+    ] = None,
+    context_parallel: Annotated[
+        int, typer.Option(help="Ranks that share each sequence, by ring attention.")
+    ] = 1,
+    attention: Annotated[
+        str, typer.Option(help="Attention inside the model: sdpa, triton, hopper, ...")
+    ] = "sdpa",
+    autocast: Annotated[
+        str | None, typer.Option(help="bfloat16, or float16 with a loss scale; else float32.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Sequences a step, over all ranks.")] = 16,
     accumulation: Annotated[int, typer.Option(help="Micro-batches a step on each rank.")] = 1,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 300,
@@ -36,16 +50,24 @@ def train(
     final_lr: Annotated[float, typer.Option(help="Learning rate of the last step.")] = 2e-4,
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 20,
     weight_decay: Annotated[float, typer.Option(help="AdamW's.")] = 0.1,
-    clip: Annotated[float, typer.Option(help="Largest norm of all gradients; 0: no clipping.")] = 1.0,
+    clip: Annotated[
+        float, typer.Option(help="Largest norm of all gradients; 0: no clipping.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of weights and order of data.")] = 0,
     text: Annotated[
-        Path | None, typer.Option(help="File to train on; default: Alice's Adventures in Wonderland.")
+        Path | None,
+        typer.Option(help="File to train on; default: Alice's Adventures in Wonderland."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the loss curve and the checkpoints.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the loss curve and the checkpoints.")
+    ] = None,
     checkpoint_every: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints, 100 with --out; 0: at the end only.")
+        int | None,
+        typer.Option(help="Steps between checkpoints, 100 with --out; 0: at the end only."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --out.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint in --out.")
+    ] = False,
     log_every: Annotated[int, typer.Option(help="Steps between lines of progress.")] = 10,
     device: DeviceOption = "auto",
 ) -> None:
@@ -84,13 +106,16 @@ def train(
         options = RunOptions(
             text=ALICE if text is None else text,
             out=out,
-            checkpoint_every=(100 if out is not None else 0) if checkpoint_every is None else checkpoint_every,
+            checkpoint_every=(100 if out is not None else 0)
+            if checkpoint_every is None
+            else checkpoint_every,
             resume=resume,
             log_every=log_every,
             sample_bytes=SAMPLE_BYTES,
             device=resolve_device(device),
         )
-        # torchrun ends its ranks by SIGTERM while they wait in a collective, where no handler of Python's would run.
+        # torchrun ends its ranks by SIGTERM while they wait in a collective, where no handler of
+        # Python's would run.
         numbers = () if is_torchrun() else ENDING
 
         def left_behind() -> str:
@@ -115,18 +140,25 @@ def _check_paths(text: Path | None, out: Path | None) -> None:
 
 
 def _check_memory(config: TrainingConfig, options: RunOptions) -> None:
-    """ValueError where a rank on a CPU is predicted to need more than there is: it would be killed without a word."""
+    """ValueError where a rank on a CPU is predicted to need more than there is: it would be killed
+    without a word.
+    """
     from cs336_systems.accounting import model_peak_bytes
     from cs336_systems.bench.harness import predicted_overflow
     from cs336_systems.config import ModelCase
     from cs336_systems.device import get_device_info
 
     batch = config.rank_batch // config.accumulation
-    case = ModelCase(model=config.model, batch=batch, attention=config.attention, precision=config.precision)
-    # The least that any wrapper needs: some share the weights among the ranks, which share sequences, too.
+    case = ModelCase(
+        model=config.model, batch=batch, attention=config.attention, precision=config.precision
+    )
+    # The least that any wrapper needs: some share the weights among the ranks, which share
+    # sequences, too.
     num_bytes = model_peak_bytes(case, "train_step") // config.num_ranks
     if why := predicted_overflow(num_bytes, get_device_info(options.device)):
-        raise ValueError(f"{why}: take a smaller --batch, --context-length or --size, or more --accumulation")
+        raise ValueError(
+            f"{why}: take a smaller --batch, --context-length or --size, or more --accumulation"
+        )
 
 
 def _left_behind(options: RunOptions) -> str:
@@ -142,7 +174,9 @@ def _left_behind(options: RunOptions) -> str:
 
 
 def _num_ranks(ranks: int | None, wrapper: str) -> int:
-    """The ranks of this job: those asked for, or torchrun's; ValueError where several have no wrapper."""
+    """The ranks of this job: those asked for, or torchrun's; ValueError where several have no
+    wrapper.
+    """
     from cs336_systems.distributed.spawn import is_torchrun
 
     if ranks is None:
@@ -166,7 +200,9 @@ def _torchrun_number(name: str, default: str = "") -> int:
 
 
 def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
-    """Train here, in spawned ranks, or as one rank of torchrun's; None on a rank that has nothing to say."""
+    """Train here, in spawned ranks, or as one rank of torchrun's; None on a rank that has nothing
+    to say.
+    """
     import torch
 
     from cs336_systems.distributed.spawn import RankError, is_torchrun, launch
@@ -186,8 +222,13 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
             raise OSError(f"--out {options.out} cannot be written: {error.strerror}") from None
     if config.wrapper == "none" and not is_torchrun():
         return train(config, options, log=print_now)
-    # A script in torchrun's manner may say no more than launch needs: then all ranks count as this host's.
-    local_ranks = _torchrun_number("LOCAL_WORLD_SIZE", str(config.num_ranks)) if is_torchrun() else config.num_ranks
+    # A script in torchrun's manner may say no more than launch needs: then all ranks count as this
+    # host's.
+    local_ranks = (
+        _torchrun_number("LOCAL_WORLD_SIZE", str(config.num_ranks))
+        if is_torchrun()
+        else config.num_ranks
+    )
     own_gpus = options.device == "cuda" and local_ranks <= torch.cuda.device_count()
     try:
         results = launch(
@@ -217,4 +258,6 @@ def _summarise(config: TrainingConfig, options: RunOptions, result: TrainingResu
     if result.sample:
         typer.echo(f"it writes: {result.sample.strip()}")
     if options.out is not None:
-        typer.echo(f"losses: {options.out / 'losses.jsonl'}; more text: cs336-systems generate --out {options.out}")
+        typer.echo(
+            f"losses: {options.out / 'losses.jsonl'}; more text: cs336-systems generate --out {options.out}"
+        )

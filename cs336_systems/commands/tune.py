@@ -3,8 +3,9 @@
     cs336-systems tune flash --head-dim 64 --seqlen 4096 --seqlen 16384 --causal            # on a GPU
     cs336-systems tune flash --head-dim 128 --kernel dkdv --compile-only --arch sm90        # anywhere
 
-A configuration is compiled, checked against the oracle and timed, in that order, and what fails one step does not reach
-the next. Records are those of an experiment: a second run measures only what is missing.
+A configuration is compiled, checked against the oracle and timed, in that order, and what fails one
+step does not reach the next. Records are those of an experiment: a second run measures only what is
+missing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ KERNELS = ("forward", "dkdv", "dq")
 DTYPES = ("bfloat16", "float16", "float32")
 DEFAULT_HEAD_DIMS = (64, 128)
 DEFAULT_SEQLENS = (2048, 16384)
-MAX_SPILL_BYTES = 256  # a few registers stored outside the inner loop may not matter; more of them do
+# a few registers stored outside the inner loop may not matter; more of them do
+MAX_SPILL_BYTES = 256
 
 tune = typer.Typer(cls=Group)
 
@@ -48,16 +50,28 @@ def _group() -> None:  # keeps `flash` a subcommand, although it is the only one
 
 @tune.command(cls=Command)
 def flash(
-    kernel: Annotated[list[str] | None, typer.Option(help="forward, dkdv or dq; may be repeated. All three.")] = None,
+    kernel: Annotated[
+        list[str] | None, typer.Option(help="forward, dkdv or dq; may be repeated. All three.")
+    ] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated. 64 and 128.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="May be repeated. bfloat16.")] = None,
-    seqlen: Annotated[list[int] | None, typer.Option(help="May be repeated. 2048 and 16384.")] = None,
+    seqlen: Annotated[
+        list[int] | None, typer.Option(help="May be repeated. 2048 and 16384.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     heads: Annotated[int, typer.Option(help="Query heads, and as many key heads.")] = 16,
-    causal: Annotated[bool | None, typer.Option("--causal/--full", help="One mask only; without, both.")] = None,
-    config: Annotated[list[str] | None, typer.Option(help="Only these, and the table's; may be repeated.")] = None,
-    compile_only: Annotated[bool, typer.Option("--compile-only", help="Compile; needs no GPU.")] = False,
-    arch: Annotated[str | None, typer.Option(help="With --compile-only: sm80, sm86, sm89, sm90 or sm100.")] = None,
+    causal: Annotated[
+        bool | None, typer.Option("--causal/--full", help="One mask only; without, both.")
+    ] = None,
+    config: Annotated[
+        list[str] | None, typer.Option(help="Only these, and the table's; may be repeated.")
+    ] = None,
+    compile_only: Annotated[
+        bool, typer.Option("--compile-only", help="Compile; needs no GPU.")
+    ] = False,
+    arch: Annotated[
+        str | None, typer.Option(help="With --compile-only: sm80, sm86, sm89, sm90 or sm100.")
+    ] = None,
     results: ResultsOption = Path("results"),
     seed: shared.SeedOption = 0,
     rerun: shared.RerunOption = "none",
@@ -65,7 +79,9 @@ def flash(
     commit: shared.CommitOption = None,
     dirty: shared.DirtyOption = None,
 ) -> None:
-    """Compile, check and time a grid of tiles for the attention kernels; say what the tables might hold."""
+    """Compile, check and time a grid of tiles for the attention kernels; say what the tables might
+    hold.
+    """
     from cs336_systems.attention.tiles import MAX_HEAD_DIM, target_of
     from cs336_systems.compiler.offline import check_arch
     from cs336_systems.config import AttentionShape, RunConfig
@@ -82,17 +98,24 @@ def flash(
         axes = product(dtypes, head_dim or DEFAULT_HEAD_DIMS, masks, seqlen or DEFAULT_SEQLENS)
         shapes = [
             AttentionShape(
-                batch=batch, heads=heads, seqlen_q=length, seqlen_k=length, head_dim=width, is_causal=is_causal,
+                batch=batch,
+                heads=heads,
+                seqlen_q=length,
+                seqlen_k=length,
+                head_dim=width,
+                is_causal=is_causal,
                 dtype=name,  # type: ignore[arg-type]
             )
             for name, width, is_causal, length in dict.fromkeys(axes)
-        ]  # fmt: skip
+        ]
         if compile_only:
             target = arch or machine_arch("--compile-only")
             check_arch(target)
             cells = tune_cells(shapes, kernels, target, config or [])
         elif arch is not None:
-            raise ValueError("--arch goes with --compile-only: what is measured is this machine's GPU")
+            raise ValueError(
+                "--arch goes with --compile-only: what is measured is this machine's GPU"
+            )
         else:
             _require_gpu()
             run = RunConfig(scale="handout", device="cuda", seed=seed)
@@ -119,17 +142,22 @@ def _choices(option: str, given: Sequence[str], known: Sequence[str]) -> list[st
 
 
 def _compile(cells: Sequence[Cell], arch: str) -> dict[Cell, CompileReport]:
-    """What the compiler makes of each cell; cells that differ in lengths, batch or heads share a report."""
+    """What the compiler makes of each cell; cells that differ in lengths, batch or heads share a
+    report.
+    """
     from cs336_systems.attention.tiles import KernelConfig
     from cs336_systems.compiler.offline import CompileRequest
 
     requests = {
         cell: CompileRequest(
-            config=KernelConfig.from_name(cell.implementation), arch=arch, head_dim=cell.case.head_dim,
-            dtype=cell.case.dtype, is_causal=cell.case.is_causal,
+            config=KernelConfig.from_name(cell.implementation),
+            arch=arch,
+            head_dim=cell.case.head_dim,
+            dtype=cell.case.dtype,
+            is_causal=cell.case.is_causal,
         )
         for cell in cells
-    }  # fmt: skip
+    }
     found = compile_with_progress(list(dict.fromkeys(requests.values())))
     reports = {report.request: report for report in found}
     return {cell: reports[request] for cell, request in requests.items()}
@@ -138,7 +166,9 @@ def _compile(cells: Sequence[Cell], arch: str) -> dict[Cell, CompileReport]:
 def _show_compiled(reports: Sequence[CompileReport]) -> None:
     print_reports(reports, MAX_SPILL_BYTES)
     good = sum(not report.obstacle(MAX_SPILL_BYTES) for report in reports)
-    typer.echo(f"{good} of {len(reports)} are worth measuring (at most {MAX_SPILL_BYTES} bytes spilled)")
+    typer.echo(
+        f"{good} of {len(reports)} are worth measuring (at most {MAX_SPILL_BYTES} bytes spilled)"
+    )
     if not good:
         raise typer.Exit(EXIT_NOTHING_MEASURED)
 
@@ -147,12 +177,16 @@ def _require_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError("tune flash measures on a GPU, and there is none here (the interpreter's times say nothing of "
-                         "speed): --compile-only --arch sm90 compiles without one")  # fmt: skip
+        raise ValueError(
+            "tune flash measures on a GPU, and there is none here (the interpreter's times say nothing of "
+            "speed): --compile-only --arch sm90 compiles without one"
+        )
 
 
 def _measure(sweep: Sweep, cells: list[Cell], time_budget_s: float | None) -> Counter[str]:
-    """Record every cell that has no record yet, or why the compiler says not to try it; cells counted by status."""
+    """Record every cell that has no record yet, or why the compiler says not to try it; cells
+    counted by status.
+    """
     from cs336_systems.attention.tiles import KernelConfig
     from cs336_systems.bench.worker import Outcome
     from cs336_systems.compiler.offline import arch_of_capability
@@ -160,7 +194,9 @@ def _measure(sweep: Sweep, cells: list[Cell], time_budget_s: float | None) -> Co
 
     started = time.monotonic()
     left, finished = sweep.unfinished(TUNE_FLASH, cells)
-    counts: Counter[str] = Counter({f"{status} before": count for status, count in finished.items()})
+    counts: Counter[str] = Counter(
+        {f"{status} before": count for status, count in finished.items()}
+    )
     arch = arch_of_capability(sweep.device.compute_capability)
     if arch is not None and left:
         for cell, report in _compile(left, arch).items():
@@ -168,14 +204,18 @@ def _measure(sweep: Sweep, cells: list[Cell], time_budget_s: float | None) -> Co
                 sweep.record(cell, Outcome(status="skipped", message=obstacle))
                 left.remove(cell)
                 counts["skipped"] += 1
-        compile_ahead([(cell.case, KernelConfig.from_name(cell.implementation)) for cell in left], arch)
+        compile_ahead(
+            [(cell.case, KernelConfig.from_name(cell.implementation)) for cell in left], arch
+        )
     budget = None if time_budget_s is None else time_budget_s - (time.monotonic() - started)
     counts += measure_shown("tuning", sweep, left, budget)
     return counts
 
 
 def _show_measured(sweep: Sweep, shapes: Sequence[AttentionShape]) -> bool:
-    """Print the best and the proposals from the folder's records; False if there are none for these shapes."""
+    """Print the best and the proposals from the folder's records; False if there are none for these
+    shapes.
+    """
     from cs336_systems.bench.records import read_records
     from cs336_systems.bench.spec import load
     from cs336_systems.book.frames import load_frame, pick
@@ -194,6 +234,12 @@ def _show_measured(sweep: Sweep, shapes: Sequence[AttentionShape]) -> bool:
     show_table(table)
     if numbers := choice.numbers(frame):
         worst, judged = numbers["worst"]["over_best"], numbers["judged"]
-        typer.echo(f"the table's rows: at most {worst:.3f} x the best, over {judged} kernels and shapes")
-    typer.echo("\n".join(["proposed rows:", *(f"    {row}" for row in proposed_rows(frame)), f"records: {file}"]))
+        typer.echo(
+            f"the table's rows: at most {worst:.3f} x the best, over {judged} kernels and shapes"
+        )
+    typer.echo(
+        "\n".join(
+            ["proposed rows:", *(f"    {row}" for row in proposed_rows(frame)), f"records: {file}"]
+        )
+    )
     return True

@@ -1,4 +1,5 @@
-"""How the commands take what is typed: a mistake is one line and exit code 2, and help shows a flag as a flag.
+"""How the commands take what is typed: a mistake is one line and exit code 2, and help shows a flag
+as a flag.
 
     app = typer.Typer(cls=Group)
     app.command(cls=Command)(run)
@@ -16,12 +17,15 @@ from typer.core import TyperCommand, TyperGroup
 from cs336_systems.commands.shared import EXIT_WRONG_ARGUMENT, ends_at_a_signal, one_line_errors
 from cs336_systems.measure.text import in_one_line
 
-# Typer exports only this one of the family; some versions have it from click, others carry their own copy.
+# Typer exports only this one of the family; some versions have it from click, others carry their
+# own copy.
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 
 class _Checked:
-    """What `Command` and `Group` add to Typer's: checks before anything is converted, and flags without a type."""
+    """What `Command` and `Group` add to Typer's: checks before anything is converted, and flags
+    without a type.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -75,17 +79,20 @@ class Group(_Checked, TyperGroup):
 
 
 def check_text(name: str, text: str) -> None:
-    """ValueError for a `text` of the argument `name` that is empty, or not in the encoding of this system.
+    """ValueError for a `text` of the argument `name` that is empty, or not in the encoding of this
+    system.
 
-    An empty path would be the current folder. Bytes that are no text arrive as halves of surrogate pairs, which no
-    file, terminal or tokenizer takes.
+    An empty path would be the current folder. Bytes that are no text arrive as halves of surrogate
+    pairs, which no file, terminal or tokenizer takes.
     """
     if not text:
         raise ValueError(f"{name} must not be empty, got ''")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name} must be text in {sys.getfilesystemencoding()}, got {ascii(text)}") from None
+        raise ValueError(
+            f"{name} must be text in {sys.getfilesystemencoding()}, got {ascii(text)}"
+        ) from None
 
 
 def _texts(given: Any) -> Iterator[str]:

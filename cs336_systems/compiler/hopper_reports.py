@@ -1,12 +1,14 @@
-"""What the compiler makes of the Hopper kernels, with no GPU: registers, spills, and the order of their main loops.
+"""What the compiler makes of the Hopper kernels, with no GPU: registers, spills, and the order of
+their main loops.
 
     for report in compile_hopper_kernels(shipped_hopper_kernels()):
         print(report.request.name, report.registers, report.spill_bytes, *report.loops, sep="\n    ")
 
-Registers and spills do not tell a fast kernel from a slow one. What does is whether the tensor cores have work while a
-warp group takes exponentials, and that is decided by the order of the machine's instructions: the assembler may wait
-for matmuls earlier than the source asks, and then the kernel is right and half as fast. So a report holds each main
-loop, the innermost with matmuls in them, as the instructions that matter, runs of one kind counted:
+Registers and spills do not tell a fast kernel from a slow one. What does is whether the tensor
+cores have work while a warp group takes exponentials, and that is decided by the order of the
+machine's instructions: the assembler may wait for matmuls earlier than the source asks, and then
+the kernel is right and half as fast. So a report holds each main loop, the innermost with matmuls
+in them, as the instructions that matter, runs of one kind counted:
 
     matmul x16, wait to 1, exp2 x32, matmul x4, wait to 1, matmul x4, barrier, ...
 """
@@ -67,16 +69,19 @@ REGISTER = re.compile(r"\bR(\d+)\b")
 class HopperRequest:
     """One specialisation of one Hopper kernel, on contiguous inputs."""
 
-    kernel: Literal["forward", "backward", "wide_dkdv", "wide_dq"]  # the last two of head dims above 128
+    # the last two of head dims above 128
+    kernel: Literal["forward", "backward", "wide_dkdv", "wide_dq"]
     head_dim: int
     is_causal: bool
     dtype: DTypeName = "bfloat16"
     group: int = 1  # query heads that share a key head
-    whole_key_tiles: bool = True  # the number of keys is a multiple of a key tile; else one less than the queries
+    # the number of keys is a multiple of a key tile; else one less than the queries
+    whole_key_tiles: bool = True
     config: str = ""
     seqlen: int = SEQLEN
     deterministic: bool = False
-    walk: Literal["dense", "split", "listed", "packed"] = "dense"  # split: of calls that leave multiprocessors idle
+    # split: of calls that leave multiprocessors idle
+    walk: Literal["dense", "split", "listed", "packed"] = "dense"
     query_block: int = 128  # rows of the mask's tiles, whose lists are walked
 
     @property
@@ -88,10 +93,16 @@ class HopperRequest:
     def name(self) -> str:
         mask = "causal" if self.is_causal else "full"
         rest = [f"group {self.group}"] * (self.group > 1) + ["ragged"] * (not self.whole_key_tiles)
-        rest += [f"length {self.seqlen}"] * (self.seqlen != SEQLEN) + ["deterministic"] * self.deterministic
-        rest += [f"lists of {self.query_block} rows"] * (self.walk == "listed") + ["packed"] * (self.walk == "packed")
+        rest += [f"length {self.seqlen}"] * (self.seqlen != SEQLEN) + [
+            "deterministic"
+        ] * self.deterministic
+        rest += [f"lists of {self.query_block} rows"] * (self.walk == "listed") + ["packed"] * (
+            self.walk == "packed"
+        )
         rest += ["in parts"] * (self.walk == "split")
-        return ", ".join([self.config or f"hopper_{self.kernel}", f"head dim {self.head_dim}", mask, *rest])
+        return ", ".join(
+            [self.config or f"hopper_{self.kernel}", f"head dim {self.head_dim}", mask, *rest]
+        )
 
 
 @dataclass(frozen=True)
@@ -101,8 +112,12 @@ class Loop:
     instructions: tuple[str, ...]
 
     def __str__(self) -> str:
-        """From the first matmul around, runs counted, without spills: equal for loops that differ in no more."""
-        kinds = [instruction.rstrip(".") for instruction in self.instructions if instruction != "spill"]
+        """From the first matmul around, runs counted, without spills: equal for loops that differ
+        in no more.
+        """
+        kinds = [
+            instruction.rstrip(".") for instruction in self.instructions if instruction != "spill"
+        ]
         first = kinds.index("matmul")
         runs = ((kind, len(list(run))) for kind, run in groupby(kinds[first:] + kinds[:first]))
         return ", ".join(kind if length == 1 else f"{kind} x{length}" for kind, length in runs)
@@ -112,7 +127,8 @@ class Loop:
         """The share of its exponentials that are issued while matmuls are in flight."""
         in_flight, under, total = 0, 0, 0  # groups, and the one that is not ended yet is another
         is_open = False
-        for instruction in self.instructions * 2:  # what one iteration leaves in flight, the next starts with
+        # what one iteration leaves in flight, the next starts with
+        for instruction in self.instructions * 2:
             if instruction.startswith("matmul"):
                 is_open = instruction == "matmul"
                 in_flight += not is_open
@@ -143,9 +159,11 @@ class HopperReport:
 
 
 def shipped_hopper_kernels() -> list[HopperRequest]:
-    """Every kernel of calls without grouped heads, in bfloat16, as float16 compiles alike; causal parts have a group.
+    """Every kernel of calls without grouped heads, in bfloat16, as float16 compiles alike; causal
+    parts have a group.
 
-    Of masks and packed documents one order, and the causal ones, which have masked steps and plain ones.
+    Of masks and packed documents one order, and the causal ones, which have masked steps and plain
+    ones.
     """
     requests = []
     for columns in COLUMNS:
@@ -157,8 +175,13 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
             requests.append(forward(is_causal=True, config=schedule.name("tiles"), walk="packed"))
         if columns in (64, 128):
             few = partial(forward, walk="split")
-            many = 131_072  # of one head: more large tiles than multiprocessors, so that only the last round has parts
-            requests += [few(is_causal=mask, seqlen=n) for mask, n in ((True, 1024), (True, 2048), (False, 2048))]
+            # of one head: more large tiles than multiprocessors, so that only the last round has
+            # parts
+            many = 131_072
+            requests += [
+                few(is_causal=mask, seqlen=n)
+                for mask, n in ((True, 1024), (True, 2048), (False, 2048))
+            ]
             requests.append(few(is_causal=False, seqlen=many))
         if columns > 128:
             requests += [
@@ -168,25 +191,43 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
             ]
             continue
         for whole, is_causal, deterministic in product((True, False), repeat=3):
-            backward_of = partial(backward, is_causal=is_causal, whole_key_tiles=whole, deterministic=deterministic)
+            backward_of = partial(
+                backward, is_causal=is_causal, whole_key_tiles=whole, deterministic=deterministic
+            )
             requests.append(backward_of())
             if columns == 128 and is_causal and not deterministic:
                 requests.append(backward_of(seqlen=LATE_FROM))
-        requests += [backward(is_causal=walk == "packed", walk=walk) for walk in ("listed", "packed")]
+        requests += [
+            backward(is_causal=walk == "packed", walk=walk) for walk in ("listed", "packed")
+        ]
         if columns == head_tile(columns):
             split = partial(backward, walk="split")
-            requests += [split(is_causal=False, seqlen=8192, whole_key_tiles=whole) for whole in (True, False)]
+            requests += [
+                split(is_causal=False, seqlen=8192, whole_key_tiles=whole)
+                for whole in (True, False)
+            ]
             few = partial(split, is_causal=True, group=HEADS)  # tiles of keys
             requests += [few(), few(seqlen=LATE_FROM)]
     small, large = SCHEDULES[64][1], SCHEDULES[128]
-    for columns, rows, schedule in ((64, 128, small), (96, 128, large[0]), (128, 128, large[0]), (128, 64, large[1])):
-        listed = partial(HopperRequest, kernel="forward", head_dim=columns, is_causal=False, walk="listed")
+    for columns, rows, schedule in (
+        (64, 128, small),
+        (96, 128, large[0]),
+        (128, 128, large[0]),
+        (128, 64, large[1]),
+    ):
+        listed = partial(
+            HopperRequest, kernel="forward", head_dim=columns, is_causal=False, walk="listed"
+        )
         requests.append(listed(config=schedule.name("tiles"), query_block=rows))
     return requests
 
 
-def compile_hopper_kernels(requests: Sequence[HopperRequest], *, jobs: int | None = None) -> Iterator[HopperReport]:
-    """A report for each of `requests` as it is ready, from `jobs` processes (default: one for each usable core)."""
+def compile_hopper_kernels(
+    requests: Sequence[HopperRequest], *, jobs: int | None = None
+) -> Iterator[HopperReport]:
+    """A report for each of `requests` as it is ready, from `jobs` processes (default: one for each
+    usable core).
+    """
     for request, report in compile_all(requests, compile_hopper_kernel, jobs=jobs):
         yield HopperReport(request=request, failure=CRASH) if report is None else report
 
@@ -199,7 +240,8 @@ def compile_hopper_kernel(request: HopperRequest) -> HopperReport:
         lines = disassemble(kernel)
         return HopperReport(
             request=request,
-            registers=1 + max(int(number) for _, line in lines for number in REGISTER.findall(line)),
+            registers=1
+            + max(int(number) for _, line in lines for number in REGISTER.findall(line)),
             spill_bytes=spilled_bytes(text),
             shared_bytes=kernel.metadata.shared,
             serialized=len(SERIALIZED.findall(text)),
@@ -215,23 +257,46 @@ def _launch(request: HopperRequest) -> None:
     from cs336_systems.attention.hopper.forward import hopper_forward, hopper_packed_forward
 
     def empty(heads: int, rows: int) -> torch.Tensor:
-        return torch.empty((BATCH, heads, rows, request.head_dim), dtype=getattr(torch, request.dtype), device="meta")
+        return torch.empty(
+            (BATCH, heads, rows, request.head_dim),
+            dtype=getattr(torch, request.dtype),
+            device="meta",
+        )
 
     heads = 1 if request.function == "hopper_split_forward_kernel" else HEADS
     q = empty(heads, request.seqlen)
-    k = empty(heads // request.group, request.seqlen if request.whole_key_tiles else request.seqlen - 1)
+    k = empty(
+        heads // request.group, request.seqlen if request.whole_key_tiles else request.seqlen - 1
+    )
     options = (request.is_causal, 1 / math.sqrt(request.head_dim))
     if request.walk == "packed":
         packed_q, packed_k = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k))
         ends = torch.empty(BATCH + 1, dtype=torch.int32, device="meta")
         if request.kernel == "forward":
             hopper_packed_forward(
-                packed_q, packed_k, packed_k, ends, ends, (request.seqlen, request.seqlen), *options, request.config
+                packed_q,
+                packed_k,
+                packed_k,
+                ends,
+                ends,
+                (request.seqlen, request.seqlen),
+                *options,
+                request.config,
             )
         else:
             lse = torch.empty(packed_q.shape[1::-1], device="meta")
             hopper_packed_backward(
-                packed_q, packed_k, packed_k, packed_q, lse, packed_q, None, ends, ends, request.seqlen, *options
+                packed_q,
+                packed_k,
+                packed_k,
+                packed_q,
+                lse,
+                packed_q,
+                None,
+                ends,
+                ends,
+                request.seqlen,
+                *options,
             )
         return
     lists = None
@@ -267,14 +332,19 @@ def main_loops(lines: Iterable[tuple[int, str]]) -> list[Loop]:
         if branch and int(branch[1], 16) < address:
             span = int(branch[1], 16), address
             bodies[span] = [other for place, other in lines if span[0] <= place <= span[1]]
-    # Loops nest. What starts in one and ends behind it is the way back from where a wait spins, out of line.
+    # Loops nest. What starts in one and ends behind it is the way back from where a wait spins, out
+    # of line.
     spans = [
         span
         for span, body in bodies.items()
         if any("HGMMA" in line for line in body)
         and not any(other[0] < span[0] <= other[1] < span[1] for other in bodies)
     ]
-    innermost = [span for span in spans if not any(span[0] <= x[0] and x[1] <= span[1] for x in spans if x != span)]
+    innermost = [
+        span
+        for span in spans
+        if not any(span[0] <= x[0] and x[1] <= span[1] for x in spans if x != span)
+    ]
     return [Loop(tuple(_kinds(bodies[span]))) for span in sorted(innermost)]
 
 
@@ -284,5 +354,7 @@ def _kinds(lines: Iterable[str]) -> Iterator[str]:
             match = pattern.search(line)
             if match:
                 ends = kind == "matmul" and END_OF_GROUP.search(line)
-                yield kind.format(*(int(number, 16) for number in match.groups())) + "." * bool(ends)
+                yield kind.format(*(int(number, 16) for number in match.groups())) + "." * bool(
+                    ends
+                )
                 break

@@ -1,13 +1,16 @@
-"""Compiles attention kernels for a GPU that need not be there, and says what the compiler made of them.
+"""Compiles attention kernels for a GPU that need not be there, and says what the compiler made of
+them.
 
-    for report in compile_configs([CompileRequest(config=config, arch="sm90", head_dim=64, dtype="bfloat16",
+    for report in compile_configs([CompileRequest(config=config, arch="sm90", head_dim=64,
+    dtype="bfloat16",
                                                   is_causal=True)]):
         print(report.registers, report.spill_bytes, report.shared_bytes, report.failure)
 
-What is compiled is what the launcher launches: the launcher itself runs, in a child process whose Triton driver claims
-the wanted architecture and whose launches stop after compilation. So there is no second list of kernel arguments that
-could fall behind. Registers and spills are ptxas's own and depend on the Triton version (`triton_version()`): judge a
-configuration with the version that the GPU machine runs.
+What is compiled is what the launcher launches: the launcher itself runs, in a child process whose
+Triton driver claims the wanted architecture and whose launches stop after compilation. So there is
+no second list of kernel arguments that could fall behind. Registers and spills are ptxas's own and
+depend on the Triton version (`triton_version()`): judge a configuration with the version that the
+GPU machine runs.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.tiles.choice import SHARED_MEMORY_LIMIT_BYTES
 from cs336_systems.config import DTypeName
 
-ARCHITECTURES = {"sm80": 80, "sm86": 86, "sm89": 89, "sm90": 90, "sm100": 100}  # the number in Triton's target
+# the number in Triton's target
+ARCHITECTURES = {"sm80": 80, "sm86": 86, "sm89": 89, "sm90": 90, "sm100": 100}
 # Triton specialises on whether 16 divides a number: so it does here, as in most calls that matter.
 BATCH, HEADS, SEQLEN = 2, 16, 1024
 SPLIT_PARTS = 4  # of keys; a number of parts is no constant of the kernel
@@ -95,7 +99,9 @@ def check_arch(arch: str) -> None:
 
 
 def arch_of_capability(capability: tuple[int, int] | None) -> str | None:
-    """The architecture to compile for on a GPU of this compute capability; None where there is none."""
+    """The architecture to compile for on a GPU of this compute capability; None where there is
+    none.
+    """
     name = "" if capability is None else f"sm{capability[0]}{capability[1]}"
     return name if name in ARCHITECTURES else None
 
@@ -114,19 +120,28 @@ def check_jobs(jobs: int | None) -> None:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
 
 
-def compile_configs(requests: Sequence[CompileRequest], *, jobs: int | None = None) -> Iterator[CompileReport]:
-    """A report for each of `requests` as it is ready, from `jobs` processes (default: one for each usable core).
+def compile_configs(
+    requests: Sequence[CompileRequest], *, jobs: int | None = None
+) -> Iterator[CompileReport]:
+    """A report for each of `requests` as it is ready, from `jobs` processes (default: one for each
+    usable core).
 
-    A request on which the compiler raises, or which takes its process down, is a report with a `failure`.
+    A request on which the compiler raises, or which takes its process down, is a report with a
+    `failure`.
     """
     for request, report in compile_all(requests, compile_here, jobs=jobs):
         yield CompileReport(request=request, failure=CRASH) if report is None else report
 
 
 def compile_all(
-    requests: Sequence[Request], compile_one: Callable[[Request], Report], *, jobs: int | None = None
+    requests: Sequence[Request],
+    compile_one: Callable[[Request], Report],
+    *,
+    jobs: int | None = None,
 ) -> Iterator[tuple[Request, Report | None]]:
-    """Each of `requests` with its report, as it is ready; None for one on which the compiler crashed."""
+    """Each of `requests` with its report, as it is ready; None for one on which the compiler
+    crashed.
+    """
     check_jobs(jobs)
     triton_version()
     jobs = min(jobs or len(os.sched_getaffinity(0)), max(1, len(requests)))
@@ -134,7 +149,8 @@ def compile_all(
     for request, report in _compile_in_pool(list(left), compile_one, jobs):
         del left[request]
         yield request, report
-    for request in left:  # a crash ends the whole pool; alone, each of the rest shows whether it was the cause
+    # a crash ends the whole pool; alone, each of the rest shows whether it was the cause
+    for request in left:
         alone: list[tuple[Request, Report | None]] = [*_compile_in_pool([request], compile_one, 1)]
         yield from alone or [(request, None)]
 
@@ -160,7 +176,8 @@ def _compile_in_pool(
 def _without_interpreter() -> Iterator[None]:
     """Processes started meanwhile compile kernels even where this one interprets them.
 
-    They inherit the environment, and by the time that they run code of ours they have imported Triton.
+    They inherit the environment, and by the time that they run code of ours they have imported
+    Triton.
     """
     switch = os.environ.pop(INTERPRETER_SWITCH, None)
     try:
@@ -178,9 +195,13 @@ def _prepare_child() -> None:
 
 
 def compile_here(request: CompileRequest) -> CompileReport:
-    """Compile `request` in this process, which must not have loaded the kernels for the interpreter."""
+    """Compile `request` in this process, which must not have loaded the kernels for the
+    interpreter.
+    """
     try:
-        (kernel,) = compiled_launches(request.arch, f"_{request.config.kernel}_", lambda: _launch(request))
+        (kernel,) = compiled_launches(
+            request.arch, f"_{request.config.kernel}_", lambda: _launch(request)
+        )
         text = assemble(kernel, request.arch)
     except compiler_errors() as error:
         return CompileReport(request=request, failure=first_line(error))
@@ -194,7 +215,9 @@ def compile_here(request: CompileRequest) -> CompileReport:
 
 
 def compiled_launches(arch: str, wanted: str, launch: Callable[[], object]) -> list[Any]:
-    """What `launch` would run on a GPU of `arch` of the kernels whose name contains `wanted`, compiled and not run."""
+    """What `launch` would run on a GPU of `arch` of the kernels whose name contains `wanted`,
+    compiled and not run.
+    """
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -231,7 +254,9 @@ def first_line(error: BaseException) -> str:
 
 
 class _OfflineDriver:
-    """As much of a Triton driver as compilation asks for. The device number doubles as the key of Triton's cache."""
+    """As much of a Triton driver as compilation asks for. The device number doubles as the key of
+    Triton's cache.
+    """
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -258,25 +283,50 @@ def _launch(request: CompileRequest) -> None:
     x = torch.empty(shape, dtype=getattr(torch, request.dtype), device="meta")
     config, is_causal, scale = request.config, request.is_causal, 1 / math.sqrt(request.head_dim)
     if request.is_split:
-        launch_split_forward(x, x, x, is_causal=is_causal, scale=scale, config=config, part_size=SEQLEN // SPLIT_PARTS)
+        launch_split_forward(
+            x,
+            x,
+            x,
+            is_causal=is_causal,
+            scale=scale,
+            config=config,
+            part_size=SEQLEN // SPLIT_PARTS,
+        )
     elif config.kernel == "forward":
         launch_forward(x, x, x, is_causal=is_causal, scale=scale, config=config)
     else:
         lse = torch.empty(shape[:-1], dtype=torch.float32, device="meta")
         launch_backward(
-            x, x, x, x, lse, x, None, is_causal=is_causal, scale=scale, dkdv_config=config, dq_config=config
+            x,
+            x,
+            x,
+            x,
+            lse,
+            x,
+            None,
+            is_causal=is_causal,
+            scale=scale,
+            dkdv_config=config,
+            dq_config=config,
         )
 
 
 def assemble(kernel: Any, arch: str) -> str:
-    """What ptxas says of a kernel's PTX, verbosely: Triton counts spilled bytes only when it loads a kernel."""
+    """What ptxas says of a kernel's PTX, verbosely: Triton counts spilled bytes only when it loads
+    a kernel.
+    """
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     capability = ARCHITECTURES[arch]
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
         ptx.write_text(kernel.asm["ptx"])
-        command = [get_ptxas(capability).path, "-v", f"--gpu-name={sm_arch_from_capability(capability)}", str(ptx)]
+        command = [
+            get_ptxas(capability).path,
+            "-v",
+            f"--gpu-name={sm_arch_from_capability(capability)}",
+            str(ptx),
+        ]
         command += ["-o", str(ptx.with_suffix(".cubin"))]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 

@@ -1,11 +1,17 @@
-"""Training on several processes: launch, collectives, and the stages from naive data parallelism on.
+"""Training on several processes: launch, collectives, and the stages from naive data parallelism
+on.
 
     from cs336_systems.distributed import FSDP, OverlapDDP, launch
 
 Every collective takes its process group as an argument; None is the default group of the launch.
 """
 
-from cs336_systems.distributed.checkpoint import CheckpointError, checkpoints, load_checkpoint, save_checkpoint
+from cs336_systems.distributed.checkpoint import (
+    CheckpointError,
+    checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
 from cs336_systems.distributed.collectives import (
     all_gather_flat,
     all_reduce_mean,
@@ -32,9 +38,34 @@ from cs336_systems.distributed.spawn import RankError, is_torchrun, launch, run_
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 
 __all__ = [
-    "BucketedDDP", "CheckpointError", "FSDP", "FlatDDP", "LossScaler", "NaiveDDP", "OverlapDDP", "RankError",
-    "ShardedOptimizer", "Zero1Optimizer", "all_gather_flat", "all_reduce_mean", "broadcast_parameters",
-    "checkpoints", "gather_full_params", "is_torchrun", "launch", "load_checkpoint", "load_full_params",
-    "merge_attention", "num_ranks", "rank_in", "reduce_scatter_mean_flat", "ring_attention", "run_ranks",
-    "save_checkpoint", "split_context", "wrap_blocks", "zigzag_join", "zigzag_split",
-]  # fmt: skip
+    "BucketedDDP",
+    "CheckpointError",
+    "FSDP",
+    "FlatDDP",
+    "LossScaler",
+    "NaiveDDP",
+    "OverlapDDP",
+    "RankError",
+    "ShardedOptimizer",
+    "Zero1Optimizer",
+    "all_gather_flat",
+    "all_reduce_mean",
+    "broadcast_parameters",
+    "checkpoints",
+    "gather_full_params",
+    "is_torchrun",
+    "launch",
+    "load_checkpoint",
+    "load_full_params",
+    "merge_attention",
+    "num_ranks",
+    "rank_in",
+    "reduce_scatter_mean_flat",
+    "ring_attention",
+    "run_ranks",
+    "save_checkpoint",
+    "split_context",
+    "wrap_blocks",
+    "zigzag_join",
+    "zigzag_split",
+]

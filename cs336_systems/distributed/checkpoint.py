@@ -6,19 +6,22 @@
     folder/step-00000130/rank-0.bin      # chunks of tensors as plain bytes, a file for each rank
     folder/step-00000130/index.json      # file, place and CRC-32 of each chunk; settings; the position in the data
 
-A chunk is some rows of a tensor (a number is one): a rank writes those it has, and reads the chunks that its own rows
-are in. Nothing is unpickled, and a byte that changed on disk is found by its checksum.
+A chunk is some rows of a tensor (a number is one): a rank writes those it has, and reads the chunks
+that its own rows are in. Nothing is unpickled, and a byte that changed on disk is found by its
+checksum.
 
-Phases of saving: claim (rank 0 makes a hidden folder), share out (of what several ranks have, one writes it), write,
-complete (rank 0 adds the index, gives the folder its name, in one step, and removes old checkpoints, hidden first). A
-process that is killed, or finds the disk full, at any point leaves the checkpoints before as they were.
+Phases of saving: claim (rank 0 makes a hidden folder), share out (of what several ranks have, one
+writes it), write, complete (rank 0 adds the index, gives the folder its name, in one step, and
+removes old checkpoints, hidden first). A process that is killed, or finds the disk full, at any
+point leaves the checkpoints before as they were.
 
-`model` is any handle of the model: a wrapper, what it wraps, a compiled module, a module with wrapped ones inside.
-Names are those of the unwrapped model, and a parameter that FSDP has cut says so itself. `optimizer` is any torch
-optimizer over its parameters, a ShardedOptimizer or a Zero1Optimizer. Saved are the parameters and buffers of the state
-dict, the optimizer's state and settings, each rank's random generators, the step and the position in the data. Of what
-ranks may have unlike (buffers, and parameters that neither FSDP has cut nor the optimizer updates) it is rank 0's. A
-process without a process group saves and loads alone.
+`model` is any handle of the model: a wrapper, what it wraps, a compiled module, a module with
+wrapped ones inside. Names are those of the unwrapped model, and a parameter that FSDP has cut says
+so itself. `optimizer` is any torch optimizer over its parameters, a ShardedOptimizer or a
+Zero1Optimizer. Saved are the parameters and buffers of the state dict, the optimizer's state and
+settings, each rank's random generators, the step and the position in the data. Of what ranks may
+have unlike (buffers, and parameters that neither FSDP has cut nor the optimizer updates) it is rank
+0's. A process without a process group saves and loads alone.
 """
 
 from __future__ import annotations
@@ -93,14 +96,19 @@ def errors_name(path: Path) -> Iterator[None]:
 
 
 def on_all_ranks(call: Callable[[], Any], group: Group = None) -> list[Any]:
-    """Every rank's result of `call`; an error of one of them is raised on all, for nobody to wait for that rank.
+    """Every rank's result of `call`; an error of one of them is raised on all, for nobody to wait
+    for that rank.
 
-    A note tells its rank. Elsewhere one that is not Python's own or of this file is a RuntimeError with its text.
+    A note tells its rank. Elsewhere one that is not Python's own or of this file is a RuntimeError
+    with its text.
     """
     try:
         result = call()
     except Exception as error:
-        is_known = isinstance(error, ValueError | OSError) and type(error).__module__ in ("builtins", __name__)
+        is_known = isinstance(error, ValueError | OSError) and type(error).__module__ in (
+            "builtins",
+            __name__,
+        )
         rank, size = _rank_and_size(group)
         if size > 1:
             error.add_note(f"on rank {rank}")
@@ -171,13 +179,19 @@ class Content(TypedDict):
 def write_index(path: Path, content: dict[str, Any]) -> None:
     """Write `content` with its own checksum to `path`, on disk when this returns."""
     with open(path, "w") as file:
-        json.dump({"format": FORMAT, "crc32": _content_crc32(content), "content": content}, file, allow_nan=False)
+        json.dump(
+            {"format": FORMAT, "crc32": _content_crc32(content), "content": content},
+            file,
+            allow_nan=False,
+        )
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """The content of the index of the checkpoint in `path`, whose files have what it says; or CheckpointError."""
+    """The content of the index of the checkpoint in `path`, whose files have what it says; or
+    CheckpointError.
+    """
     file = path / INDEX
     try:
         _num_bytes(file)
@@ -197,9 +211,13 @@ def read_index(path: Path) -> dict[str, Any]:
                 rows += chunk["rows"]
                 is_cut = chunk["start"] + chunk["length"] > _num_bytes(path / chunk["file"])
                 if is_cut or chunk["length"] != chunk["rows"] * row_bytes:
-                    raise CheckpointError(f"{chunk['file']} has not the bytes of {name!r}: it is cut off")
+                    raise CheckpointError(
+                        f"{chunk['file']} has not the bytes of {name!r}: it is cut off"
+                    )
             if rows != (size or [1])[0]:
-                raise CheckpointError(f"its chunks of {name!r} have {rows} rows, and its shape is {tuple(size)}")
+                raise CheckpointError(
+                    f"its chunks of {name!r} have {rows} rows, and its shape is {tuple(size)}"
+                )
     except (CheckpointError, msgspec.ValidationError, OSError) as error:
         raise CheckpointError(f"{file} is damaged: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
@@ -233,16 +251,18 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder`/step-<step> and remove all but the newest `keep` checkpoints; collective.
 
-    An error on one rank is raised on all. ValueError for a negative step, keep below 1, ranks with unlike steps, an
-    optimizer with parameters that are not the model's, with settings that are no JSON or with a state that cannot be
-    sharded, TypeError for a step that is no int or a position that is no dictionary of JSON, FileExistsError where the
-    step is there already, CheckpointError while another process saves into `folder`, and OSError where it cannot be
-    written.
+    An error on one rank is raised on all. ValueError for a negative step, keep below 1, ranks with
+    unlike steps, an optimizer with parameters that are not the model's, with settings that are no
+    JSON or with a state that cannot be sharded, TypeError for a step that is no int or a position
+    that is no dictionary of JSON, FileExistsError where the step is there already, CheckpointError
+    while another process saves into `folder`, and OSError where it cannot be written.
     """
     steps = on_all_ranks(lambda: _checked_step(step, position, keep), process_group)
     for other, its_step in enumerate(steps):
         if its_step != steps[0]:
-            raise ValueError(f"ranks must save one step, rank 0 saves {steps[0]}, rank {other} saves {its_step}")
+            raise ValueError(
+                f"ranks must save one step, rank 0 saves {steps[0]}, rank {other} saves {its_step}"
+            )
     rank, size = _rank_and_size(process_group)
     folder = Path(folder)
     final = folder / f"step-{step:08d}"
@@ -251,9 +271,15 @@ def save_checkpoint(
 
     def prepare() -> tuple[TrainingState, dict[str, Any]]:
         state = TrainingState(model, optimizer)
-        content = {"step": step, "position": position or {}, "num_ranks": size, "optimizer": state.settings()}
+        content = {
+            "step": step,
+            "position": position or {},
+            "num_ranks": size,
+            "optimizer": state.settings(),
+        }
         parts.update(state.model_parts() | _generators(rank))
-        return state, json.loads(json.dumps(content, allow_nan=False))  # as it will be read: keys are strings
+        # as it will be read: keys are strings
+        return state, json.loads(json.dumps(content, allow_nan=False))
 
     def describe() -> dict[tuple[str, int], int]:
         parts.update(state.optimizer_parts())
@@ -264,7 +290,9 @@ def save_checkpoint(
         state, content = together(prepare, process_group)
         on_rank_0(lambda: _claim(held, final, aside), process_group)
         mine = _share_out(on_all_ranks(describe, process_group))[rank]
-        written = on_all_ranks(lambda: _write(aside / f"rank-{rank}.bin", parts, mine), process_group)
+        written = on_all_ranks(
+            lambda: _write(aside / f"rank-{rank}.bin", parts, mine), process_group
+        )
         on_rank_0(lambda: _complete(aside, final, content, written, keep), process_group)
     return final
 
@@ -293,33 +321,50 @@ def _claim(held: ExitStack, final: Path, aside: Path) -> None:
 
 
 def _share_out(descriptions: list[dict[tuple[str, int], int]]) -> list[list[str]]:
-    """Names of what each rank writes; of the ranks that have the same rows, the one with the least to write does."""
+    """Names of what each rank writes; of the ranks that have the same rows, the one with the least
+    to write does.
+    """
     names: list[list[str]] = [[] for _ in descriptions]
     loads = [0] * len(descriptions)
-    for key, num_bytes in {key: size for sizes in descriptions for key, size in sizes.items()}.items():
-        writer = min((rank for rank, sizes in enumerate(descriptions) if key in sizes), key=loads.__getitem__)
+    for key, num_bytes in {
+        key: size for sizes in descriptions for key, size in sizes.items()
+    }.items():
+        writer = min(
+            (rank for rank, sizes in enumerate(descriptions) if key in sizes), key=loads.__getitem__
+        )
         names[writer].append(key[0])
         loads[writer] += num_bytes
     return names
 
 
-def _write(path: Path, parts: dict[str, Part], names: list[str]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+def _write(
+    path: Path, parts: dict[str, Part], names: list[str]
+) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Write a chunk a name into `path`; of each its name, the tensor that it is of, and its place."""
     written = []
     with open(path, "xb") as file:
         for name in names:
             tensor, shape, start = parts[name].tensor, parts[name].shape, parts[name].start
             data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            chunk = {"first": start, "rows": len(tensor) if shape else 1, "file": path.name, "start": file.tell()}
+            chunk = {
+                "first": start,
+                "rows": len(tensor) if shape else 1,
+                "file": path.name,
+                "start": file.tell(),
+            }
             entry = {"dtype": str(tensor.dtype).removeprefix("torch."), "size": [*shape]}
             file.write(data)
-            written.append((name, entry, chunk | {"length": data.nbytes, "crc32": zlib.crc32(data)}))
+            written.append(
+                (name, entry, chunk | {"length": data.nbytes, "crc32": zlib.crc32(data)})
+            )
         file.flush()
         os.fsync(file.fileno())
     return written
 
 
-def _complete(aside: Path, final: Path, content: dict[str, Any], written: list[list[Any]], keep: int) -> None:
+def _complete(
+    aside: Path, final: Path, content: dict[str, Any], written: list[list[Any]], keep: int
+) -> None:
     """Add the index of what all ranks have written, rename the folder, remove old checkpoints."""
     tensors: dict[str, Any] = {}
     for name, entry, chunk in (one for chunks in written for one in chunks):
@@ -336,13 +381,19 @@ def _complete(aside: Path, final: Path, content: dict[str, Any], written: list[l
 
 
 def load_checkpoint(
-    folder: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, process_group: Group = None
+    folder: Path | str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    process_group: Group = None,
 ) -> Progress:
-    """Load the newest checkpoint of `folder` (or `folder` itself, if it is one) in place; collective.
+    """Load the newest checkpoint of `folder` (or `folder` itself, if it is one) in place;
+    collective.
 
-    A rank takes up the random generators of the rank of the same number, modulo the ranks that saved. Raises
-    CheckpointError where there is none, or where it is damaged, not ours or of another model or optimizer. What is
-    wrong in the index is found before anything is loaded; a damaged chunk leaves the weights half loaded.
+    A rank takes up the random generators of the rank of the same number, modulo the ranks that
+    saved. Raises CheckpointError where there is none, or where it is damaged, not ours or of
+    another model or optimizer. What is wrong in the index is found before anything is loaded; a
+    damaged chunk leaves the weights half loaded.
     """
 
     def find() -> tuple[Path, dict[str, Any], TrainingState]:
@@ -356,7 +407,9 @@ def load_checkpoint(
     for rank, other in enumerate(seen):
         if other != seen[0]:
             names = f"rank 0 finds {seen[0][0]}, rank {rank} {other[0]}"
-            raise CheckpointError(f"{folder} must be one folder with the same content for all ranks: {names}")
+            raise CheckpointError(
+                f"{folder} must be one folder with the same content for all ranks: {names}"
+            )
 
     def prepare() -> dict[str, Part]:
         try:
@@ -391,8 +444,14 @@ def _read(path: Path, name: str, part: Part, entry: dict[str, Any]) -> None:
                 file.seek(chunk["start"])
                 data = bytearray(file.read(chunk["length"]))
             if zlib.crc32(data) != chunk["crc32"]:
-                raise CheckpointError(f"{path / chunk['file']} is damaged: {name!r} at {first} has another checksum")
-            flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+                raise CheckpointError(
+                    f"{path / chunk['file']} is damaged: {name!r} at {first} has another checksum"
+                )
+            flat = (
+                torch.frombuffer(data, dtype=torch.uint8)
+                if data
+                else torch.empty(0, dtype=torch.uint8)
+            )
             rows = flat.view(getattr(torch, entry["dtype"])).view(num_rows, *target.shape[1:])
             target[low - part.start : high - part.start].copy_(rows[low - first : high - first])
 

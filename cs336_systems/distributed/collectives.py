@@ -1,12 +1,14 @@
-"""The few collectives that everything here uses: averages over ranks, and the two halves of a sharded one.
+"""The few collectives that everything here uses: averages over ranks, and the two halves of a
+sharded one.
 
     work = all_reduce_mean(gradient, group, async_op=True)
     ...                                     # compute that does not touch the gradient
     work.wait()                             # now it is the mean over the ranks of `group`
 
-An average is a sum, then a division, in the tensor's dtype: NCCL divides inside its reduction, elsewhere `wait`
-divides. `wait` on NCCL makes the current stream wait, never the host. A group of one rank communicates nothing, and
-neither do tensors without elements. `group` is a process group, or None for the default one.
+An average is a sum, then a division, in the tensor's dtype: NCCL divides inside its reduction,
+elsewhere `wait` divides. `wait` on NCCL makes the current stream wait, never the host. A group of
+one rank communicates nothing, and neither do tensors without elements. `group` is a process group,
+or None for the default one.
 """
 
 from __future__ import annotations
@@ -26,10 +28,15 @@ Group = dist.ProcessGroup | None
 
 
 class Work:
-    """A collective under way. `wait` returns when its result may be used on the current stream; again is no harm."""
+    """A collective under way. `wait` returns when its result may be used on the current stream;
+    again is no harm.
+    """
 
     def __init__(
-        self, work: dist.Work | None = None, finish: Callable[[], object] | None = None, async_op: bool = True
+        self,
+        work: dist.Work | None = None,
+        finish: Callable[[], object] | None = None,
+        async_op: bool = True,
     ) -> None:
         self._work = work  # None: done already
         self._finish = finish  # what turns the transport's result into the promised one
@@ -45,7 +52,9 @@ class Work:
 
 
 def wait_for(works: list[Work]) -> None:
-    """Wait for all of `works` and empty the list: what they hold of the group cannot be copied with a model."""
+    """Wait for all of `works` and empty the list: what they hold of the group cannot be copied with
+    a model.
+    """
     while works:
         works.pop(0).wait()
 
@@ -53,15 +62,20 @@ def wait_for(works: list[Work]) -> None:
 def as_group(group: Group) -> dist.ProcessGroup:
     """`group`, or the default one.
 
-    RuntimeError where there is none, ValueError on a rank that `group` is without, TypeError for what is no group.
+    RuntimeError where there is none, ValueError on a rank that `group` is without, TypeError for
+    what is no group.
     """
     found = dist.group.WORLD if group is None else group
     if found is None:
-        raise RuntimeError("there is no process group: start the ranks with run_ranks, or by launch under torchrun")
+        raise RuntimeError(
+            "there is no process group: start the ranks with run_ranks, or by launch under torchrun"
+        )
     if not isinstance(found, dist.ProcessGroup):
         if found != dist.GroupMember.NON_GROUP_MEMBER:
             raise TypeError(f"group must be a process group or None, got {found!r}")
-        raise ValueError(f"this process must be a member of the process group, and rank {dist.get_rank()} is none")
+        raise ValueError(
+            f"this process must be a member of the process group, and rank {dist.get_rank()} is none"
+        )
     return found
 
 
@@ -75,8 +89,11 @@ def rank_in(group: Group = None) -> int:
     return as_group(group).rank()
 
 
-def all_reduce_mean(tensor: Shaped[Tensor, "*shape"], group: Group = None, async_op: bool = False) -> Work:
-    """Replace `tensor` on every rank by its mean over `group`; without `async_op` that is done on return.
+def all_reduce_mean(
+    tensor: Shaped[Tensor, "*shape"], group: Group = None, async_op: bool = False
+) -> Work:
+    """Replace `tensor` on every rank by its mean over `group`; without `async_op` that is done on
+    return.
 
     Any strides; floating point or complex. Sums of float16 may overflow.
     """
@@ -105,23 +122,34 @@ def _options(divides: bool) -> AllreduceOptions:
 
 @torch.no_grad()
 def clip_shards(
-    sharded: list[Tensor], whole: list[Tensor], max_norm: float, group: Group, device: torch.device, eps: float = 1e-6
+    sharded: list[Tensor],
+    whole: list[Tensor],
+    max_norm: float,
+    group: Group,
+    device: torch.device,
+    eps: float = 1e-6,
 ) -> Tensor:
-    """Scale gradients by min(1, max_norm / (norm + eps)); returns `norm`, the whole model's, in float32 on each rank.
+    """Scale gradients by min(1, max_norm / (norm + eps)); returns `norm`, the whole model's, in
+    float32 on each rank.
 
-    `sharded` are this rank's parts, `whole` what all ranks hold alike. A norm that is not finite makes every gradient
-    on every rank NaN. ValueError if max_norm is not positive.
+    `sharded` are this rank's parts, `whole` what all ranks hold alike. A norm that is not finite
+    makes every gradient on every rank NaN. ValueError if max_norm is not positive.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
     sharded, whole = (
-        [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
+        [
+            torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            for gradient in gradients
+        ]
         for gradients in (sharded, whole)
     )
     squares = torch.zeros(2, dtype=torch.float64, device=device)  # those of float32 may overflow it
     for square, gradients in zip(squares, (sharded, whole)):
         if gradients:
-            square.copy_(torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum())
+            square.copy_(
+                torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum()
+            )
     if num_ranks(group) > 1:
         dist.all_reduce(squares[0], group=group)
     norm = squares.sum().sqrt()
@@ -144,23 +172,34 @@ def broadcast_from_first(tensor: Shaped[Tensor, "*shape"], group: Group = None) 
 
 
 def all_gather_flat(
-    output: Shaped[Tensor, " ranks*n"], input: Shaped[Tensor, " n"], group: Group = None, async_op: bool = False
+    output: Shaped[Tensor, " ranks*n"],
+    input: Shaped[Tensor, " n"],
+    group: Group = None,
+    async_op: bool = False,
 ) -> Work:
-    """Fill `output` with the ranks' `input`s, one after the other; equal sizes everywhere, any dtype."""
+    """Fill `output` with the ranks' `input`s, one after the other; equal sizes everywhere, any
+    dtype.
+    """
     group, output, input = as_group(group), output.detach(), input.detach()
     if group.size() == 1:
         output.copy_(input)
     if group.size() == 1 or not input.numel():
         return Work()
-    # torch 2.13 renamed this function and reduce_scatter_tensor, and warns of the names that torch 2.11 needs.
+    # torch 2.13 renamed this function and reduce_scatter_tensor, and warns of the names that torch
+    # 2.11 needs.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return Work(gather(output, input, group=group, async_op=True), None, async_op)
 
 
 def reduce_scatter_mean_flat(
-    output: Shaped[Tensor, " n"], input: Shaped[Tensor, " ranks*n"], group: Group = None, async_op: bool = False
+    output: Shaped[Tensor, " n"],
+    input: Shaped[Tensor, " ranks*n"],
+    group: Group = None,
+    async_op: bool = False,
 ) -> Work:
-    """Fill `output` with this rank's part of the mean of `input`, made in the input's dtype and then rounded."""
+    """Fill `output` with this rank's part of the mean of `input`, made in the input's dtype and
+    then rounded.
+    """
     group, output, input = as_group(group), output.detach(), input.detach()
     size = group.size()
     if size == 1:
@@ -182,7 +221,9 @@ def _finish_mean(output: Tensor, reduced: Tensor, divisor: int) -> None:
 
 
 def on_nccl(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether NCCL sends `tensor`; it also divides in the kernel that reduces to a mean, where after others we do."""
+    """Whether NCCL sends `tensor`; it also divides in the kernel that reduces to a mean, where
+    after others we do.
+    """
     return tensor.is_cuda and group._get_backend_name() == "nccl"
 
 
@@ -196,21 +237,27 @@ def _mean_op(divides: bool) -> Any:
 def check_same_shapes(
     named_tensors: Iterable[tuple[str, Tensor]], group: Group = None, *, what: str = "parameters"
 ) -> None:
-    """ValueError, on every rank, naming the first tensor that has not one shape and dtype on all ranks of `group`.
+    """ValueError, on every rank, naming the first tensor that has not one shape and dtype on all
+    ranks of `group`.
 
-    Ranks that differ would issue other collectives, and hang or, worse, add up tensors that do not belong together.
+    Ranks that differ would issue other collectives, and hang or, worse, add up tensors that do not
+    belong together.
     """
     own = []
     for name, tensor in named_tensors:
         frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
-        own.append(f"{name!r} of shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}{frozen}")
+        own.append(
+            f"{name!r} of shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}{frozen}"
+        )
     everyone: list[Any] = [own] * num_ranks(group)
     if len(everyone) > 1:
         dist.all_gather_object(everyone, own, group=group)
     for rank, others in enumerate(everyone):
         for first, other in zip_longest(everyone[0], others, fillvalue="no more"):
             if first != other:
-                raise ValueError(f"{what} must be the same on all ranks: rank 0 has {first}, rank {rank} {other}")
+                raise ValueError(
+                    f"{what} must be the same on all ranks: rank 0 has {first}, rank {rank} {other}"
+                )
 
 
 def broadcast_parameters(module: nn.Module, group: Group = None) -> None:

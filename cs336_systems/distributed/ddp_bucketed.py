@@ -1,8 +1,10 @@
-"""Data parallelism, fourth stage: gradients live in buckets, and a full bucket is all-reduced while the backward runs.
+"""Data parallelism, fourth stage: gradients live in buckets, and a full bucket is all-reduced while
+the backward runs.
 
-Between one collective a parameter, whose latencies add up, and one for all, which overlaps with nothing. Buckets are
-filled in the reverse order of parameters, about the order in which a backward makes their gradients. A new gradient is
-copied into its bucket and is a view of it from then on: one copy a step, and none back behind the all-reduce.
+Between one collective a parameter, whose latencies add up, and one for all, which overlaps with
+nothing. Buckets are filled in the reverse order of parameters, about the order in which a backward
+makes their gradients. A new gradient is copied into its bucket and is a view of it from then on:
+one copy a step, and none back behind the all-reduce.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ ALIGNMENT_BYTES = 16  # of each view: the width of a GPU's vector loads
 
 
 class BucketedDDP(DataParallel):
-    """Asynchronous all-reduces of buckets of at most `bucket_size_mb` MiB; None puts everything into one.
+    """Asynchronous all-reduces of buckets of at most `bucket_size_mb` MiB; None puts everything
+    into one.
 
-    A parameter larger than that has a bucket of its own, and dtypes do not mix. Buckets stay allocated when `zero_grad`
-    sets gradients to None: a new gradient is copied into its place when it arrives, which costs less than clearing the
-    bucket and adding to it.
+    A parameter larger than that has a bucket of its own, and dtypes do not mix. Buckets stay
+    allocated when `zero_grad` sets gradients to None: a new gradient is copied into its place when
+    it arrives, which costs less than clearing the bucket and adding to it.
     """
 
     def __init__(
@@ -78,29 +81,38 @@ class Bucket:
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """The parameters' places in `flat`, in their shapes."""
         places = zip(self.offsets, self.parameters)
-        return [flat[offset : offset + parameter.numel()].view(parameter.shape) for offset, parameter in places]
+        return [
+            flat[offset : offset + parameter.numel()].view(parameter.shape)
+            for offset, parameter in places
+        ]
 
     def take_gradient(self, place: int, name: str) -> None:
-        """Let the gradient of a parameter be its view; one that was made elsewhere is copied into it.
+        """Let the gradient of a parameter be its view; one that was made elsewhere is copied into
+        it.
 
-        RuntimeError naming one that the bucket does not hold any more: `Module.to` and its like give a parameter, and
-        the gradient that it has, memory of their own.
+        RuntimeError naming one that the bucket does not hold any more: `Module.to` and its like
+        give a parameter, and the gradient that it has, memory of their own.
         """
         parameter, view = self.parameters[place], self.views[place]
         is_taken = parameter.grad is view
-        # Asked of `flat`, as a copy of the bucket lies elsewhere; what has no elements lies nowhere.
+        # Asked of `flat`, as a copy of the bucket lies elsewhere; what has no elements lies
+        # nowhere.
         address = self.flat.data_ptr() + self.offsets[place] * view.itemsize
         if is_taken and (not view.numel() or view.data_ptr() == address):
             return
         gradient = dense_gradient(parameter)
         if is_taken or gradient.dtype != self.flat.dtype or gradient.device != self.flat.device:
-            raise RuntimeError(f"parameter {name!r} was moved or cast after it was wrapped: wrap again, at the end")
+            raise RuntimeError(
+                f"parameter {name!r} was moved or cast after it was wrapped: wrap again, at the end"
+            )
         view.copy_(gradient)
         parameter.grad = view
 
 
 def plan_buckets(parameters: Sequence[Tensor], limit_bytes: float) -> list[list[int]]:
-    """Places of consecutive parameters in reverse order, in buckets of one dtype and device within `limit_bytes`."""
+    """Places of consecutive parameters in reverse order, in buckets of one dtype and device within
+    `limit_bytes`.
+    """
     buckets: list[list[int]] = []
     used_bytes, kind = math.inf, None
     for index, parameter in reversed([*enumerate(parameters)]):

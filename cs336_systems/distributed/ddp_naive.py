@@ -1,7 +1,8 @@
 """Data parallelism, first stage: after the backward, all-reduce the gradients one by one.
 
-Every parameter pays the latency of a collective of its own, and the GPU computes nothing meanwhile. When it is wrapped,
-`DataParallel` (ddp.py) compares the ranks' shapes and broadcasts rank 0's parameters and buffers.
+Every parameter pays the latency of a collective of its own, and the GPU computes nothing meanwhile.
+When it is wrapped, `DataParallel` (ddp.py) compares the ranks' shapes and broadcasts rank 0's
+parameters and buffers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Data parallelism, third stage: all-reduce each gradient as soon as the backward has made it.
 
-The backward goes from the last layer to the first, so while it computes the gradients of layer i, those of layer i + 1
-are on their way. What cannot be hidden is the communication of the gradients that come last.
+The backward goes from the last layer to the first, so while it computes the gradients of layer i,
+those of layer i + 1 are on their way. What cannot be hidden is the communication of the gradients
+that come last.
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ from cs336_systems.distributed.ddp import DataParallel, SendQueue, dense_gradien
 class OverlapDDP(DataParallel):
     """One asynchronous all-reduce a parameter, in place, started by a hook on its gradient.
 
-    Every rank starts them in one order, and a gradient that is early waits for those before it: in the first step the
-    reverse order of parameters, from then on that in which rank 0's gradients came in the first.
+    Every rank starts them in one order, and a gradient that is early waits for those before it: in
+    the first step the reverse order of parameters, from then on that in which rank 0's gradients
+    came in the first.
     """
 
-    def __init__(self, module: nn.Module, group: Group = None, *, find_unused_parameters: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, group: Group = None, *, find_unused_parameters: bool = False
+    ) -> None:
         super().__init__(module, group, find_unused_parameters=find_unused_parameters)
-        self._queue = SendQueue([[parameter] for parameter in reversed(self.trainable)], self.names, group)
+        self._queue = SendQueue(
+            [[parameter] for parameter in reversed(self.trainable)], self.names, group
+        )
 
     def _arrive(self, index: int) -> None:
         """Send what is next, as far as it is there."""
@@ -30,11 +36,14 @@ class OverlapDDP(DataParallel):
             self._queue.arrive(index, self._send)
 
     def _send(self, message: int) -> Work:
-        return all_reduce_mean(dense_gradient(self._queue.parameters[message]), self.group, async_op=True)
+        return all_reduce_mean(
+            dense_gradient(self._queue.parameters[message]), self.group, async_op=True
+        )
 
     def _check_sent(self) -> None:
         self._queue.check_sent()
 
     def _synchronize(self) -> None:
-        self._queue.finish(self._send)  # those that this backward has not reached, and those behind them
+        # those that this backward has not reached, and those behind them
+        self._queue.finish(self._send)
         self._queue.begin()

@@ -1,4 +1,6 @@
-"""What ShardedOptimizer and Zero1Optimizer share: the interface of one optimizer over what this rank updates alone."""
+"""What ShardedOptimizer and Zero1Optimizer share: the interface of one optimizer over what this
+rank updates alone.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,32 @@ from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import Group, num_ranks, rank_in
 
-# What an optimizer raises that needs other arguments, a closure, a sparse gradient or a parameter of another shape.
-CANNOT_STEP = (ValueError, TypeError, AssertionError, ArithmeticError, RuntimeError, AttributeError, LookupError)
+# What an optimizer raises that needs other arguments, a closure, a sparse gradient or a parameter
+# of another shape.
+CANNOT_STEP = (
+    ValueError,
+    TypeError,
+    AssertionError,
+    ArithmeticError,
+    RuntimeError,
+    AttributeError,
+    LookupError,
+)
 
 
 class OptimizerOfShares(torch.optim.Optimizer):
-    """Shows all parameters in `param_groups`, and in `state` that of `local`, the optimizer over this rank's share."""
+    """Shows all parameters in `param_groups`, and in `state` that of `local`, the optimizer over
+    this rank's share.
+    """
 
     local: torch.optim.Optimizer
 
     def __init__(
-        self, params: Any, optimizer_cls: type[torch.optim.Optimizer], group: Group, kwargs: dict[str, Any]
+        self,
+        params: Any,
+        optimizer_cls: type[torch.optim.Optimizer],
+        group: Group,
+        kwargs: dict[str, Any],
     ) -> None:
         check_no_search(optimizer_cls)
         self.process_group = group
@@ -31,12 +48,18 @@ class OptimizerOfShares(torch.optim.Optimizer):
         super().__init__(params, kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; a tensor that stands twice in a group (a tied weight) counts once, and names are dropped."""
+        """As torch's; a tensor that stands twice in a group (a tied weight) counts once, and names
+        are dropped.
+        """
         members = param_group["params"]
         if not isinstance(members, Tensor):
-            members = list(dict.fromkeys(one[1] if isinstance(one, tuple) else one for one in members))
+            members = list(
+                dict.fromkeys(one[1] if isinstance(one, tuple) else one for one in members)
+            )
             if any(hasattr(one, "is_rows") for one in members):
-                raise ValueError(f"FSDP has cut the parameters into rows: do without {type(self).__name__}")
+                raise ValueError(
+                    f"FSDP has cut the parameters into rows: do without {type(self).__name__}"
+                )
         super().add_param_group({**param_group, "params": members})
 
     @property
@@ -58,24 +81,34 @@ class OptimizerOfShares(torch.optim.Optimizer):
     # State dicts: those that `optimizer_cls` itself would have over all parameters
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all parameters, on CPU, on every rank; collective, so all ranks must call it."""
+        """The state of all parameters, on CPU, on every rank; collective, so all ranks must call
+        it.
+        """
         states = self.all_states()
         full = {place: states[one] for place, one in enumerate(self.parameters) if one in states}
         groups, places = [], iter(range(len(self.parameters)))
         for group in self.param_groups:
-            groups.append({**hyperparameters(group), "params": [*islice(places, len(group["params"]))]})
+            groups.append(
+                {**hyperparameters(group), "params": [*islice(places, len(group["params"]))]}
+            )
         return {"state": full, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep this rank's share of a `state_dict` of any number of ranks; ValueError for groups of other sizes."""
+        """Keep this rank's share of a `state_dict` of any number of ranks; ValueError for groups of
+        other sizes.
+        """
         groups, states = state_dict["param_groups"], state_dict["state"]
-        sizes, expected = ([len(group["params"]) for group in some] for some in (groups, self.param_groups))
+        sizes, expected = (
+            [len(group["params"]) for group in some] for some in (groups, self.param_groups)
+        )
         if sizes != expected:
             raise ValueError(f"state_dict must have groups of {expected} parameters, got {sizes}")
         own_groups = self.local.state_dict()["param_groups"]
         for own, saved in zip(own_groups, groups):
             own.update(hyperparameters(saved))
-        own_states = self.own_states({one: states.get(place, {}) for place, one in enumerate(self.parameters)})
+        own_states = self.own_states(
+            {one: states.get(place, {}) for place, one in enumerate(self.parameters)}
+        )
         self.local.load_state_dict({"state": own_states, "param_groups": own_groups})
         self._take_settings()
 
@@ -93,17 +126,24 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_no_search(optimizer_cls: type[torch.optim.Optimizer]) -> None:
-    """TypeError for an optimizer whose step needs a closure, as it evaluates the loss along all parameters at once."""
+    """TypeError for an optimizer whose step needs a closure, as it evaluates the loss along all
+    parameters at once.
+    """
     closure = inspect.signature(optimizer_cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(f"{optimizer_cls.__name__} cannot be sharded: it searches along all parameters at once")
+        raise TypeError(
+            f"{optimizer_cls.__name__} cannot be sharded: it searches along all parameters at once"
+        )
 
 
-def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], settings: dict[str, Any], *, rows: bool) -> None:
-    """ValueError where `optimizer_cls` moves a matrix otherwise than its rows, or its flat pieces, one by one.
+def check_elementwise(
+    optimizer_cls: type[torch.optim.Optimizer], settings: dict[str, Any], *, rows: bool
+) -> None:
+    """ValueError where `optimizer_cls` moves a matrix otherwise than its rows, or its flat pieces,
+    one by one.
 
-    Adafactor does. Asked by two steps on a small one; an optimizer that needs more than a gradient, or arguments that
-    are not among `settings`, cannot be asked and passes.
+    Adafactor does. Asked by two steps on a small one; an optimizer that needs more than a gradient,
+    or arguments that are not among `settings`, cannot be asked and passes.
     """
     generator = torch.Generator().manual_seed(0)
     weight, *gradients = (torch.randn(4, 4, generator=generator) for _ in range(3))
@@ -122,7 +162,9 @@ def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], settings: dict
 
     try:
         whole = stepped(lambda matrix: [matrix])
-        apart = stepped(lambda matrix: (matrix if rows else matrix.flatten()).tensor_split([1 if rows else 7]))
+        apart = stepped(
+            lambda matrix: (matrix if rows else matrix.flatten()).tensor_split([1 if rows else 7])
+        )
     except CANNOT_STEP:
         return
     if not torch.allclose(whole, apart, rtol=1e-3, atol=1e-5):

@@ -1,4 +1,5 @@
-"""Context parallelism: a sequence split over ranks, keys and values passed around a ring (arXiv:2310.01889).
+"""Context parallelism: a sequence split over ranks, keys and values passed around a ring
+(arXiv:2310.01889).
 
     q, k, v = (zigzag_split(x, rank, num_ranks, dim=-2) for x in (q, k, v))      # this rank's part of the sequence
     output = ring_attention(q, k, v, is_causal=True)                              # and of the output
@@ -6,15 +7,16 @@
     make_whole = split_context(model, group)                                      # or a whole TransformerLM, in place
     logits = model(zigzag_split(tokens, rank, num_ranks, dim=1))
 
-Attention over all keys is put together from attention over each rank's keys by `merge_attention`. In step s a rank
-attends to the keys of rank - s while those of the next step are on their way. The backward goes around once more; of
-the forward it needs the whole output and its log-sum-exp only. The gradients of keys and values follow a step behind:
-on their way while the next part is computed, which then adds its own, and home after the last step. No rank ever holds
-more than two ranks' keys.
+Attention over all keys is put together from attention over each rank's keys by `merge_attention`.
+In step s a rank attends to the keys of rank - s while those of the next step are on their way. The
+backward goes around once more; of the forward it needs the whole output and its log-sum-exp only.
+The gradients of keys and values follow a step behind: on their way while the next part is computed,
+which then adds its own, and home after the last step. No rank ever holds more than two ranks' keys.
 
-Under a causal mask the split is a zig-zag (Llama 3, arXiv:2407.21783, section 3.3.2): of 2N chunks, rank r has r and
-2N - 1 - r. Each step is then one call of the same area on every rank: all queries to the first half of the keys that
-come from a lower rank, the second half of the queries to all keys from a higher one, the plain triangle to its own.
+Under a causal mask the split is a zig-zag (Llama 3, arXiv:2407.21783, section 3.3.2): of 2N chunks,
+rank r has r and 2N - 1 - r. Each step is then one call of the same area on every rank: all queries
+to the first half of the keys that come from a lower rank, the second half of the queries to all
+keys from a higher one, the plain triangle to its own.
 """
 
 from __future__ import annotations
@@ -44,17 +46,25 @@ def merge_attention(
     output_2: Float[Tensor, "... queries head_dim"],
     lse_2: Float[Tensor, "... queries"],
 ) -> Pair:
-    """Attention over two disjoint sets of keys from attention over each: (output, log-sum-exp), differentiable.
+    """Attention over two disjoint sets of keys from attention over each: (output, log-sum-exp),
+    differentiable.
 
-    A part without keys has output 0 and log-sum-exp -inf, and changes nothing; a key that is in both counts twice.
-    Accumulated in the log-sum-exps' dtype, float32 or wider; the output is in output_1's. ValueError where shapes do
-    not match.
+    A part without keys has output 0 and log-sum-exp -inf, and changes nothing; a key that is in
+    both counts twice. Accumulated in the log-sum-exps' dtype, float32 or wider; the output is in
+    output_1's. ValueError where shapes do not match.
     """
-    if output_1.shape != output_2.shape or lse_1.shape != output_1.shape[:-1] or lse_2.shape != lse_1.shape:
+    if (
+        output_1.shape != output_2.shape
+        or lse_1.shape != output_1.shape[:-1]
+        or lse_2.shape != lse_1.shape
+    ):
         shapes = ", ".join(str(tuple(one.shape)) for one in (output_1, lse_1, output_2, lse_2))
-        raise ValueError(f"outputs must have one shape and log-sum-exps that without its last dimension, got {shapes}")
+        raise ValueError(
+            f"outputs must have one shape and log-sum-exps that without its last dimension, got {shapes}"
+        )
     largest = torch.maximum(lse_1, lse_2).detach()
-    largest = largest.masked_fill(largest == -torch.inf, 0.0)  # of two empty parts: -inf minus -inf is NaN
+    # of two empty parts: -inf minus -inf is NaN
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)
     weight_1, weight_2 = torch.exp(lse_1 - largest), torch.exp(lse_2 - largest)
     total = weight_1 + weight_2
     empty = total == 0
@@ -65,10 +75,14 @@ def merge_attention(
 
 
 def zigzag_split(tensor: Tensor, rank: int, num_ranks: int, dim: int) -> Tensor:
-    """Rank `rank`'s chunks of `tensor` along `dim`: of 2 · num_ranks equal ones the rank-th and the rank-th last."""
+    """Rank `rank`'s chunks of `tensor` along `dim`: of 2 · num_ranks equal ones the rank-th and the
+    rank-th last.
+    """
     length = tensor.shape[dim]
     if length % (2 * num_ranks):
-        raise ValueError(f"tensor must have a multiple of {2 * num_ranks} elements along dim {dim}, got {length}")
+        raise ValueError(
+            f"tensor must have a multiple of {2 * num_ranks} elements along dim {dim}, got {length}"
+        )
     chunks = tensor.chunk(2 * num_ranks, dim)
     return torch.cat([chunks[rank], chunks[2 * num_ranks - 1 - rank]], dim)
 
@@ -76,7 +90,9 @@ def zigzag_split(tensor: Tensor, rank: int, num_ranks: int, dim: int) -> Tensor:
 def zigzag_join(parts: list[Tensor], dim: int) -> Tensor:
     """The whole tensor from all ranks' `zigzag_split`s in order."""
     halves = [part.chunk(2, dim) for part in parts]
-    return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim)
+    return torch.cat(
+        [first for first, _ in halves] + [second for _, second in reversed(halves)], dim
+    )
 
 
 def ring_attention(
@@ -90,24 +106,30 @@ def ring_attention(
     group: Group = None,
     backend: str = "auto",
 ) -> Float[Tensor, "... heads queries head_dim"]:
-    """This rank's rows of attention over the keys of all ranks of `group`; every rank calls it, with equal shapes.
+    """This rank's rows of attention over the keys of all ranks of `group`; every rank calls it,
+    with equal shapes.
 
-    q, k and v are its part of the sequence: with `is_causal`, the top-left mask of the whole sequence, its
-    `zigzag_split`, otherwise any. Nothing tells of another split: rows are then wrong. `scale`, `enable_gqa` and
-    `backend` are as `flash_attention` takes them.
+    q, k and v are its part of the sequence: with `is_causal`, the top-left mask of the whole
+    sequence, its `zigzag_split`, otherwise any. Nothing tells of another split: rows are then
+    wrong. `scale`, `enable_gqa` and `backend` are as `flash_attention` takes them.
 
-    Raises RuntimeError without a process group, ValueError on a rank that is not of `group`, and with `is_causal` for
-    an odd number of positions or unlike ones of q and k; differentiated twice, NotImplementedError. ValueError on all
-    ranks if their shapes or dtypes differ in the first call on a group; in a later one they hang, or gloo ends their
-    processes.
+    Raises RuntimeError without a process group, ValueError on a rank that is not of `group`, and
+    with `is_causal` for an odd number of positions or unlike ones of q and k; differentiated twice,
+    NotImplementedError. ValueError on all ranks if their shapes or dtypes differ in the first call
+    on a group; in a later one they hang, or gloo ends their processes.
     """
     group = as_group(group)
-    if not torch.compiler.is_compiling() and group not in _CHECKED:  # once: it is a message, for which the host waits
-        check_same_shapes([("q", q.detach()), ("k", k.detach()), ("v", v.detach())], group, what="q, k and v")
+    # once: it is a message, for which the host waits
+    if not torch.compiler.is_compiling() and group not in _CHECKED:
+        check_same_shapes(
+            [("q", q.detach()), ("k", k.detach()), ("v", v.detach())], group, what="q, k and v"
+        )
         _CHECKED.add(group)
     if is_causal and (q.shape[-2] != k.shape[-2] or q.shape[-2] % 2):
         numbers = f"{q.shape[-2]} and {k.shape[-2]}"
-        raise ValueError(f"q and k must have the same even number of positions under a causal mask, got {numbers}")
+        raise ValueError(
+            f"q and k must have the same even number of positions under a causal mask, got {numbers}"
+        )
     inputs = [to_autocast_dtype(x) for x in (q, k, v)]
     if q.ndim != 4 and all(x.ndim > 2 for x in inputs):
         inputs = [x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) for x in inputs]
@@ -116,22 +138,39 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """Saves the inputs, the output and its log-sum-exp; keys and values come by once more in the backward."""
+    """Saves the inputs, the output and its log-sum-exp; keys and values come by once more in the
+    backward.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool,
-        group: dist.ProcessGroup, backend: str,
-    ) -> Tensor:  # fmt: skip
-        attend = partial(flash_attention, scale=scale, enable_gqa=enable_gqa, return_lse=True, backend=backend)
-        output = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+        group: dist.ProcessGroup,
+        backend: str,
+    ) -> Tensor:
+        attend = partial(
+            flash_attention, scale=scale, enable_gqa=enable_gqa, return_lse=True, backend=backend
+        )
+        output = torch.zeros(
+            q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device
+        )
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=output.dtype, device=q.device)
         kv = torch.stack([k, v])
         for step in range(group.size()):
             arriving = _pass_on(kv, group) if step + 1 < group.size() else None
             rows, keys, triangle = _visible(step, group.rank(), q.shape[-2], k.shape[-2], is_causal)
-            part = attend(q[..., rows, :], kv[0][..., keys, :], kv[1][..., keys, :], is_causal=triangle)
-            merged = merge_attention(output[..., rows, :], lse[..., rows], part[0].to(output.dtype), part[1])
+            part = attend(
+                q[..., rows, :], kv[0][..., keys, :], kv[1][..., keys, :], is_causal=triangle
+            )
+            merged = merge_attention(
+                output[..., rows, :], lse[..., rows], part[0].to(output.dtype), part[1]
+            )
             output[..., rows, :], lse[..., rows] = merged
             if arriving is not None:
                 kv = arriving()
@@ -156,12 +195,23 @@ def _ring_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tenso
         arriving = _pass_on(kv, group) if step + 1 < group.size() else None
         rows, keys, triangle = _visible(step, group.rank(), q.shape[-2], k.shape[-2], ctx.is_causal)
         own = attention_backward(
-            q[..., rows, :], kv[0][..., keys, :], kv[1][..., keys, :], output[..., rows, :], lse[..., rows],
-            grad_output[..., rows, :], is_causal=triangle, scale=ctx.scale, backend=ctx.backend,
-        )  # fmt: skip
+            q[..., rows, :],
+            kv[0][..., keys, :],
+            kv[1][..., keys, :],
+            output[..., rows, :],
+            lse[..., rows],
+            grad_output[..., rows, :],
+            is_causal=triangle,
+            scale=ctx.scale,
+            backend=ctx.backend,
+        )
         grad_q[..., rows, :] += own[0]
         # Those of the ranks before, for the keys at hand, were under way meanwhile.
-        grad_kv = torch.zeros(kv.shape, dtype=lse.dtype, device=q.device) if returning is None else returning()
+        grad_kv = (
+            torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
+            if returning is None
+            else returning()
+        )
         grad_kv[0][..., keys, :] += own[1]
         grad_kv[1][..., keys, :] += own[2]
         if arriving is not None:
@@ -173,7 +223,9 @@ def _ring_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 class _FirstOrderOnly(torch.autograd.Function):
-    """apply(grad_q, grad_k, grad_v, *inputs): the gradients, as functions of the inputs without a derivative."""
+    """apply(grad_q, grad_k, grad_v, *inputs): the gradients, as functions of the inputs without a
+    derivative.
+    """
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -185,16 +237,20 @@ class _FirstOrderOnly(torch.autograd.Function):
 
 
 def refuse_double_backward(grads: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """`grads` of a backward; under `create_graph` such that differentiating them again raises NotImplementedError.
+    """`grads` of a backward; under `create_graph` such that differentiating them again raises
+    NotImplementedError.
 
-    Without that they would be constants, and a penalty on a gradient would train nothing, without a word.
+    Without that they would be constants, and a penalty on a gradient would train nothing, without a
+    word.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return grads
     return _FirstOrderOnly.apply(*grads, *inputs)
 
 
-def _visible(step: int, rank: int, num_queries: int, num_keys: int, is_causal: bool) -> tuple[slice, slice, bool]:
+def _visible(
+    step: int, rank: int, num_queries: int, num_keys: int, is_causal: bool
+) -> tuple[slice, slice, bool]:
     """(query rows, keys, whether their mask is the triangle) for the keys that are here in `step`."""
     everything = slice(None)
     if step == 0 or not is_causal:
@@ -205,7 +261,9 @@ def _visible(step: int, rank: int, num_queries: int, num_keys: int, is_causal: b
 
 
 def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Start sending `tensor` to the next rank; what is returned waits for its like from the one before."""
+    """Start sending `tensor` to the next rank; what is returned waits for its like from the one
+    before.
+    """
     sent = tensor.contiguous()
     if group.size() == 1:
         return lambda: sent
@@ -230,29 +288,42 @@ def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
 
 
 class _PartRotary(nn.Module):
-    """The rotation of this rank's positions, by whole tables: wrappers make buffers equal on all ranks."""
+    """The rotation of this rank's positions, by whole tables: wrappers make buffers equal on all
+    ranks.
+    """
 
     def __init__(self, whole: RotaryEmbedding, rank: int, num_ranks: int) -> None:
         super().__init__()
         self.whole, self.rank, self.num_ranks = whole, rank, num_ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        cos, sin = (zigzag_split(table, self.rank, self.num_ranks, 0) for table in (self.whole.cos, self.whole.sin))
+        cos, sin = (
+            zigzag_split(table, self.rank, self.num_ranks, 0)
+            for table in (self.whole.cos, self.whole.sin)
+        )
         if x.shape[-2] != len(cos):
-            raise ValueError(f"sequence must be this rank's {len(cos)} positions, got {x.shape[-2]}")
+            raise ValueError(
+                f"sequence must be this rank's {len(cos)} positions, got {x.shape[-2]}"
+            )
         return RotaryEmbedding.rotate(x, cos, sin)
 
 
-def split_context(model: nn.Module, group: Group = None, backend: str = "auto") -> Callable[[], None]:
-    """Have `model`, a TransformerLM, take this rank's `zigzag_split` of whole contexts, until the result is called.
+def split_context(
+    model: nn.Module, group: Group = None, backend: str = "auto"
+) -> Callable[[], None]:
+    """Have `model`, a TransformerLM, take this rank's `zigzag_split` of whole contexts, until the
+    result is called.
 
-    A loss is then a mean over the rank's tokens, and the mean of all ranks' gradients that of the whole batch: wrap the
-    model afterwards as any other. ValueError where the context has no 2 · ranks chunks or nothing attends.
+    A loss is then a mean over the rank's tokens, and the mean of all ranks' gradients that of the
+    whole batch: wrap the model afterwards as any other. ValueError where the context has no 2 ·
+    ranks chunks or nothing attends.
     """
     rank, num_ranks = as_group(group).rank(), as_group(group).size()
     layers = [inner for inner in model.modules() if isinstance(inner, CausalMultiHeadSelfAttention)]
     if not layers:
-        raise ValueError(f"model must have CausalMultiHeadSelfAttention layers, {type(model).__name__} has none")
+        raise ValueError(
+            f"model must have CausalMultiHeadSelfAttention layers, {type(model).__name__} has none"
+        )
     before, rope = layers[0].attention, layers[0].rope
     part = _PartRotary(rope, rank, num_ranks)
     for layer in layers:

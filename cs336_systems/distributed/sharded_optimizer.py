@@ -1,14 +1,16 @@
-"""Optimizer state sharding: every rank keeps the optimizer state of its share of the parameters, and of no others.
+"""Optimizer state sharding: every rank keeps the optimizer state of its share of the parameters,
+and of no others.
 
     optimizer = ShardedOptimizer(model.parameters(), AdamW, lr=1e-3)    # instead of AdamW(model.parameters(), lr=1e-3)
     loss.backward()                                                     # gradients averaged over ranks by a DDP wrapper
     optimizer.step()                                                    # update the own share, then broadcast it
 
-Phases of a step: update (the wrapped optimizer, on the parameters that this rank owns), then broadcast (each owner
-sends what it updated). Owners are chosen by size: the largest parameter first, each to the rank with the fewest bytes
-so far. Parameters and gradients stay whole: with AdamW a rank saves (1 - 1/num_ranks) of the two moments, and pays with
-broadcasts of all parameters on top of the all-reduce of all gradients. `zero1.py` has the variant that pays nothing
-(ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054).
+Phases of a step: update (the wrapped optimizer, on the parameters that this rank owns), then
+broadcast (each owner sends what it updated). Owners are chosen by size: the largest parameter
+first, each to the rank with the fewest bytes so far. Parameters and gradients stay whole: with
+AdamW a rank saves (1 - 1/num_ranks) of the two moments, and pays with broadcasts of all parameters
+on top of the all-reduce of all gradients. `zero1.py` has the variant that pays nothing (ZeRO stage
+1, Rajbhandari et al., arXiv:1910.02054).
 """
 
 from __future__ import annotations
@@ -30,18 +32,24 @@ PACKED_BYTES = 2**20  # parameters smaller than this travel together, in one mes
 
 
 class ShardedOptimizer(OptimizerOfShares):
-    """`optimizer_cls` over `params`, its state sharded over the ranks of `process_group` (None: all ranks).
+    """`optimizer_cls` over `params`, its state sharded over the ranks of `process_group` (None: all
+    ranks).
 
-    `params` is what torch.optim takes; `kwargs` go to `optimizer_cls`. A tensor listed twice counts once; one that
-    needs no gradient is owned and never sent. All ranks must build it from the same parameters in the same order, and
-    hold equal gradients when `step` is called. Learning rates are changed in `param_groups`, as always. `state` holds
-    this rank's share.
+    `params` is what torch.optim takes; `kwargs` go to `optimizer_cls`. A tensor listed twice counts
+    once; one that needs no gradient is owned and never sent. All ranks must build it from the same
+    parameters in the same order, and hold equal gradients when `step` is called. Learning rates are
+    changed in `param_groups`, as always. `state` holds this rank's share.
 
-    Raises TypeError if `optimizer_cls` works on all parameters at once (LBFGS), RuntimeError without a process group.
+    Raises TypeError if `optimizer_cls` works on all parameters at once (LBFGS), RuntimeError
+    without a process group.
     """
 
     def __init__(
-        self, params: Any, optimizer_cls: type[torch.optim.Optimizer], process_group: Group = None, **kwargs: Any
+        self,
+        params: Any,
+        optimizer_cls: type[torch.optim.Optimizer],
+        process_group: Group = None,
+        **kwargs: Any,
     ) -> None:
         self.owners: dict[Tensor, int] = {}  # rank in the group that updates each parameter
         self.bytes_owned: dict[int, int] = defaultdict(int)  # by rank
@@ -50,12 +58,15 @@ class ShardedOptimizer(OptimizerOfShares):
         self._take_settings()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group and share it out; also called for each group by the constructor of the base class."""
+        """Add a group and share it out; also called for each group by the constructor of the base
+        class.
+        """
         super().add_param_group(param_group)
         group, number = self.param_groups[-1], len(self.param_groups) - 1
         names = (f"parameter {index} of group {number}" for index in range(len(group["params"])))
         check_same_shapes(zip(names, group["params"]), self.process_group)
-        for parameter in sorted(group["params"], key=lambda parameter: -parameter.nbytes):  # stable: alike on all ranks
+        # stable: alike on all ranks
+        for parameter in sorted(group["params"], key=lambda parameter: -parameter.nbytes):
             owner = min(range(self.num_ranks), key=lambda rank: self.bytes_owned[rank])
             self.owners[parameter] = owner
             self.bytes_owned[owner] += parameter.nbytes
@@ -71,7 +82,9 @@ class ShardedOptimizer(OptimizerOfShares):
         return self.owners[parameter] == self.rank
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update the own share, then exchange the updated parameters; returns what `closure`, run by all, returns."""
+        """Update the own share, then exchange the updated parameters; returns what `closure`, run
+        by all, returns.
+        """
         self._give_settings()
         loss = self.local.step(**kwargs) if closure is None else self.local.step(closure, **kwargs)
         self._broadcast_updates()
@@ -79,7 +92,9 @@ class ShardedOptimizer(OptimizerOfShares):
 
     @torch.no_grad()
     def _broadcast_updates(self) -> None:
-        """Start all messages, then wait for all: neighbours have different owners, so that all links are busy."""
+        """Start all messages, then wait for all: neighbours have different owners, so that all
+        links are busy.
+        """
         if self.num_ranks == 1:
             return
         packed: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
@@ -109,11 +124,18 @@ class ShardedOptimizer(OptimizerOfShares):
     def all_states(self) -> dict[Tensor, dict[str, Any]]:
         parameters = self.parameters
         places = {parameter: place for place, parameter in enumerate(parameters)}
-        own = {places[parameter]: tree_map_only(Tensor, Tensor.cpu, state) for parameter, state in self.state.items()}
+        own = {
+            places[parameter]: tree_map_only(Tensor, Tensor.cpu, state)
+            for parameter, state in self.state.items()
+        }
         everyone: list[Any] = [own] * self.num_ranks
         if self.num_ranks > 1:
             dist.all_gather_object(everyone, own, group=self.process_group)
         return {parameters[place]: state for states in everyone for place, state in states.items()}
 
     def own_states(self, states: dict[Tensor, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        return {place: states[one] for place, one in enumerate(filter(self.owns, self.parameters)) if states[one]}
+        return {
+            place: states[one]
+            for place, one in enumerate(filter(self.owns, self.parameters))
+            if states[one]
+        }

@@ -1,15 +1,19 @@
-"""Starts the ranks of a distributed job: spawned here, or handed to us by torchrun. One function serves both.
+"""Starts the ranks of a distributed job: spawned here, or handed to us by torchrun. One function
+serves both.
 
     def train(rank, num_ranks, steps): ...             # the default process group is up when it is called
 
     losses = run_ranks(train, 2, 100)                   # spawns two processes here; a list, a result a rank
     losses = launch(train, 2, 100)                      # the same, or this process's part of a torchrun job
 
-`torch.multiprocessing.start_processes` starts the ranks, and ends them when one fails. Added here are what it lacks:
+`torch.multiprocessing.start_processes` starts the ranks, and ends them when one fails. Added here
+are what it lacks:
 
-- the ranks meet in a store that this process opens on a free loopback port, and meet again when all have their
-  results: no port may be taken by somebody else, and no rank leaves while another still talks to it;
-- results come back, and of several failures the first: that connections to a rank broke is told if nothing else is;
+- the ranks meet in a store that this process opens on a free loopback port, and meet again when all
+  have their results: no port may be taken by somebody else, and no rank leaves while another still
+  talks to it;
+- results come back, and of several failures the first: that connections to a rank broke is told if
+  nothing else is;
 - a rank ends with the process that started it, however that ended.
 """
 
@@ -42,22 +46,32 @@ from torch.multiprocessing.spawn import ProcessException, _prctl_pr_set_pdeathsi
 from cs336_systems.device import get_device_info
 
 DEFAULT_TIMEOUT_S = 120.0  # that a collective waits for the other ranks
-START_TIMEOUT = timedelta(seconds=300)  # that a rank waits for the others to be up: importing torch on a cold disk
+# that a rank waits for the others to be up: importing torch on a cold disk
+START_TIMEOUT = timedelta(seconds=300)
 POLL_S = 0.02
 MOST_SHOWN = 100_000  # characters of an error: the store takes some millions
 GRACE_S = 2.0  # after the first failure, in which the others may say more about it
 START_METHOD = "spawn"  # where the caller names none
-PRELOADED = ["torch._dynamo", "cs336_systems.distributed.spawn"]  # the first is what an optimizer imports
+# the first is what an optimizer imports
+PRELOADED = ["torch._dynamo", "cs336_systems.distributed.spawn"]
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class RankError(RuntimeError):
-    """Rank `rank` failed, by an exception of the class `error_type` ("" if its process died) that says `reason`.
+    """Rank `rank` failed, by an exception of the class `error_type` ("" if its process died) that
+    says `reason`.
 
     `is_argument_error`: it is a ValueError, TypeError or OSError, whose message says all.
     """
 
-    def __init__(self, text: str, rank: int, error_type: str = "", reason: str = "", is_argument_error: bool = False):
+    def __init__(
+        self,
+        text: str,
+        rank: int,
+        error_type: str = "",
+        reason: str = "",
+        is_argument_error: bool = False,
+    ):
         super().__init__(text)
         self.rank, self.error_type, self.reason = rank, error_type, reason
         self.is_argument_error = is_argument_error
@@ -72,28 +86,36 @@ def run_ranks(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     start_method: str | None = None,
 ) -> list[Any]:
-    """The results of `function(rank, num_ranks, *args)` in `num_ranks` new processes, in the order of ranks.
+    """The results of `function(rank, num_ranks, *args)` in `num_ranks` new processes, in the order
+    of ranks.
 
-    `function` is at the top level of an importable file; arguments and results can be pickled, and CPU tensors of
-    `args` are shared, each by a file descriptor; those of results are copied.
+    `function` is at the top level of an importable file; arguments and results can be pickled, and
+    CPU tensors of `args` are shared, each by a file descriptor; those of results are copied.
 
-    Device "cuda" makes GPU rank % (number of GPUs) current in each rank; backend "nccl" needs a GPU a rank. A
-    collective waits `timeout_s` for the other ranks. Start method "spawn", the default, starts processes that import
-    all they need; "forkserver", for device "cpu", copies one that has imported PyTorch and has the environment of the
-    first such job. ValueError for what cannot be started, RankError for a rank that fails; none is left then.
+    Device "cuda" makes GPU rank % (number of GPUs) current in each rank; backend "nccl" needs a GPU
+    a rank. A collective waits `timeout_s` for the other ranks. Start method "spawn", the default,
+    starts processes that import all they need; "forkserver", for device "cpu", copies one that has
+    imported PyTorch and has the environment of the first such job. ValueError for what cannot be
+    started, RankError for a rank that fails; none is left then.
     """
     start_method = start_method or START_METHOD
     _check(function, num_ranks, backend, device, timeout_s)
     _check_importable(function)
     if start_method != "spawn" and (start_method, device) != ("forkserver", "cpu"):
-        raise ValueError(f"start_method must be spawn, or forkserver for device 'cpu', got {start_method!r}")
+        raise ValueError(
+            f"start_method must be spawn, or forkserver for device 'cpu', got {start_method!r}"
+        )
     if start_method == "forkserver":
         preloaded = [*PRELOADED, *{_module_of(function)} - {"__main__"}]
-        multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)  # no effect once the server runs
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no warning for each that it ends
+        # no effect once the server runs
+        multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)
+    # no warning for each that it ends
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     listener = socket.create_server(("127.0.0.1", 0))
     port, fd = listener.getsockname()[1], listener.detach()  # the store closes it
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd
+    )
     job = (num_ranks, backend, device, timeout_s)
     queue = multiprocessing.get_context(start_method).SimpleQueue()
     results: dict[int, Any] = {}
@@ -117,22 +139,31 @@ def run_ranks(
         del store  # and its port: an error's traceback would hold this frame
 
 
-def _rank_main(rank: int, port: int, queue: Any, job: tuple[int, str, str, float], function: Any, args: Any) -> None:
-    """A rank's main: meet, join, call, report, wait for the others, leave without the interpreter's tear-down."""
+def _rank_main(
+    rank: int, port: int, queue: Any, job: tuple[int, str, str, float], function: Any, args: Any
+) -> None:
+    """A rank's main: meet, join, call, report, wait for the others, leave without the interpreter's
+    tear-down.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     end_with_parent()
     num_ranks, backend, device, timeout_s = job
-    # The second is for a failure: a thread may be waiting in the first, and later there may be no socket left.
-    store, reporting = (dist.TCPStore("127.0.0.1", port, is_master=False, timeout=START_TIMEOUT) for _ in range(2))
+    # The second is for a failure: a thread may be waiting in the first, and later there may be no
+    # socket left.
+    store, reporting = (
+        dist.TCPStore("127.0.0.1", port, is_master=False, timeout=START_TIMEOUT) for _ in range(2)
+    )
     try:
         if device == "cpu":
             _share_cores(num_ranks)
-        if store.add("up", 1) == num_ranks:  # a short time-out of collectives need not cover the start of a process
+        # a short time-out of collectives need not cover the start of a process
+        if store.add("up", 1) == num_ranks:
             store.set("all up", "")
         store.wait(["all up"])
         _join_group(backend, device, rank, timeout_s, store=store, rank=rank, world_size=num_ranks)
         result = function(rank, num_ranks, *args)
-        ForkingPickler.register(torch.UntypedStorage, _copied)  # for this last message: the function may share its own
+        # for this last message: the function may share its own
+        ForkingPickler.register(torch.UntypedStorage, _copied)
         queue.put((rank, result))
         store.wait(["all done"], timedelta(days=365))
         if dist.is_initialized():
@@ -145,7 +176,8 @@ def _rank_main(rank: int, port: int, queue: Any, job: tuple[int, str, str, float
 
 
 def _copied(storage: torch.UntypedStorage) -> tuple[Any, ...]:
-    """How a queue sends the memory of CPU tensors: its bytes, where PyTorch shares it and keeps a file open for each.
+    """How a queue sends the memory of CPU tensors: its bytes, where PyTorch shares it and keeps a
+    file open for each.
 
     Once for all tensors that view it.
     """
@@ -165,7 +197,9 @@ def _share_cores(num_ranks: int) -> None:
 
 
 def _leave(code: int) -> None:
-    """End the process here: gloo's threads may abort in the interpreter's tear-down, after all is done."""
+    """End the process here: gloo's threads may abort in the interpreter's tear-down, after all is
+    done.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -173,29 +207,48 @@ def _leave(code: int) -> None:
 
 def _describe(error: BaseException) -> dict[str, Any]:
     """A failure as the parent reads it."""
-    shown = "".join(traceback.format_exception_only(error)).strip()[:MOST_SHOWN]  # also where str(error) raises
+    # also where str(error) raises
+    shown = "".join(traceback.format_exception_only(error)).strip()[:MOST_SHOWN]
     reason = shown.partition(": ")[2]
     # gloo raises plain RuntimeErrors that name its source file; the others have a class.
-    is_consequence = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in reason)
+    is_consequence = isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo/" in reason
+    )
     line = shown.splitlines()[0]  # what fits into a table
     text = f"failed: {line}\n" + "".join(traceback.format_exception(error)).rstrip()[:MOST_SHOWN]
     is_argument_error = isinstance(error, ValueError | TypeError | OSError)
-    told = {"error_type": type(error).__name__, "reason": reason, "is_argument_error": is_argument_error}
-    # Kinds, the most telling first: 0 is an error of its own, 1 a death, 2 a consequence of another rank's end.
+    told = {
+        "error_type": type(error).__name__,
+        "reason": reason,
+        "is_argument_error": is_argument_error,
+    }
+    # Kinds, the most telling first: 0 is an error of its own, 1 a death, 2 a consequence of another
+    # rank's end.
     return {"kind": 2 if is_consequence else 0, "when": time.time(), "text": text, "told": told}
 
 
-def _first_failure(store: dist.Store, exit_codes: list[int | None], succeeded: set[int]) -> RankError:
+def _first_failure(
+    store: dist.Store, exit_codes: list[int | None], succeeded: set[int]
+) -> RankError:
     """What is to be told of a job of which some ranks failed, died or were ended."""
     failures: dict[int, dict[str, Any]] = {}
     for rank, code in enumerate(exit_codes):
         if store.check([f"failure of {rank}"]):
             failures[rank] = json.loads(store.get(f"failure of {rank}"))
         elif code not in (0, -signal.SIGTERM):  # by which those are ended that still ran
-            failures[rank] = {"kind": 1, "when": 0.0, "text": f"died ({exit_reason(code)})", "told": {}}
+            failures[rank] = {
+                "kind": 1,
+                "when": 0.0,
+                "text": f"died ({exit_reason(code)})",
+                "told": {},
+            }
     first, failure = min(failures.items(), key=lambda one: (one[1]["kind"], one[1]["when"]))
     text = f"rank {first} of {len(exit_codes)} {failure['text']}"
-    silent = [str(rank) for rank in range(len(exit_codes)) if rank not in failures and rank not in succeeded]
+    silent = [
+        str(rank)
+        for rank in range(len(exit_codes))
+        if rank not in failures and rank not in succeeded
+    ]
     if failure["kind"] == 2:
         if silent:
             text += f"\nIt waited for others; nothing was heard of rank {', '.join(silent)}, which may hang."
@@ -207,12 +260,19 @@ def _first_failure(store: dist.Store, exit_codes: list[int | None], succeeded: s
 
 def exit_reason(code: int | None) -> str:
     """How a process ended, from its exit code: "signal SIGKILL", "exit code 1"."""
-    return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+    return (
+        f"signal {signal.Signals(-code).name}"
+        if code is not None and code < 0
+        else f"exit code {code}"
+    )
 
 
 def end_with_parent() -> None:
-    """Let this process of multiprocessing's end when its starter is gone: nobody else stops one that hangs."""
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # on Linux, whatever it does; a fork server ends with its starter
+    """Let this process of multiprocessing's end when its starter is gone: nobody else stops one
+    that hangs.
+    """
+    # on Linux, whatever it does; a fork server ends with its starter
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
     starter = multiprocessing.parent_process()
     assert starter is not None
 
@@ -224,21 +284,28 @@ def end_with_parent() -> None:
 
 
 def _module_of(function: Any) -> str:
-    """The name of the module that new processes import for `function`, also where that is a `functools.partial`."""
+    """The name of the module that new processes import for `function`, also where that is a
+    `functools.partial`.
+    """
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__module__", None) or type(function).__module__
 
 
 def _check_importable(function: Any) -> None:
-    """ValueError where new processes cannot find `function`, or the program that it is started from."""
+    """ValueError where new processes cannot find `function`, or the program that it is started
+    from.
+    """
     inner = function
     while isinstance(inner, partial):
         inner = inner.func
     if "<" in (name := getattr(inner, "__qualname__", "")):  # a lambda, or within another function
-        raise ValueError(f"function must be at the top level of a module, where new processes find it, got {name}")
+        raise ValueError(
+            f"function must be at the top level of a module, where new processes find it, got {name}"
+        )
     main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)  # none with -c and in a notebook, "<stdin>" where that is read
+    # none with -c and in a notebook, "<stdin>" where that is read
+    file = getattr(main, "__file__", None)
     if getattr(main, "__spec__", None) is not None or (file is not None and os.path.isfile(file)):
         return
     if _module_of(function) == "__main__" or file is not None:
@@ -258,15 +325,22 @@ def _check(function: Any, num_ranks: int, backend: str, device: str, timeout_s: 
     if type(num_ranks) is not int or num_ranks < 1:
         raise ValueError(f"num_ranks must be a positive int, got {num_ranks!r}")
     if (backend, device) not in (("gloo", "cpu"), ("gloo", "cuda"), ("nccl", "cuda")):
-        raise ValueError(f"backend must be gloo, or nccl with device 'cuda', got {backend!r} and {device!r}")
+        raise ValueError(
+            f"backend must be gloo, or nccl with device 'cuda', got {backend!r} and {device!r}"
+        )
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' was asked for, and torch.cuda.is_available() is False")
-    if backend == "nccl" and num_ranks > (have := torch.cuda.device_count()):  # NCCL refuses that late and obscurely
-        raise ValueError(f"backend 'nccl' needs a GPU a rank: num_ranks is {num_ranks} on this host, which has {have}")
+    # NCCL refuses that late and obscurely
+    if backend == "nccl" and num_ranks > (have := torch.cuda.device_count()):
+        raise ValueError(
+            f"backend 'nccl' needs a GPU a rank: num_ranks is {num_ranks} on this host, which has {have}"
+        )
 
 
 def _join_group(backend: str, device: str, local_rank: int, timeout_s: float, **where: Any) -> None:
-    """Make the default process group of this rank, and its GPU, shared by ranks beyond the GPUs, the current one."""
+    """Make the default process group of this rank, and its GPU, shared by ranks beyond the GPUs,
+    the current one.
+    """
     own = None
     if device == "cuda":
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
@@ -289,7 +363,8 @@ def launch(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     start_method: str | None = None,
 ) -> list[Any]:
-    """`run_ranks`, or inside a torchrun job this rank's call of `function`, whose list then holds one result.
+    """`run_ranks`, or inside a torchrun job this rank's call of `function`, whose list then holds
+    one result.
 
     Under torchrun `num_ranks` may be None; another number than WORLD_SIZE raises ValueError.
     """
@@ -299,20 +374,25 @@ def launch(
         options: dict[str, Any] = {"backend": backend, "device": device, "timeout_s": timeout_s}
         return run_ranks(function, num_ranks, *args, **options, start_method=start_method)
     if num_ranks is not None and str(num_ranks) != os.environ["WORLD_SIZE"]:
-        raise ValueError(f"num_ranks must be torchrun's WORLD_SIZE={os.environ['WORLD_SIZE']}, got {num_ranks}")
+        raise ValueError(
+            f"num_ranks must be torchrun's WORLD_SIZE={os.environ['WORLD_SIZE']}, got {num_ranks}"
+        )
     collect_garbage_at_exit()
     if "OMP_NUM_THREADS" not in os.environ:  # which torchrun sets, and Slurm does not
         _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])))
     local_rank = int(os.environ["LOCAL_RANK"])
     _check(function, local_rank + 1, backend, device, timeout_s)
     _join_group(backend, device, local_rank, timeout_s)
-    result = function(dist.get_rank(), dist.get_world_size(), *args)  # where it raises, torchrun ends the other ranks
+    # where it raises, torchrun ends the other ranks
+    result = function(dist.get_rank(), dist.get_world_size(), *args)
     dist.barrier()
     dist.destroy_process_group()
     return [result]
 
 
 def collect_garbage_at_exit() -> None:
-    """Keep gloo, whose group may live in a cycle, from aborting a process that has finished: 3 to 13 % of jobs did."""
+    """Keep gloo, whose group may live in a cycle, from aborting a process that has finished: 3 to
+    13 % of jobs did.
+    """
     atexit.unregister(gc.collect)
     atexit.register(gc.collect)

@@ -1,19 +1,21 @@
-"""ZeRO stage 1: gradients are reduce-scattered, each rank updates its slice in float32, parameters are all-gathered.
+"""ZeRO stage 1: gradients are reduce-scattered, each rank updates its slice in float32, parameters
+are all-gathered.
 
     optimizer = Zero1Optimizer(model.parameters(), AdamW, lr=1e-3)      # of a plain model: no DDP wrapper
     loss.backward()                                                     # its hooks reduce bucket after bucket
     optimizer.step()
     optimizer.zero_grad()
 
-Parameters live in flat buckets, and each rank owns the same part of every bucket. Phases: reduce (each bucket when
-it is full, while backward goes on), update (the wrapped optimizer sees this rank's slices, in float32 or float64),
-gather (the slices of all ranks go back into the flat parameters, in place). The bytes sent are those of one all-reduce,
-where `ShardedOptimizer` behind a DDP wrapper sends half as much again (Rajbhandari et al., arXiv:1910.02054, section
-7.2.1).
+Parameters live in flat buckets, and each rank owns the same part of every bucket. Phases: reduce
+(each bucket when
+it is full, while backward goes on), update (the wrapped optimizer sees this rank's slices, in
+float32 or float64), gather (the slices of all ranks go back into the flat parameters, in place).
+The bytes sent are those of one all-reduce, where `ShardedOptimizer` behind a DDP wrapper sends half
+as much again (Rajbhandari et al., arXiv:1910.02054, section 7.2.1).
 
-A slice knows no shapes, so the wrapped optimizer must work element by element, as SGD, Adam and AdamW do. Parameters
-below float32 get a master slice of their own. A parameter that a step does not use counts as having a gradient of
-zeros, so that momentum and weight decay go on moving it.
+A slice knows no shapes, so the wrapped optimizer must work element by element, as SGD, Adam and
+AdamW do. Parameters below float32 get a master slice of their own. A parameter that a step does not
+use counts as having a gradient of zeros, so that momentum and weight decay go on moving it.
 """
 
 from __future__ import annotations
@@ -33,12 +35,22 @@ from cs336_systems.distributed.collectives import (
     reduce_scatter_mean_flat,
     wait_for,
 )
-from cs336_systems.distributed.ddp import Accumulating, DataParallel, SendQueue, call_at_each_gradient
+from cs336_systems.distributed.ddp import (
+    Accumulating,
+    DataParallel,
+    SendQueue,
+    call_at_each_gradient,
+)
 from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, Bucket, plan_buckets
-from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, check_elementwise, hyperparameters
+from cs336_systems.distributed.optimizer_shares import (
+    OptimizerOfShares,
+    check_elementwise,
+    hyperparameters,
+)
 
 ALIGNMENT = 64  # elements, of a rank's slice
-MASTER = "master"  # name, among an optimizer's states, of the float32 values of a parameter below float32
+# name, among an optimizer's states, of the float32 values of a parameter below float32
+MASTER = "master"
 
 
 class Zero1Optimizer(OptimizerOfShares, Accumulating):
@@ -46,16 +58,19 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
 
     Args:
         params: what torch.optim takes; rank 0's values are sent to all.
-        bucket_size_mb: of the parameters of a bucket, in MiB; a larger parameter has one of its own.
+        bucket_size_mb: of the parameters of a bucket, in MiB; a larger parameter has one of its
+        own.
         process_group: None: all ranks.
         kwargs: for `optimizer_cls`.
 
-    The parameters' memory is replaced by views of the buckets: build it after the model is on its device. Raises
-    ValueError for an optimizer that is not elementwise, parameters that differ between ranks or are a DDP wrapper's;
-    RuntimeError without a process group, on a second backward before `step` outside of `no_sync`, for a parameter that
-    got other memory, a gradient that was changed after it was averaged, and a group added later. Changes past autograd,
-    by `.grad.data` or by `unscale_` of torch.amp.GradScaler before a plain `step`, cannot be told: the update does not
-    see them. float16 needs the LossScaler of `loss_scale.py`; `step` of torch.amp.GradScaler raises TypeError.
+    The parameters' memory is replaced by views of the buckets: build it after the model is on its
+    device. Raises ValueError for an optimizer that is not elementwise, parameters that differ
+    between ranks or are a DDP wrapper's; RuntimeError without a process group, on a second backward
+    before `step` outside of `no_sync`, for a parameter that got other memory, a gradient that was
+    changed after it was averaged, and a group added later. Changes past autograd, by `.grad.data`
+    or by `unscale_` of torch.amp.GradScaler before a plain `step`, cannot be told: the update does
+    not see them. float16 needs the LossScaler of `loss_scale.py`; `step` of torch.amp.GradScaler
+    raises TypeError.
     """
 
     def __init__(
@@ -76,7 +91,9 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
                     f"{kind} averages the gradients already: give Zero1Optimizer the plain module's parameters"
                 )
         names = {parameter: str(place) for place, parameter in enumerate(self.parameters)}
-        self.fixed = [(name, parameter, parameter.requires_grad) for parameter, name in names.items()]
+        self.fixed = [
+            (name, parameter, parameter.requires_grad) for parameter, name in names.items()
+        ]
         check_same_shapes(((name, parameter) for name, parameter, _ in self.fixed), process_group)
         for parameter in self.parameters:
             if not parameter.requires_grad:  # in no bucket, whose values rank 0 sends
@@ -88,23 +105,34 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
             plan = plan_buckets(trained, bucket_size_mb * BYTES_PER_MB)
             buckets = [ShardedBucket([trained[place] for place in places], self) for places in plan]
             self.buckets += buckets
-            local_groups.append({**hyperparameters(group), "params": [bucket.master for bucket in buckets]})
+            local_groups.append(
+                {**hyperparameters(group), "params": [bucket.master for bucket in buckets]}
+            )
         self.local = optimizer_cls(local_groups, **kwargs)
         self._take_settings()
-        # Groups (decayed or not) take turns in a backward, which the queue learns in the first step.
-        self._queue = SendQueue([bucket.parameters for bucket in self.buckets], names, process_group)
+        # Groups (decayed or not) take turns in a backward, which the queue learns in the first
+        # step.
+        self._queue = SendQueue(
+            [bucket.parameters for bucket in self.buckets], names, process_group
+        )
         call_at_each_gradient(self, self._queue.parameters, Zero1Optimizer._gradient_arrived)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Called by the constructor for each group; later ones are refused, the buckets being laid out."""
+        """Called by the constructor for each group; later ones are refused, the buckets being laid
+        out.
+        """
         if hasattr(self, "local"):
-            raise RuntimeError("Zero1Optimizer cannot add a group: its buckets are laid out; build it anew")
+            raise RuntimeError(
+                "Zero1Optimizer cannot add a group: its buckets are laid out; build it anew"
+            )
         super().add_param_group(param_group)
 
     # Reduce
 
     def _gradient_arrived(self, index: int) -> None:
-        """Take the gradient into its bucket, and reduce the buckets that are full and whose turn it is."""
+        """Take the gradient into its bucket, and reduce the buckets that are full and whose turn it
+        is.
+        """
         number, place = self._queue.places[index]
         self.buckets[number].take_gradient(place, self._queue.names[self._queue.parameters[index]])
         if self.sends:
@@ -130,13 +158,17 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the own slices and gather all of them; TypeError for a closure, which would run backward in here."""
+        """Update the own slices and gather all of them; TypeError for a closure, which would run
+        backward in here.
+        """
         if closure is not None:
             raise TypeError("Zero1Optimizer.step() takes no closure: run backward before it")
         self.finish_gradient_synchronization()
         self._give_settings()
         for bucket in self.buckets:
-            replaced = any(one.grad is not view for one, view in zip(bucket.parameters, bucket.views))
+            replaced = any(
+                one.grad is not view for one, view in zip(bucket.parameters, bucket.views)
+            )
             if replaced or bucket.flat._version != bucket.version:
                 raise RuntimeError(
                     f"a gradient was {'replaced after the backward' if replaced else 'changed after it was averaged'}, "
@@ -145,21 +177,29 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
             bucket.follow_parameters()
         self.local.step()
         wait_for([bucket.gather() for bucket in self.buckets])
-        # Past autograd, by the flat tensor: a backward whose forward was before this step must raise as in one process.
+        # Past autograd, by the flat tensor: a backward whose forward was before this step must
+        # raise as in one process.
         torch.autograd.graph.increment_version(self._queue.parameters)
         self._queue.begin()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; of a backward that no step has used (the loss scale overflowed) on all ranks."""
+        """Forget the gradients; of a backward that no step has used (the loss scale overflowed) on
+        all ranks.
+        """
         if self._queue.arrived or not self._queue.waiting:
-            self._queue.finish(self._send)  # what unused parameters kept waiting: another rank may have sent it
+            # what unused parameters kept waiting: another rank may have sent it
+            self._queue.finish(self._send)
             self._queue.begin()
         super().zero_grad(set_to_none)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by torch.amp.GradScaler, which takes gradients from the parameters: there they are this rank's own."""
-        raise TypeError("Zero1Optimizer needs LossScaler of cs336_systems.distributed.loss_scale, not torch's own")
+        """Asked by torch.amp.GradScaler, which takes gradients from the parameters: there they are
+        this rank's own.
+        """
+        raise TypeError(
+            "Zero1Optimizer needs LossScaler of cs336_systems.distributed.loss_scale, not torch's own"
+        )
 
     # State
 
@@ -176,18 +216,24 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
                     all_gather_flat(whole, value, self.process_group)
                     pieces = bucket.views_of(whole.cpu())
                 for parameter, piece in zip(bucket.parameters, pieces):
-                    kept = piece.clone() if isinstance(piece, Tensor) else piece  # without the rest of the bucket
+                    # without the rest of the bucket
+                    kept = piece.clone() if isinstance(piece, Tensor) else piece
                     states.setdefault(parameter, {})[name] = kept
         return states
 
     @torch.no_grad()
     def own_states(self, states: dict[Tensor, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        sliced = [bucket.slices_of([states[parameter] for parameter in bucket.parameters]) for bucket in self.buckets]
+        sliced = [
+            bucket.slices_of([states[parameter] for parameter in bucket.parameters])
+            for bucket in self.buckets
+        ]
         return {place: slices for place, slices in enumerate(sliced) if slices}
 
 
 class ShardedBucket(Bucket):
-    """A bucket whose parameters are views of a flat tensor too, and this rank's slice of both, in float32 at least."""
+    """A bucket whose parameters are views of a flat tensor too, and this rank's slice of both, in
+    float32 at least.
+    """
 
     def __init__(self, parameters: list[Tensor], owner: Zero1Optimizer) -> None:
         super().__init__(parameters, multiple=owner.num_ranks * ALIGNMENT)
@@ -210,7 +256,9 @@ class ShardedBucket(Bucket):
         parameter, view = self.parameters[place], self.parameter_views[place]
         if parameter.numel() and parameter.data_ptr() != view.data_ptr():
             shape = tuple(parameter.shape)
-            raise RuntimeError(f"a parameter of shape {shape} was moved or cast after Zero1Optimizer was built")
+            raise RuntimeError(
+                f"a parameter of shape {shape} was moved or cast after Zero1Optimizer was built"
+            )
         super().take_gradient(place, name)
 
     def reduce(self) -> Work:
@@ -222,7 +270,9 @@ class ShardedBucket(Bucket):
         return reduce_scatter_mean_flat(self.gradient, self.flat, self.group, async_op=True)
 
     def follow_parameters(self) -> None:
-        """Let the master take up what was written into parameters since the gather, as by `model.load_state_dict`."""
+        """Let the master take up what was written into parameters since the gather, as by
+        `model.load_state_dict`.
+        """
         if self.is_low:
             unchanged = self.part == self.master.to(self.part.dtype)
             self.master.copy_(torch.where(unchanged, self.master, self.part.to(self.master.dtype)))
@@ -234,10 +284,16 @@ class ShardedBucket(Bucket):
         return all_gather_flat(self.flat_parameters, self.part, self.group, async_op=True)
 
     def slices_of(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """This rank's slices of the states of all parameters; a counter is one for all. Takes up the master values."""
+        """This rank's slices of the states of all parameters; a counter is one for all. Takes up
+        the master values.
+        """
         slices: dict[str, Any] = {}
         for name in sorted({name for state in states for name in state}):
-            values = {place: state[name] for place, state in enumerate(states) if state.get(name) is not None}
+            values = {
+                place: state[name]
+                for place, state in enumerate(states)
+                if state.get(name) is not None
+            }
             slices[name] = next(iter(values.values()))
             tensors = {place: value for place, value in values.items() if isinstance(value, Tensor)}
             fits = [value.shape == self.parameters[place].shape for place, value in tensors.items()]

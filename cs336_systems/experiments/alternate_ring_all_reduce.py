@@ -17,14 +17,22 @@ class AlternateRingAllReduce(Calculation):
         for num_ranks in RANKS:
             row: dict[str, Any] = {"N": num_ranks}
             for name, collective in RINGS.items():
-                _, traffic = collective([[rank] * num_ranks for rank in range(num_ranks)])  # one element a chunk
-                seconds = traffic.seconds(HARDWARE["H200"].node_bytes_per_s, BUFFER_BYTES / num_ranks)
-                row |= {f"{name} steps": traffic.steps, f"{name} sent / S": traffic.sent[0] / num_ranks}
+                # one element a chunk
+                _, traffic = collective([[rank] * num_ranks for rank in range(num_ranks)])
+                seconds = traffic.seconds(
+                    HARDWARE["H200"].node_bytes_per_s, BUFFER_BYTES / num_ranks
+                )
+                row |= {
+                    f"{name} steps": traffic.steps,
+                    f"{name} sent / S": traffic.sent[0] / num_ranks,
+                }
                 row[f"{name} (ms)"] = 1e3 * seconds
             rows.append(row | {"alternate over ring": row["alternate (ms)"] / row["ring (ms)"]})
         return rows
 
-    both = [f"{name} {what}" for what in ("steps", "sent / S", "(ms)") for name in ("ring", "alternate")]
+    both = [
+        f"{name} {what}" for what in ("steps", "sent / S", "(ms)") for name in ("ring", "alternate")
+    ]
     tables = {
         "rings": Listing(
             title="All-reduce of 1 GB on H200 NVLink (450 GB/s), simulated step by step",

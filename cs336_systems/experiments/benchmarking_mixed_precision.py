@@ -1,4 +1,6 @@
-"""Autocast's dtypes, a layer norm computed in one dtype, and step times in float32 and with bfloat16."""
+"""Autocast's dtypes, a layer norm computed in one dtype, and step times in float32 and with
+bfloat16.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +14,17 @@ from torch import Tensor, nn
 
 from cs336_systems.book.frames import dicts, digits, pick, speed
 from cs336_systems.config import SIZES_OF_BOTH, DTypeName, ModelCase, Precision, RunConfig
-from cs336_systems.experiments import Bars, Cell, Experiment, Pick, Pivot, Row, Sample, Wide, problem
+from cs336_systems.experiments import (
+    Bars,
+    Cell,
+    Experiment,
+    Pick,
+    Pivot,
+    Row,
+    Sample,
+    Wide,
+    problem,
+)
 from cs336_systems.subjects.model_steps import (
     MODEL_MODES,
     STEPS_A_TURN,
@@ -49,7 +61,10 @@ class NormCase:
 
 OVERFLOW = Row(mode="forward", quantity="overflowing_squares", unit="1")
 NORM_ERROR = Row(mode="forward", quantity="norm_error", unit="1")
-DTYPES_SEEN = tuple(Row(mode="forward_backward", quantity=f"dtype of {name}", unit="bit") for name in AUTOCAST_TENSORS)
+DTYPES_SEEN = tuple(
+    Row(mode="forward_backward", quantity=f"dtype of {name}", unit="bit")
+    for name in AUTOCAST_TENSORS
+)
 
 
 class ToyModel(nn.Module):
@@ -66,11 +81,19 @@ class ToyModel(nn.Module):
 
 
 def autocast_dtypes(device: str, dtype: str) -> dict[str, str]:
-    """The dtype of each of `AUTOCAST_TENSORS` in a step of `ToyModel` under autocast to `dtype` on `device`."""
+    """The dtype of each of `AUTOCAST_TENSORS` in a step of `ToyModel` under autocast to `dtype` on
+    `device`.
+    """
     model = ToyModel().to(device)
     seen: dict[str, Tensor] = {}
-    for name, module in (("fc1 output", model.fc1), ("layer norm output", model.ln), ("logits", model.fc2)):
-        module.register_forward_hook(lambda _module, _inputs, output, name=name: seen.__setitem__(name, output))
+    for name, module in (
+        ("fc1 output", model.fc1),
+        ("layer norm output", model.ln),
+        ("logits", model.fc2),
+    ):
+        module.register_forward_hook(
+            lambda _module, _inputs, output, name=name: seen.__setitem__(name, output)
+        )
     x = torch.randn(8, 20, device=device)
     targets = torch.zeros(8, dtype=torch.int64, device=device)
     with torch.autocast(device, dtype=getattr(torch, dtype)):
@@ -87,14 +110,18 @@ class NormResult(NamedTuple):
     """A layer norm computed in one dtype from end to end."""
 
     overflowing_squares: float  # the fraction of squared deviations that are infinite
-    error: float  # largest deviation of the output from float64's, which itself is of order 1; NaN if one is not finite
+    # largest deviation of the output from float64's, which itself is of order 1; NaN if one is not
+    # finite
+    error: float
 
 
 def norm_in(dtype: str, scale: float, *, device: str = "cpu") -> NormResult:
-    """Layer norm with every step rounded to `dtype`, on normal inputs of standard deviation `scale`.
+    """Layer norm with every step rounded to `dtype`, on normal inputs of standard deviation
+    `scale`.
 
-    Twice as large inputs have the same normalised output, but squares four times as large: in float16 they pass 65,504
-    where |x - mean| exceeds 256. bfloat16 has float32's range and loses digits instead.
+    Twice as large inputs have the same normalised output, but squares four times as large: in
+    float16 they pass 65,504 where |x - mean| exceeds 256. bfloat16 has float32's range and loses
+    digits instead.
     """
     generator = torch.Generator().manual_seed(0)
     x = (scale * torch.randn(16, NORM_WIDTH, generator=generator, dtype=torch.float64)).to(device)
@@ -123,14 +150,24 @@ class BenchmarkingMixedPrecision(Experiment):
     by_turns = True  # the precisions of a size
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Autocast's dtypes, the norm's overflow, then each size in float32, under bfloat16 autocast, in bfloat16."""
-        cells = [Cell(case=AutocastCase(dtype=dtype), implementation="eager", rows=DTYPES_SEEN) for dtype in LOW]
-        norms = [NormCase(dtype=dtype, scale=scale) for dtype in NORM_DTYPES for scale in NORM_SCALES]
-        cells += [Cell(case=norm, implementation="eager", rows=(OVERFLOW, NORM_ERROR)) for norm in norms]
+        """Autocast's dtypes, the norm's overflow, then each size in float32, under bfloat16
+        autocast, in bfloat16.
+        """
+        cells = [
+            Cell(case=AutocastCase(dtype=dtype), implementation="eager", rows=DTYPES_SEEN)
+            for dtype in LOW
+        ]
+        norms = [
+            NormCase(dtype=dtype, scale=scale) for dtype in NORM_DTYPES for scale in NORM_SCALES
+        ]
+        cells += [
+            Cell(case=norm, implementation="eager", rows=(OVERFLOW, NORM_ERROR)) for norm in norms
+        ]
         modes = MODEL_MODES if run.scale == "handout" else MODEL_MODES[:2]
         for case in model_cases(run, SIZES_OF_BOTH):
             if run.scale != "handout" and not case.model.name.endswith("-proxy"):
-                continue  # a CPU without bfloat16 units takes many seconds for a step of a real model in it
+                # a CPU without bfloat16 units takes many seconds for a step of a real model in it
+                continue
             case = replace(case, warmup=2 if run.scale == "handout" else 0)
             of_precisions = [replace(case, precision=precision) for precision in PRECISIONS]
             times = tuple(Row(mode, "time", "ms", one) for one in of_precisions for mode in modes)
@@ -150,10 +187,14 @@ class BenchmarkingMixedPrecision(Experiment):
             yield from self._measure_precisions(cell, run)
 
     def _measure_precisions(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """Each precision in its turn: a model of its own, since no GPU holds three of `10b`, in all modes."""
+        """Each precision in its turn: a model of its own, since no GPU holds three of `10b`, in all
+        modes.
+        """
 
         def turn(case: ModelCase, modes: Sequence[str]) -> Iterator[tuple[str, list[float]]]:
-            yield from timed_modes(TrainingStep(case, run), modes, warmup=case.warmup, count=STEPS_A_TURN)
+            yield from timed_modes(
+                TrainingStep(case, run), modes, warmup=case.warmup, count=STEPS_A_TURN
+            )
 
         rows = {(row.case, row.mode): row for row in cell.rows}
         players, modes = (list(dict.fromkeys(names)) for names in zip(*rows))
@@ -163,21 +204,34 @@ class BenchmarkingMixedPrecision(Experiment):
         return {
             "tensor": row["quantity"].removeprefix("dtype of "),
             "under": f"{row.get('dtype')} autocast",
-            "percent": 100 * row["median"] if row["quantity"] == "overflowing_squares" else float("nan"),
+            "percent": 100 * row["median"]
+            if row["quantity"] == "overflowing_squares"
+            else float("nan"),
         }
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Column `over_float32`: how many times as fast a pass is as the same model's in float32."""
         rows = dicts(frame)
-        known = {(row.get("model"), row["mode"], row["precision"]): row for row in rows if row["quantity"] == "time"}
+        known = {
+            (row.get("model"), row["mode"], row["precision"]): row
+            for row in rows
+            if row["quantity"] == "time"
+        }
         pairs = [(row, known.get((row.get("model"), row["mode"], "float32"))) for row in rows]
-        return frame.assign(over_float32=[speed(row, base) if base else float("nan") for row, base in pairs])
+        return frame.assign(
+            over_float32=[speed(row, base) if base else float("nan") for row, base in pairs]
+        )
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`gain(model)`: the speed of its training step under bfloat16 autocast over float32's."""
 
         def gain(model: str) -> str:
-            chosen = {"model": model, "mode": "train_step", "precision": "bfloat16 autocast", "quantity": "time"}
+            chosen = {
+                "model": model,
+                "mode": "train_step",
+                "precision": "bfloat16 autocast",
+                "quantity": "time",
+            }
             (row,) = dicts(pick(frame, chosen))
             return digits(row["over_float32"])
 

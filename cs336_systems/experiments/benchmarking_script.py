@@ -1,7 +1,8 @@
-"""Step time of every model size: forward, forward and backward, full AdamW step; and what warm-up changes.
+"""Step time of every model size: forward, forward and backward, full AdamW step; and what warm-up
+changes.
 
-Each size and mode is timed in a process of its own that has done nothing before, step by step from the first: the row
-with w warm-ups is the window of ten that follows the first w.
+Each size and mode is timed in a process of its own that has done nothing before, step by step from
+the first: the row with w warm-ups is the window of ten that follows the first w.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,18 @@ import pandas as pd
 
 from cs336_systems.book.frames import span
 from cs336_systems.config import SIZES_OF_BOTH, RunConfig
-from cs336_systems.experiments import Bars, Cell, Difference, Experiment, Pick, Ratio, Row, Sample, Wide, problem
+from cs336_systems.experiments import (
+    Bars,
+    Cell,
+    Difference,
+    Experiment,
+    Pick,
+    Ratio,
+    Row,
+    Sample,
+    Wide,
+    problem,
+)
 from cs336_systems.subjects.model_steps import MODEL_MODES, TrainingStep, model_cases, wall_clock
 
 WARMUPS = (0, 1, 2, 5)
@@ -22,7 +34,10 @@ SETTLED = {"quantity": "time", "warmup": WARMUPS[-1]}
 
 def warm_claim(rows: pd.DataFrame) -> str:
     """One step is enough where all that were warmed up are within 2 % of the median."""
-    cold, warm = (rows.loc[(rows["warm-up"] == "0 warm-up steps") == is_cold, "first"] for is_cold in (True, False))
+    cold, warm = (
+        rows.loc[(rows["warm-up"] == "0 warm-up steps") == is_cold, "first"]
+        for is_cold in (True, False)
+    )
     if not (cold.min() > 1.02 and warm.between(0.98, 1.02).all()):
         return ""
     return f"The first forward takes {span(cold)} times the median; one warm-up step is enough"
@@ -36,17 +51,23 @@ class BenchmarkingScript(Experiment):
             for mode in MODEL_MODES:
                 cases = [replace(case, warmup=warmup) for warmup in WARMUPS]
                 rows = tuple(Row(mode, "time", "ms", one) for one in cases)
-                cells.append(Cell(case=cases[0], implementation="eager", rows=rows, fresh_process=True))
+                cells.append(
+                    Cell(case=cases[0], implementation="eager", rows=rows, fresh_process=True)
+                )
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """One series of steps from a cold process, of which each row has those that follow its warm-up.
+        """One series of steps from a cold process, of which each row has those that follow its
+        warm-up.
 
-        The rows' cases differ in `warmup` only, so the first w steps of the series are the warm-up of row w: the same
-        experiment as separate runs with w warm-up steps, without drawing a new process for each.
+        The rows' cases differ in `warmup` only, so the first w steps of the series are the warm-up
+        of row w: the same experiment as separate runs with w warm-up steps, without drawing a new
+        process for each.
         """
         num_steps = NUM_STEPS[run.scale]
-        samples = wall_clock(TrainingStep(cell.case, run), cell.rows[0].mode, num_steps + WARMUPS[-1])
+        samples = wall_clock(
+            TrainingStep(cell.case, run), cell.rows[0].mode, num_steps + WARMUPS[-1]
+        )
         for row in cell.rows:
             yield Sample(row=row, samples=samples[row.case.warmup : row.case.warmup + num_steps])
 

@@ -1,4 +1,6 @@
-"""Memory and smallest batch of the 2025 handout's XXL model with FSDP and tensor parallelism, on TPU v5p."""
+"""Memory and smallest batch of the 2025 handout's XXL model with FSDP and tensor parallelism, on
+TPU v5p.
+"""
 
 from typing import Any
 
@@ -15,7 +17,9 @@ DEVICES = (32, 38, 48, 64, 96, 128, 192, 256)
 
 def fits_claim(rows: pd.DataFrame) -> str:
     fewest = rows.loc[(rows["tokens"] == 0) & (rows["gigabytes"] <= LIMIT_GB), "devices"].min()
-    return f"Without activations XXL fits a TPU v5p from N_FSDP = {fewest} on, with each token later"
+    return (
+        f"Without activations XXL fits a TPU v5p from N_FSDP = {fewest} on, with each token later"
+    )
 
 
 @problem()
@@ -50,7 +54,9 @@ class CommunicationAccounting(Calculation):
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         model, mesh = xxl.XXL, xxl.V5P
         a_token = xxl.saved_bytes(model, 1)
-        alone, shared = (xxl.smallest_batch_per_device(model, mesh, overlap=overlap) for overlap in (True, False))
+        alone, shared = (
+            xxl.smallest_batch_per_device(model, mesh, overlap=overlap) for overlap in (True, False)
+        )
         found = {
             "billions": model.parameters / 1e9,
             "fixed_terabytes": xxl.fixed_bytes(model) / 1e12,
@@ -65,8 +71,12 @@ class CommunicationAccounting(Calculation):
             "shared_tokens": shared,
             "shared_batch": shared * mesh.devices,
         }
-        return {name: str(value) if isinstance(value, int) else digits(value, 5 if value >= 10_000 else 4)
-                for name, value in found.items()}  # fmt: skip
+        return {
+            name: str(value)
+            if isinstance(value, int)
+            else digits(value, 5 if value >= 10_000 else 4)
+            for name, value in found.items()
+        }
 
     tables = {
         "memory": Listing(

@@ -1,4 +1,6 @@
-"""When data parallelism of a feed-forward layer is bound by communication: closed forms on four links."""
+"""When data parallelism of a feed-forward layer is bound by communication: closed forms on four
+links.
+"""
 
 from typing import Any
 

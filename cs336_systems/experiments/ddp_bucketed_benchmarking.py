@@ -1,4 +1,6 @@
-"""Bucketed data parallelism over bucket sizes, ours and PyTorch's, and a model of what buckets cost."""
+"""Bucketed data parallelism over bucket sizes, ours and PyTorch's, and a model of what buckets
+cost.
+"""
 
 from typing import Any
 
@@ -32,11 +34,16 @@ class DDPBucketedBenchmarking(DataParallelExperiment):
     def cells(self, run: RunConfig) -> list[Cell]:
         """Bucket sizes, ours and at handout scale PyTorch's."""
         names = self.implementations if run.scale == "handout" else ("bucketed",)
-        cells = [ddp_cells(run, names, [most_ranks(run)], bucket_size_mb=size) for size in BUCKET_SIZES_MB[run.scale]]
+        cells = [
+            ddp_cells(run, names, [most_ranks(run)], bucket_size_mb=size)
+            for size in BUCKET_SIZES_MB[run.scale]
+        ]
         return sum(cells, [])
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`buckets(size)` of xl, and of the model of their overhead `best_mib` and `overhead_ms` at that size."""
+        """`buckets(size)` of xl, and of the model of their overhead `best_mib` and `overhead_ms` at
+        that size.
+        """
         with torch.device("meta"):
             parameters = list(TransformerLM.from_config(MODEL_SIZES["xl"]).parameters())
         total = sum(4 * parameter.numel() for parameter in parameters)  # float32

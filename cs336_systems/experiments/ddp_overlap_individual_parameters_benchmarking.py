@@ -12,7 +12,9 @@ class DDPOverlapBenchmarking(ddp.DataParallelExperiment):
     def cells(self, run: RunConfig) -> list[Cell]:
         """All wrappers in one run, in both precisions, and before them a rank that sends nothing."""
         # One of PyTorch's is enough to compare with in a laptop's minutes.
-        names = {"tiny": ("overlap",), "smoke": (*OURS, "torch_ddp_view")}.get(run.scale, self.implementations)
+        names = {"tiny": ("overlap",), "smoke": (*OURS, "torch_ddp_view")}.get(
+            run.scale, self.implementations
+        )
         cells = []
         for precision in ddp.precisions(run):
             cells += ddp.ddp_cells(run, ("naive",), ddp.FEWER_RANKS[run.scale], precision=precision)
@@ -21,7 +23,9 @@ class DDPOverlapBenchmarking(ddp.DataParallelExperiment):
 
     two_ranks = ddp.steps_table("A training step on two ranks", {"num_ranks": 2})
     naive = ddp.steps_table(
-        "A naive training step", {"implementation": "naive", "precision": ("bfloat16 autocast",)}, ranks="num_ranks"
+        "A naive training step",
+        {"implementation": "naive", "precision": ("bfloat16 autocast",)},
+        ranks="num_ranks",
     )
     tables = ddp.DataParallelExperiment.tables | {"two_ranks": two_ranks, "naive": naive}
     figures = {"traces": ddp.two_rank_traces("without overlap, and with it", ("naive", "overlap"))}

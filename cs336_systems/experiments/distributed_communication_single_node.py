@@ -1,7 +1,8 @@
 """Collectives on one host: time and bandwidth over message size, by backend and number of ranks.
 
-A cell is a backend and a number of ranks, its rows every collective and size. A sample is the time of the slowest rank;
-the first result of every case is checked. Bus bandwidth is what the busiest link carried (analysis/bandwidth.py).
+A cell is a backend and a number of ranks, its rows every collective and size. A sample is the time
+of the slowest rank; the first result of every case is checked. Bus bandwidth is what the busiest
+link carried (analysis/bandwidth.py).
 """
 
 import math
@@ -50,13 +51,22 @@ class Communication(Experiment):
                 if backend == "nccl" and ranks > torch.cuda.device_count():
                     continue
                 cases = [
-                    CollectiveCase(operation=operation, num_bytes=megabytes * MB, num_ranks=ranks, backend=backend)
+                    CollectiveCase(
+                        operation=operation,
+                        num_bytes=megabytes * MB,
+                        num_ranks=ranks,
+                        backend=backend,
+                    )
                     for operation in COLLECTIVES
                     for megabytes in SIZES_MB[run.scale]
                 ]
                 rows = tuple(Row("collective", "time", "ms", case=case) for case in cases)
-                needed = 3 * max(case.num_bytes for case in cases) * ranks if backend == "gloo" else 0
-                cells.append(Cell(case=cases[0], implementation=backend, rows=rows, predicted_bytes=needed))
+                needed = (
+                    3 * max(case.num_bytes for case in cases) * ranks if backend == "gloo" else 0
+                )
+                cells.append(
+                    Cell(case=cases[0], implementation=backend, rows=rows, predicted_bytes=needed)
+                )
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
@@ -89,7 +99,10 @@ class Communication(Experiment):
             across="size",
             value=value,
         )
-        for name, value, words in (("time", "median", "time"), ("bus", "bus_gb_s", "bus bandwidth (GB/s)"))
+        for name, value, words in (
+            ("time", "median", "time"),
+            ("bus", "bus_gb_s", "bus bandwidth (GB/s)"),
+        )
     }
     figures = {
         "all_reduce": Lines(
@@ -106,8 +119,12 @@ class Communication(Experiment):
     }
 
 
-def time_collectives(rank: int, num_ranks: int, cases: list[CollectiveCase], budget_ms: float) -> list[list[float]]:
-    """Milliseconds of each repetition of each case on this rank; the first result of each case is checked."""
+def time_collectives(
+    rank: int, num_ranks: int, cases: list[CollectiveCase], budget_ms: float
+) -> list[list[float]]:
+    """Milliseconds of each repetition of each case on this rank; the first result of each case is
+    checked.
+    """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     found = []
     for case in cases:
@@ -115,7 +132,9 @@ def time_collectives(rank: int, num_ranks: int, cases: list[CollectiveCase], bud
         call()
         synchronize(device)
         smallest, largest = (extreme.item() for extreme in result.aminmax())
-        if not all(math.isclose(extreme, expected, rel_tol=1e-5) for extreme in (smallest, largest)):
+        if not all(
+            math.isclose(extreme, expected, rel_tol=1e-5) for extreme in (smallest, largest)
+        ):
             raise Disagreement(
                 f"{case.operation} must give {expected:g} everywhere, got values from {smallest:g} to {largest:g}"
             )
@@ -125,17 +144,26 @@ def time_collectives(rank: int, num_ranks: int, cases: list[CollectiveCase], bud
     return found
 
 
-def _prepare(case: CollectiveCase, rank: int, device: str) -> tuple[Callable[[], object], torch.Tensor, float]:
-    """The collective as a call without arguments, where its first run leaves its result, and what each element is."""
+def _prepare(
+    case: CollectiveCase, rank: int, device: str
+) -> tuple[Callable[[], object], torch.Tensor, float]:
+    """The collective as a call without arguments, where its first run leaves its result, and what
+    each element is.
+    """
     ranks = case.num_ranks
-    size = case.num_bytes // BYTES_PER_FLOAT // ranks * ranks  # whole parts: at 6 ranks a few bytes less
+    # whole parts: at 6 ranks a few bytes less
+    size = case.num_bytes // BYTES_PER_FLOAT // ranks * ranks
     whole = torch.full((size,), float(rank + 1), device=device)
     part = torch.full((size // ranks,), float(rank + 1), device=device)
     total = ranks * (ranks + 1) / 2
     prepared: dict[str, tuple[Callable[[], object], torch.Tensor, float]] = {
         "all_reduce": (lambda: dist.all_reduce(whole), whole, total),
         "broadcast": (lambda: dist.broadcast(whole, src=0), whole, 1.0),
-        "all_gather": (lambda: all_gather_flat(whole, part), whole.view(ranks, -1)[ranks - 1], float(ranks)),
+        "all_gather": (
+            lambda: all_gather_flat(whole, part),
+            whole.view(ranks, -1)[ranks - 1],
+            float(ranks),
+        ),
         "reduce_scatter": (lambda: reduce_scatter_mean_flat(part, whole), part, total / ranks),
     }
     return prepared[case.operation]

@@ -1,4 +1,6 @@
-"""FlashAttention-2 beside plain attention and the library kernels: the handout's grid, one head, batch 1, causal."""
+"""FlashAttention-2 beside plain attention and the library kernels: the handout's grid, one head,
+batch 1, causal.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -8,7 +10,17 @@ import pandas as pd
 
 from cs336_systems.book.frames import span
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
-from cs336_systems.experiments import Cell, Lines, Pick, Pivot, Sample, TableSpec, Unsupported, Wide, problem
+from cs336_systems.experiments import (
+    Cell,
+    Lines,
+    Pick,
+    Pivot,
+    Sample,
+    TableSpec,
+    Unsupported,
+    Wide,
+    problem,
+)
 from cs336_systems.subjects import attention_passes as attention
 from cs336_systems.subjects.implementations import IMPLEMENTATIONS, STAGES, TINY_IMPLEMENTATIONS
 
@@ -18,8 +30,10 @@ LENGTHS = {  # the handout's, and one more, at which plain attention runs out of
     "handout": tuple(2**power for power in range(7, 18)),
 }
 LONGEST_FLOAT32 = 65536
-LONGEST_INTERPRETED = 256  # tests go further; a time in the interpreter says nothing, and quadruples with the length
-LONGEST_RECOMPILED = 128  # at smoke scale, of what compiles anew for nearly every length, on a CPU for many seconds
+# tests go further; a time in the interpreter says nothing, and quadruples with the length
+LONGEST_INTERPRETED = 256
+# at smoke scale, of what compiles anew for nearly every length, on a CPU for many seconds
+LONGEST_RECOMPILED = 128
 RECOMPILED = ("tiled_compiled", "flex")
 SHOWN = ("triton", "sdpa_flash", "sdpa_cudnn")  # in figures: timed in one run with plain attention
 FIRST_DRAWN = 4096  # shorter calls take what the host takes to launch them
@@ -43,10 +57,14 @@ class FlashBenchmarking(attention.AttentionExperiment):
     speeds = {"speed_over_eager": {"implementation": "eager"}}
 
     def cases(self, run: RunConfig) -> list[AttentionShape]:
-        """bfloat16 and float32 on a GPU; on a CPU float16 stands in, as the interpreter cannot multiply bfloat16."""
+        """bfloat16 and float32 on a GPU; on a CPU float16 stands in, as the interpreter cannot
+        multiply bfloat16.
+        """
         low: DTypeName = "bfloat16" if run.device == "cuda" else "float16"
         dtypes: tuple[DTypeName, ...] = ("float32",) if run.scale == "tiny" else (low, "float32")
-        grid = [(dtype, head_dim) for dtype in dtypes for head_dim in attention.HEAD_DIMS[run.scale]]
+        grid = [
+            (dtype, head_dim) for dtype in dtypes for head_dim in attention.HEAD_DIMS[run.scale]
+        ]
         if run.scale == "smoke":  # each dtype with one head dim still shows both axes
             grid = list(zip(dtypes, attention.HEAD_DIMS["smoke"], strict=True))
         return [
@@ -61,23 +79,43 @@ class FlashBenchmarking(attention.AttentionExperiment):
         return tuple(name for name in names if name not in ("flex_flash", "fa4"))
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """Each pass checked against the oracle and then timed; what would only cost minutes is skipped."""
+        """Each pass checked against the oracle and then timed; what would only cost minutes is
+        skipped.
+        """
         length, name = cell.case.seqlen_q, cell.implementation
         if cell.case.dtype == "float32" and length > LONGEST_FLOAT32 and name != "eager":
-            raise Unsupported(f"float32 is measured up to {LONGEST_FLOAT32}; only eager goes on, to its out-of-memory")
-        if name in ("triton", "triton_first") and run.device == "cpu" and length > LONGEST_INTERPRETED:
+            raise Unsupported(
+                f"float32 is measured up to {LONGEST_FLOAT32}; only eager goes on, to its out-of-memory"
+            )
+        if (
+            name in ("triton", "triton_first")
+            and run.device == "cpu"
+            and length > LONGEST_INTERPRETED
+        ):
             raise Unsupported(f"the interpreter is run up to {LONGEST_INTERPRETED} tokens here")
         if run.scale == "smoke" and name in RECOMPILED and length > LONGEST_RECOMPILED:
-            raise Unsupported(f"it compiles anew for each length: up to {LONGEST_RECOMPILED} tokens at smoke scale")
-        if run.scale == "smoke" and name in (*RECOMPILED, "compiled") and cell.case.dtype != "float32":
+            raise Unsupported(
+                f"it compiles anew for each length: up to {LONGEST_RECOMPILED} tokens at smoke scale"
+            )
+        if (
+            run.scale == "smoke"
+            and name in (*RECOMPILED, "compiled")
+            and cell.case.dtype != "float32"
+        ):
             raise Unsupported("it compiles anew for each dtype: float32 alone at smoke scale")
         yield from super().measure(cell, run)
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`slower(mode=..., dtype=...)`: on how many shapes of how many triton is slower than plain attention."""
+        """`slower(mode=..., dtype=...)`: on how many shapes of how many triton is slower than plain
+        attention.
+        """
 
         def slower(mode: str, dtype: str) -> str:
-            asked = (frame["implementation"] == "triton") & (frame["mode"] == mode) & (frame["dtype"] == dtype)
+            asked = (
+                (frame["implementation"] == "triton")
+                & (frame["mode"] == mode)
+                & (frame["dtype"] == dtype)
+            )
             found = frame.loc[asked, "speed_over_eager"].dropna()
             return f"{int((found < 1).sum())} of {len(found)}"
 
@@ -93,7 +131,11 @@ class FlashBenchmarking(attention.AttentionExperiment):
         "stages": Pivot(
             title="our stages, each beside the one before, batch 1, one head, causal",
             down={"pass": "mode", "dtype": "dtype", **DOWN},
-            where={"quantity": "time", "mode": ("forward", "forward_backward"), "implementation": STAGES},
+            where={
+                "quantity": "time",
+                "mode": ("forward", "forward_backward"),
+                "implementation": STAGES,
+            },
             ratios=tuple(zip(STAGES[1:], STAGES)),
         ),
         "memory": Pivot(

@@ -6,7 +6,8 @@ from cs336_systems.subjects.parallel_step import FSDP_IMPLEMENTATIONS, ShardingC
 from cs336_systems.subjects.ranks import Traces, hidden_claim, ranks_case
 from cs336_systems.subjects.sharding import ShardingExperiment, sharding_cell, sharding_cells
 
-ALONE = ("unsharded", "fsdp", "torch_fsdp")  # on one rank too: both FSDPs compute in other dtypes than autocast
+# on one rank too: both FSDPs compute in other dtypes than autocast
+ALONE = ("unsharded", "fsdp", "torch_fsdp")
 
 
 @problem()
@@ -15,7 +16,9 @@ class FSDPAccounting(ShardingExperiment):
     takes = "fsdp"
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """10b, which only sharding fits; then every implementation at every number of ranks and precision."""
+        """10b, which only sharding fits; then every implementation at every number of ranks and
+        precision.
+        """
         computes: list[tuple[DTypeName | None, str | None]] = [(None, None)]
         if run.device == "cuda":  # what is trained with first
             computes = [("bfloat16", "float32"), ("bfloat16", None), *computes]
@@ -23,9 +26,15 @@ class FSDPAccounting(ShardingExperiment):
         cells = []
         if run.scale == "handout":
             large = ranks_case(
-                ShardingCase, run, 2, Precision(autocast="bfloat16"), reduce_dtype="float32", attention="sdpa",
-                model=MODEL_SIZES["10b"], checkpointing="non_reentrant",
-            )  # fmt: skip
+                ShardingCase,
+                run,
+                2,
+                Precision(autocast="bfloat16"),
+                reduce_dtype="float32",
+                attention="sdpa",
+                model=MODEL_SIZES["10b"],
+                checkpointing="non_reentrant",
+            )
             cells += [sharding_cell(large, name) for name in ("fsdp", "torch_fsdp")]
         return cells + sharding_cells(run, names, computes, ALONE)
 

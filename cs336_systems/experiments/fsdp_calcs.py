@@ -1,4 +1,6 @@
-"""When FSDP of a feed-forward layer is bound by communication: the limit is data parallelism's, the traffic is not."""
+"""When FSDP of a feed-forward layer is bound by communication: the limit is data parallelism's, the
+traffic is not.
+"""
 
 from typing import Any
 

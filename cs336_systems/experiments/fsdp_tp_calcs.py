@@ -10,7 +10,8 @@ from cs336_systems.experiments import Calculation, Lines, Listing, problem
 from cs336_systems.subjects.layer_times import FEW_TOKENS, MODEL, TOKENS, layer, links
 
 OVERLAPS = {"overlapped": True, "one after the other": False}
-WHOLE = {"overlapped": "N_FSDP × N_TP in whole numbers", "one after the other": "in whole numbers"}  # headings
+# headings
+WHOLE = {"overlapped": "N_FSDP × N_TP in whole numbers", "one after the other": "in whole numbers"}
 
 
 def both_claim(rows: pd.DataFrame) -> str:
@@ -26,18 +27,31 @@ class FullyShardedTensorParallelCalcs(Calculation):
         for link, rates in links().items():
             for tokens in (2**power for power in range(14, 25)):
                 one = layer(tokens)
-                limits = {"FSDP": ffn.fsdp_limit(one, "forward", **rates), "TP": ffn.tp_limit(one, "forward", **rates)}
+                limits = {
+                    "FSDP": ffn.fsdp_limit(one, "forward", **rates),
+                    "TP": ffn.tp_limit(one, "forward", **rates),
+                }
                 for name, overlap in OVERLAPS.items():
-                    limits[f"both, {name}"] = ffn.fsdp_tp_limit(one, overlap=overlap, **rates).devices
+                    limits[f"both, {name}"] = ffn.fsdp_tp_limit(
+                        one, overlap=overlap, **rates
+                    ).devices
                 rows += [
-                    {"quantity": "limit", "link": link, "tokens": tokens, "scheme": name, "GPUs": limit}
+                    {
+                        "quantity": "limit",
+                        "link": link,
+                        "tokens": tokens,
+                        "scheme": name,
+                        "GPUs": limit,
+                    }
                     for name, limit in limits.items()
                 ]
         for tokens in (FEW_TOKENS, TOKENS):
             for link, rates in links().items():
                 row: dict[str, Any] = {"quantity": "grid", "C, W of": link, "B": tokens}
                 for name, overlap in OVERLAPS.items():
-                    row[f"N, {name}"] = ffn.fsdp_tp_limit(layer(tokens), overlap=overlap, **rates).devices
+                    row[f"N, {name}"] = ffn.fsdp_tp_limit(
+                        layer(tokens), overlap=overlap, **rates
+                    ).devices
                     fsdp, tp = ffn.best_integer_grid(layer(tokens), overlap=overlap, **rates)
                     row[WHOLE[name]] = f"{fsdp:,} × {tp} = {fsdp * tp:,}"
                 rows.append(row)
@@ -48,7 +62,11 @@ class FullyShardedTensorParallelCalcs(Calculation):
             title="Largest N of FSDP and tensor parallelism, forward",
             where={"quantity": "grid"},
             significant=4,
-            columns=("C, W of", "B", *(heading for name in OVERLAPS for heading in (f"N, {name}", WHOLE[name]))),
+            columns=(
+                "C, W of",
+                "B",
+                *(heading for name in OVERLAPS for heading in (f"N, {name}", WHOLE[name])),
+            ),
         )
     }
     figures = {

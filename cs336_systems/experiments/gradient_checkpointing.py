@@ -1,6 +1,8 @@
-"""Activation checkpointing: peak memory and step time by strategy, and what is stored between forward and backward.
+"""Activation checkpointing: peak memory and step time by strategy, and what is stored between
+forward and backward.
 
-`simulated` is the same code on fake tensors, counted as CUDA would; on a CPU the handout's xl is simulated alone.
+`simulated` is the same code on fake tensors, counted as CUDA would; on a CPU the handout's xl is
+simulated alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +14,18 @@ import torch
 
 from cs336_systems.book.frames import digits
 from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig, proxy_model
-from cs336_systems.experiments import Bars, Cell, Disagreement, Experiment, Pick, Pivot, Row, Sample, Wide, problem
+from cs336_systems.experiments import (
+    Bars,
+    Cell,
+    Disagreement,
+    Experiment,
+    Pick,
+    Pivot,
+    Row,
+    Sample,
+    Wide,
+    problem,
+)
 from cs336_systems.measure.allocations import MIB, release
 from cs336_systems.measure.timeline import BACKWARD
 from cs336_systems.measure.timing import time_calls
@@ -24,41 +37,59 @@ from cs336_systems.subjects.model_steps import TrainingStep
 BATCH = 4
 GROUPS = ("none", "1", "2", "4", "8", "recursive")
 PEAK = Row(mode="train_step", quantity="peak_memory", unit="MiB")
-ADDED = Row(mode="train_step", quantity="added_memory", unit="MiB")  # by forward and backward to what was there before
+# by forward and backward to what was there before
+ADDED = Row(mode="train_step", quantity="added_memory", unit="MiB")
 TIME = Row(mode="train_step", quantity="time", unit="ms")
 TIMED_BUDGET_MS = {"cuda": 3000.0, "cpu": 300.0}
-MIN_TIMED_STEPS = {"cuda": 2, "cpu": 5}  # an xl step in float32 takes 5.5 s, and varies by less than 1 ms
-GRADIENT_TOLERANCE = 1e-5  # of the largest gradient; checkpointing on CUDA may pick other matmul algorithms
+# an xl step in float32 takes 5.5 s, and varies by less than 1 ms
+MIN_TIMED_STEPS = {"cuda": 2, "cpu": 5}
+# of the largest gradient; checkpointing on CUDA may pick other matmul algorithms
+GRADIENT_TOLERANCE = 1e-5
 
 
 def _strategies(run: RunConfig) -> list[tuple[MemoryCase, str]]:
-    """(case, implementation): at handout scale xl, measured and simulated; below it a narrow proxy so.
+    """(case, implementation): at handout scale xl, measured and simulated; below it a narrow proxy
+    so.
 
-    At smoke scale xl is simulated without checkpointing, in its smallest and largest groups, and with what takes least.
+    At smoke scale xl is simulated without checkpointing, in its smallest and largest groups, and
+    with what takes least.
     """
 
     def cases(model: ModelConfig, groups: Sequence[str], fused: Sequence[str]) -> list[MemoryCase]:
         pairs = [("reference", name) for name in groups] + [("sdpa", name) for name in fused]
         return [
-            MemoryCase(model=model, batch=BATCH, attention=attention, checkpointing=name) for attention, name in pairs
+            MemoryCase(model=model, batch=BATCH, attention=attention, checkpointing=name)
+            for attention, name in pairs
         ]
 
     xl = replace(MODEL_SIZES["xl"], context_length=2048)
     if run.scale == "handout":
-        plain, compiled = cases(xl, GROUPS, ("none", "1", "selective")), cases(xl, ("1", "2", "4"), ())
+        plain, compiled = (
+            cases(xl, GROUPS, ("none", "1", "selective")),
+            cases(xl, ("1", "2", "4"), ()),
+        )
         measured = [(one, "eager") for one in plain] + [(one, "compiled") for one in compiled]
         return measured + [(one, "simulated") for one in plain]
-    proxy = replace(proxy_model("xl", 64 if run.scale == "tiny" else 128), num_layers=8, context_length=128)
+    proxy = replace(
+        proxy_model("xl", 64 if run.scale == "tiny" else 128), num_layers=8, context_length=128
+    )
     proxy = replace(proxy, vocab_size=256)  # logits would hide what the blocks store
     groups = ("none", "2", "recursive") if run.scale == "tiny" else ("none", "1", "4", "recursive")
-    found = [(one, name) for one in cases(proxy, groups, ("selective",)) for name in ("eager", "simulated")]
+    found = [
+        (one, name)
+        for one in cases(proxy, groups, ("selective",))
+        for name in ("eager", "simulated")
+    ]
     simulated = cases(xl, ("none", "1", "4"), ("selective",)) if run.scale == "smoke" else []
     return found + [(one, "simulated") for one in simulated]
 
 
 def _peaks(phases: dict[str, int]) -> Iterator[Sample]:
     yield Sample(row=PEAK, samples=[max(phases.values()) / MIB])
-    yield Sample(row=ADDED, samples=[(max(phases[memory.FORWARD], phases[BACKWARD]) - phases[memory.START]) / MIB])
+    yield Sample(
+        row=ADDED,
+        samples=[(max(phases[memory.FORWARD], phases[BACKWARD]) - phases[memory.START]) / MIB],
+    )
 
 
 def _check_gradients(case: MemoryCase, run: RunConfig, *, compiled: bool) -> None:
@@ -74,19 +105,27 @@ def _check_gradients(case: MemoryCase, run: RunConfig, *, compiled: bool) -> Non
     tolerance = 1e-3 if compiled else GRADIENT_TOLERANCE
     for one, other in zip(expected.parameters, actual.parameters, strict=True):
         assert one.grad is not None and other.grad is not None
-        error, bound = float((one.grad - other.grad).abs().max()), tolerance * float(one.grad.abs().max())
+        error, bound = (
+            float((one.grad - other.grad).abs().max()),
+            tolerance * float(one.grad.abs().max()),
+        )
         if not error <= bound:
-            raise Disagreement(f"gradients under checkpointing differ by {error:.3g}, more than {bound:.3g}")
+            raise Disagreement(
+                f"gradients under checkpointing differ by {error:.3g}, more than {bound:.3g}"
+            )
 
 
 def peak_claim(rows: pd.DataFrame) -> str:
     """What a checkpoint a block saves, with plain attention."""
     none, one = (
-        rows.loc[rows["strategy"] == f"{what}, reference", "median"].max() for what in ("none", "1 block a checkpoint")
+        rows.loc[rows["strategy"] == f"{what}, reference", "median"].max()
+        for what in ("none", "1 block a checkpoint")
     )
     if not one < none:
         return ""
-    return f"A checkpoint a block cuts a training step's peak from {digits(none)} to {digits(one)} GiB"
+    return (
+        f"A checkpoint a block cuts a training step's peak from {digits(none)} to {digits(one)} GiB"
+    )
 
 
 @problem()
@@ -99,19 +138,29 @@ class GradientCheckpointing(Experiment):
         for case, implementation in _strategies(run):
             rows = (PEAK, ADDED) if implementation == "simulated" else (PEAK, ADDED, TIME)
             cells.append(Cell(case=case, implementation=implementation, rows=rows))
-        model = replace(MODEL_SIZES["xl"], context_length=2048) if run.scale != "tiny" else proxy_model("xl", 64)
+        model = (
+            replace(MODEL_SIZES["xl"], context_length=2048)
+            if run.scale != "tiny"
+            else proxy_model("xl", 64)
+        )
         measured = ("eager", "compiled") if run.device == "cuda" else ()
         for blocks, name in ((1, "none"), (4, "none"), (4, "2"), (4, "1")):
-            stored = BlocksCase(model=model, batch=BATCH, blocks=blocks, attention="reference", checkpointing=name)
-            names = ("simulated", "simulated compiled", *measured) if name == "none" else ("simulated", *measured)
+            stored = BlocksCase(
+                model=model, batch=BATCH, blocks=blocks, attention="reference", checkpointing=name
+            )
+            names = (
+                ("simulated", "simulated compiled", *measured)
+                if name == "none"
+                else ("simulated", *measured)
+            )
             cells += [Cell(case=stored, implementation=one, rows=(memory.SAVED,)) for one in names]
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """Peak of one full training step (the optimizer's state is there before), then its time.
 
-        Raises Disagreement unless the gradients of the same model, cut to four blocks and a short context, are those
-        that it has without checkpointing.
+        Raises Disagreement unless the gradients of the same model, cut to four blocks and a short
+        context, are those that it has without checkpointing.
         """
         if isinstance(cell.case, BlocksCase):
             yield from memory.measure_blocks(cell, run)
@@ -119,7 +168,9 @@ class GradientCheckpointing(Experiment):
         case: MemoryCase = cell.case
         release(run.device)
         if cell.implementation == "simulated":
-            yield from _peaks(memory.simulated_trace(case, "train_step", model_spec=run.model).phase_peaks())
+            yield from _peaks(
+                memory.simulated_trace(case, "train_step", model_spec=run.model).phase_peaks()
+            )
             return
         if run.model is None:
             _check_gradients(case, run, compiled=cell.implementation == "compiled")
@@ -135,14 +186,20 @@ class GradientCheckpointing(Experiment):
         yield from _peaks(measured.peak_bytes)
         del measured
         samples = time_calls(
-            step.train_step, device=run.device, warmup=0, before=step.reset, budget_ms=TIMED_BUDGET_MS[run.device],
+            step.train_step,
+            device=run.device,
+            warmup=0,
+            before=step.reset,
+            budget_ms=TIMED_BUDGET_MS[run.device],
             min_samples=MIN_TIMED_STEPS[run.device],
-        )  # fmt: skip
+        )
         yield Sample(row=TIME, samples=samples)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         name = row["checkpointing"]
-        blocks = f"{name} block{'s' if name != '1' else ''} a checkpoint" if name.isdigit() else name
+        blocks = (
+            f"{name} block{'s' if name != '1' else ''} a checkpoint" if name.isdigit() else name
+        )
         return {"strategy": f"{blocks}, {row['attention']}", "of": row.get("blocks")}
 
     tables = {
@@ -153,7 +210,11 @@ class GradientCheckpointing(Experiment):
             columns={
                 f"{name}, {what}": Pick({"implementation": name, "quantity": row.quantity}, unit)
                 for name in ("eager", "compiled", "simulated")
-                for what, row, unit in (("peak (GiB)", PEAK, "GiB"), ("added (GiB)", ADDED, "GiB"), ("s", TIME, "s"))
+                for what, row, unit in (
+                    ("peak (GiB)", PEAK, "GiB"),
+                    ("added (GiB)", ADDED, "GiB"),
+                    ("s", TIME, "s"),
+                )
                 if (name, row) != ("simulated", TIME)
             },
         ),

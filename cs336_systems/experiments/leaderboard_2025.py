@@ -30,7 +30,9 @@ class Leaderboard2025(attention.AttentionExperiment):
                 "forward (ms)": Pick({"mode": "forward", "quantity": "time"}),
                 "backward (ms)": Pick({"mode": "backward", "quantity": "time"}),
                 "both (ms)": Pick({"mode": "forward_backward", "quantity": "time"}),
-                "both (TFLOP/s)": Pick({"mode": "forward_backward", "quantity": "time"}, value="tflops"),
+                "both (TFLOP/s)": Pick(
+                    {"mode": "forward_backward", "quantity": "time"}, value="tflops"
+                ),
                 "peak (GiB)": Pick({"quantity": "peak_memory"}, unit="GiB"),
             },
         )

@@ -1,14 +1,16 @@
 """A full training step of an 8B model, 32,768 tokens on each of two GPUs.
 
-34 layers, 152 thousand words, bfloat16 compute, AdamW; float32 masters, and as a case of its own weights, gradients and
-moments in bfloat16. What makes it fit: these are shared by both ranks (FSDP, this package's or PyTorch's), blocks keep
-attention's tensors and compute the rest again, but for as many as memory allows (`run_in_parts`), and the logits never
-exist (`LossTransformer`). Phases on every rank:
+34 layers, 152 thousand words, bfloat16 compute, AdamW; float32 masters, and as a case of its own
+weights, gradients and moments in bfloat16. What makes it fit: these are shared by both ranks (FSDP,
+this package's or PyTorch's), blocks keep attention's tensors and compute the rest again, but for as
+many as memory allows (`run_in_parts`), and the logits never exist (`LossTransformer`). Phases on
+every rank:
 
 - cold start: from launching the ranks to the end of the first step, with empty compilation caches;
 - timed steps, together; the peak of memory since the start;
 - one traced step, on rank 0;
-- check: a shallow model of the same width and settings trains as one in float32 without any of this.
+- check: a shallow model of the same width and settings trains as one in float32 without any of
+  this.
 
 The check comes last, so that the cold start is one.
 """
@@ -35,13 +37,28 @@ from cs336_systems.book.frames import digits
 from cs336_systems.book.tables import Pick, Wide
 from cs336_systems.config import BYTES_PER_ELEMENT, MODEL_SIZES, ModelConfig, Precision, RunConfig
 from cs336_systems.device import PEAKS
-from cs336_systems.experiments import Bars, Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
+from cs336_systems.experiments import (
+    Bars,
+    Cell,
+    Disagreement,
+    Experiment,
+    Row,
+    Sample,
+    Unsupported,
+    problem,
+)
 from cs336_systems.measure.allocations import MIB, release
 from cs336_systems.model.block_parts import KEPT_WIDTHS, Recompute, run_in_parts
 from cs336_systems.model.chunked_loss import CHUNK_TOKENS, LossTransformer, loss_bytes
 from cs336_systems.subjects import parallel_step as steps
 from cs336_systems.subjects import ranks
-from cs336_systems.subjects.parallel_step import CHECK_BOUND, ParallelStep, RanksCase, ShardingCase, fsdp_case_bytes
+from cs336_systems.subjects.parallel_step import (
+    CHECK_BOUND,
+    ParallelStep,
+    RanksCase,
+    ShardingCase,
+    fsdp_case_bytes,
+)
 
 IMPLEMENTATIONS = ("fsdp", "torch_fsdp")
 NUM_RANKS, BATCH = 2, 1  # a sequence of each rank: a global batch of two
@@ -49,14 +66,17 @@ STEPS = {"tiny": 3, "smoke": 3, "handout": 5}  # timed
 WARMUP = 1  # after the first step, which compiles
 ATTENTIONS = ("hopper", "triton")  # where they run, the first of them; else PyTorch's
 LEARNING_RATE = 1e-4
-FUSED_ADAMW: Any = partial(torch.optim.AdamW, fused=True)  # reads and writes everything once; ours, some tensors thrice
+# reads and writes everything once; ours, some tensors thrice
+FUSED_ADAMW: Any = partial(torch.optim.AdamW, fused=True)
 GPU_BYTES = 150_109_880_320  # of an H200, sold as 141 GB, as PyTorch counts
 USED_SHARE = 0.97  # of it, by the prediction
-# What activations leave is in pieces of other sizes than the next ones need: mapped in pages, it serves all the same.
-# Without, float32 masters with ten wide blocks ran out of an H200's memory, 115 GiB in tensors and 23 in such pieces.
+# What activations leave is in pieces of other sizes than the next ones need: mapped in pages, it
+# serves all the same. Without, float32 masters with ten wide blocks ran out of an H200's memory,
+# 115 GiB in tensors and 23 in such pieces.
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 CHECK_LAYERS, CHECK_CONTEXT, CHECK_VOCABULARY = 2, 512, 8192
-CHECK_LEARNING_RATE = 0.1  # of SGD: large enough for its steps to stand out of float32's rounding of the weights
+# of SGD: large enough for its steps to stand out of float32's rounding of the weights
+CHECK_LEARNING_RATE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +84,8 @@ class LongStepCase(RanksCase):
     """The step of a long sequence a rank, under FSDP."""
 
     reduce_dtype: str | None = None  # of averaged gradients; None: that of the computation
-    recompute: Recompute = "around_attention"  # what of a block is computed again: see model/block_parts.py
+    # what of a block is computed again: see model/block_parts.py
+    recompute: Recompute = "around_attention"
     wide_blocks: int = 0  # that keep what w1 and w3 give
     compiled: bool = False  # the blocks' parts, by torch.compile
     chunk_tokens: int = CHUNK_TOKENS  # of the loss
@@ -76,9 +97,14 @@ class LongStepCase(RanksCase):
 
 
 def widest(case: LongStepCase) -> LongStepCase:
-    """`case` with as many wide blocks as an H200 has room for by the prediction, which is some GiB too high."""
+    """`case` with as many wide blocks as an H200 has room for by the prediction, which is some GiB
+    too high.
+    """
     options = (replace(case, wide_blocks=number) for number in range(case.model.num_layers, 0, -1))
-    return next((option for option in options if long_step_bytes(option).peak <= USED_SHARE * GPU_BYTES), case)
+    return next(
+        (option for option in options if long_step_bytes(option).peak <= USED_SHARE * GPU_BYTES),
+        case,
+    )
 
 
 def long_step_cell(case: LongStepCase, implementation: str) -> Cell:
@@ -89,16 +115,21 @@ def long_step_cell(case: LongStepCase, implementation: str) -> Cell:
 
 
 def long_step_bytes(case: LongStepCase) -> RankBytes:
-    """As `fsdp_case_bytes`, with blocks in parts (`run_in_parts`, compiled) and the loss in chunks (`LossTransformer`).
+    """As `fsdp_case_bytes`, with blocks in parts (`run_in_parts`, compiled) and the loss in chunks
+    (`LossTransformer`).
 
-    Activations are what every block keeps, what the final norm keeps, and what one block computes again: all that it
-    would save without checkpoints, less what of it is kept anyway.
+    Activations are what every block keeps, what the final norm keeps, and what one block computes
+    again: all that it would save without checkpoints, less what of it is kept anyway.
     """
     model, parameters = case.model, case.precision.parameters
     computed = case.precision.autocast or parameters
     compute, tokens = BYTES_PER_ELEMENT[computed], case.batch * model.context_length
     precision = Precision(parameters=computed)
-    one = sum(accounting.block_saved_bytes(model, case.batch, attention=case.attention, precision=precision).values())
+    one = sum(
+        accounting.block_saved_bytes(
+            model, case.batch, attention=case.attention, precision=precision
+        ).values()
+    )
     width = tokens * model.d_model * compute
     kept = one
     if case.recompute != "nothing":
@@ -119,11 +150,16 @@ class LongStep(ParallelStep):
     def _build(self, case: LongStepCase, run: RunConfig) -> nn.Module:
         with torch.device("meta"):  # no rank ever holds the whole model
             module = LossTransformer.for_loss(
-                case.model, attention=case.attention, chunk_tokens=case.chunk_tokens, compiled=case.compiled
+                case.model,
+                attention=case.attention,
+                chunk_tokens=case.chunk_tokens,
+                compiled=case.compiled,
             )
         module = module.to(getattr(torch, case.precision.parameters))
         torch.manual_seed(run.seed)
-        return run_in_parts(module, recompute=case.recompute, compiled=case.compiled, wide_blocks=case.wide_blocks)
+        return run_in_parts(
+            module, recompute=case.recompute, compiled=case.compiled, wide_blocks=case.wide_blocks
+        )
 
     def loss(self) -> Tensor:
         loss: Tensor = self.model(self.tokens, self.targets)
@@ -131,7 +167,12 @@ class LongStep(ParallelStep):
 
 
 def _measure_rank(
-    rank: int, num_ranks: int, implementation: str, case: LongStepCase, run: RunConfig, launched: float
+    rank: int,
+    num_ranks: int,
+    implementation: str,
+    case: LongStepCase,
+    run: RunConfig,
+    launched: float,
 ) -> ranks.RankReport:
     with _empty_caches() if case.compiled else nullcontext():
         step = LongStep(implementation, case, run, rank, FUSED_ADAMW, LEARNING_RATE)
@@ -145,18 +186,24 @@ def _measure_rank(
 
         found["time"] = [ranks.time_together(call, run.device) for _ in range(STEPS[run.scale])]
         if not all(map(math.isfinite, losses)):
-            raise Disagreement(f"losses must be finite, got {', '.join(f'{loss:.4g}' for loss in losses)}")
+            raise Disagreement(
+                f"losses must be finite, got {', '.join(f'{loss:.4g}' for loss in losses)}"
+            )
         found["peak_memory"] = ranks.peak_mib(run.device)
         samples = {("train_step", name): values for name, values in found.items()}
         samples |= ranks.trace_on_first(step.train_step, rank, run.device)
         del step
         release(run.device)
-        return ranks.RankReport(error=check_long_step(implementation, case, run, rank), samples=samples)
+        return ranks.RankReport(
+            error=check_long_step(implementation, case, run, rank), samples=samples
+        )
 
 
 @contextmanager
 def _empty_caches() -> Iterator[None]:
-    """Compile into caches of this process's own, which are empty: a cold start that an earlier cell has not warmed."""
+    """Compile into caches of this process's own, which are empty: a cold start that an earlier cell
+    has not warmed.
+    """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         places = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
         with patch.dict(os.environ, places):
@@ -164,10 +211,12 @@ def _empty_caches() -> Iterator[None]:
 
 
 def check_long_step(implementation: str, case: LongStepCase, run: RunConfig, rank: int) -> float:
-    """Error over its bound of a shallow model's weights after training with SGD; Disagreement above 1.
+    """Error over its bound of a shallow model's weights after training with SGD; Disagreement above
+    1.
 
-    Of the same width and settings, against DDP in float32 with whole logits and nothing computed again. What SGD does
-    to bfloat16 weights is mostly lost to their rounding: there the gradients of one step are compared.
+    Of the same width and settings, against DDP in float32 with whole logits and nothing computed
+    again. What SGD does to bfloat16 weights is mostly lost to their rounding: there the gradients
+    of one step are compared.
     """
     model = replace(
         case.model,
@@ -175,12 +224,19 @@ def check_long_step(implementation: str, case: LongStepCase, run: RunConfig, ran
         context_length=min(CHECK_CONTEXT, case.model.context_length),
         vocab_size=min(CHECK_VOCABULARY, case.model.vocab_size),
     )
-    chunk_tokens = min(case.chunk_tokens, model.context_length // 3)  # more than one, and a shorter one at the end
-    shallow = replace(case, model=model, chunk_tokens=chunk_tokens, wide_blocks=min(1, case.wide_blocks))
+    # more than one, and a shorter one at the end
+    chunk_tokens = min(case.chunk_tokens, model.context_length // 3)
+    shallow = replace(
+        case, model=model, chunk_tokens=chunk_tokens, wide_blocks=min(1, case.wide_blocks)
+    )
     optimizer: Any = torch.optim.SGD
     step = LongStep(implementation, shallow, run, rank, optimizer, CHECK_LEARNING_RATE)
     plain = ShardingCase(
-        model=model, batch=case.batch, num_ranks=case.num_ranks, backend=case.backend, attention="sdpa"
+        model=model,
+        batch=case.batch,
+        num_ranks=case.num_ranks,
+        backend=case.backend,
+        attention="sdpa",
     )
     reference = ParallelStep("unsharded", plain, run, rank, optimizer, CHECK_LEARNING_RATE)
     if case.precision.parameters == "bfloat16":
@@ -198,19 +254,29 @@ RECORD_MS, RECORD_GPU = 3837.0, "B200"  # the class's, on two of them
 
 
 def memory_lines() -> str:
-    """Lines of a table: GiB of a rank by what is computed again, and with whole logits; in closed form."""
-    masters, pure = (cell.case for cell in Leaderboard2026().cells(RunConfig(scale="handout", device="cuda"))[:2])
+    """Lines of a table: GiB of a rank by what is computed again, and with whole logits; in closed
+    form.
+    """
+    masters, pure = (
+        cell.case for cell in Leaderboard2026().cells(RunConfig(scale="handout", device="cuda"))[:2]
+    )
     case = replace(masters, attention="hopper", wide_blocks=0)
     plans = {"whole logits, whole blocks": fsdp_case_bytes(case, checkpointing=True)}
-    plans |= {words: long_step_bytes(replace(case, recompute=name)) for name, words in RECOMPUTED.items()}
+    plans |= {
+        words: long_step_bytes(replace(case, recompute=name)) for name, words in RECOMPUTED.items()
+    }
     plans[f"after attention, {masters.wide_blocks} wide blocks"] = long_step_bytes(masters)
-    plans[f"after attention, {pure.wide_blocks} wide blocks, all in bfloat16"] = long_step_bytes(pure)
+    plans[f"after attention, {pure.wide_blocks} wide blocks, all in bfloat16"] = long_step_bytes(
+        pure
+    )
     lines = []
     for words, plan in plans.items():
         states = plan.parameters + plan.optimizer + plan.gradients
         parts = (states, plan.gathered + plan.buffers, plan.activations, plan.loss, plan.peak)
         fits = "yes" if plan.fits(GPU_BYTES, usable=USED_SHARE) else "no"
-        lines.append("| " + " | ".join([words, *(digits(part / 2**30) for part in parts), fits]) + " |")
+        lines.append(
+            "| " + " | ".join([words, *(digits(part / 2**30) for part in parts), fits]) + " |"
+        )
     return "\n".join(lines)
 
 
@@ -227,7 +293,8 @@ class Leaderboard2026(Experiment):
     implementations = IMPLEMENTATIONS
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """What memory allows, with float32 masters and in pure bfloat16; both FSDPs with equal settings.
+        """What memory allows, with float32 masters and in pure bfloat16; both FSDPs with equal
+        settings.
 
         At handout scale also ours with more and less computed again, other attention, no compiler.
         """
@@ -247,7 +314,11 @@ class Leaderboard2026(Experiment):
         )
         kept = replace(base, recompute="after_attention")
         pure = replace(kept, precision=Precision(parameters="bfloat16"), reduce_dtype=None)
-        cases = [(widest(kept), "fsdp"), (widest(pure), "fsdp"), *((base, name) for name in IMPLEMENTATIONS)]
+        cases = [
+            (widest(kept), "fsdp"),
+            (widest(pure), "fsdp"),
+            *((base, name) for name in IMPLEMENTATIONS),
+        ]
         if run.scale == "handout":
             cases.append((replace(base, recompute="block"), "fsdp"))
             if base.attention != "sdpa":
@@ -272,10 +343,14 @@ class Leaderboard2026(Experiment):
         names.append("compiled" if row["compiled"] else "eager")
         names += ["all in bfloat16"] * (row["precision"] == "bfloat16")
         fields = ModelConfig.__dataclass_fields__
-        model = ModelConfig(**{name: row["model" if name == "name" else f"model.{name}"] for name in fields})
+        model = ModelConfig(
+            **{name: row["model" if name == "name" else f"model.{name}"] for name in fields}
+        )
         rate = math.nan
         if row["quantity"] == "time" and row["median"] > 0 and row["backend"] == "nccl":
-            rate = accounting.tflops_per_s(accounting.model_flops(model, row["batch"], "train_step"), row["median"])
+            rate = accounting.tflops_per_s(
+                accounting.model_flops(model, row["batch"], "train_step"), row["median"]
+            )
         peak = PEAKS.get(row["device"].removeprefix("NVIDIA "))
         tokens = row["num_ranks"] * row["batch"] * model.context_length
         return {
@@ -286,10 +361,14 @@ class Leaderboard2026(Experiment):
         }
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`memory_lines` of a table; attention's share of the forward's FLOPs, bytes of states, the class's record."""
+        """`memory_lines` of a table; attention's share of the forward's FLOPs, bytes of states, the
+        class's record.
+        """
         model = MODEL_SIZES["8b"]
         area = accounting.causal_area(model.context_length, model.context_length)
-        attention = accounting.ATTENTION_FLOPS_PER_PAIR["forward"] * area * model.d_model * model.num_layers
+        attention = (
+            accounting.ATTENTION_FLOPS_PER_PAIR["forward"] * area * model.d_model * model.num_layers
+        )
         step = accounting.model_flops(model, 1, "train_step")
         return {
             "memory_lines": memory_lines,

@@ -1,7 +1,9 @@
-"""Memory of xl over a forward and a training step, by phase, category and origin; and what one block saves.
+"""Memory of xl over a forward and a training step, by phase, category and origin; and what one
+block saves.
 
-`eager` and `compiled` are measured by the allocator of the run's device; `simulated` is the same code on fake tensors,
-counted as CUDA would. On a CPU only small models are measured, and the handout's xl is simulated.
+`eager` and `compiled` are measured by the allocator of the run's device; `simulated` is the same
+code on fake tensors, counted as CUDA would. On a CPU only small models are measured, and the
+handout's xl is simulated.
 """
 
 from collections.abc import Iterator
@@ -31,10 +33,14 @@ EVENT, STARTS = "timeline.event", "timeline.start."
 
 
 def _profiled(run: RunConfig) -> list[tuple[MemoryCase, str]]:
-    """(case, implementation) at the run's scale: xl itself, on a CPU simulated, beside a measured proxy of it."""
+    """(case, implementation) at the run's scale: xl itself, on a CPU simulated, beside a measured
+    proxy of it.
+    """
     xl = MODEL_SIZES["xl"]
 
-    def case(model: ModelConfig, context: int, precision: Precision, batch: int = BATCH) -> MemoryCase:
+    def case(
+        model: ModelConfig, context: int, precision: Precision, batch: int = BATCH
+    ) -> MemoryCase:
         model = replace(model, context_length=context)
         return MemoryCase(model=model, batch=batch, attention="reference", precision=precision)
 
@@ -51,26 +57,42 @@ def _profiled(run: RunConfig) -> list[tuple[MemoryCase, str]]:
 
 
 class Timeline(Figure):
-    """Active memory of a pass by category, over the events at which it was sampled, and where phases begin."""
+    """Active memory of a pass by category, over the events at which it was sampled, and where
+    phases begin.
+    """
 
     def _marks(self, rows: pd.DataFrame) -> Any:
         by_name = {row["quantity"]: row for row in dicts(rows)}
         events = by_name[EVENT]["samples"]
         parts = rows[rows["category"] != ""]
-        # Each sample is its bucket's maximum and drawn over all of it: the buckets are as wide as each other.
+        # Each sample is its bucket's maximum and drawn over all of it: the buckets are as wide as
+        # each other.
         edges = np.linspace(0, max(events), len(events) + 1)
         values = [
-            {"at": at, "value": in_unit(value, "MiB", "GiB"), "rank": rank, "category": row["category"]}
+            {
+                "at": at,
+                "value": in_unit(value, "MiB", "GiB"),
+                "rank": rank,
+                "category": row["category"],
+            }
             for rank, row in enumerate(dicts(parts))
             for at, value in zip(edges, (*row["samples"], row["samples"][-1]))
         ]
-        areas = alt.Chart(alt.Data(values=values)).mark_area(interpolate="step-after").encode(
-            x=alt.X("at:Q", title=self.x_title),
-            y=alt.Y("value:Q", stack=True, title=self.y_title),
-            color=self._color(parts),
-            order="rank:Q",  # the first at the bottom
-        )  # fmt: skip
-        starts = {name.removeprefix(STARTS): row["median"] for name, row in by_name.items() if name.startswith(STARTS)}
+        areas = (
+            alt.Chart(alt.Data(values=values))
+            .mark_area(interpolate="step-after")
+            .encode(
+                x=alt.X("at:Q", title=self.x_title),
+                y=alt.Y("value:Q", stack=True, title=self.y_title),
+                color=self._color(parts),
+                order="rank:Q",  # the first at the bottom
+            )
+        )
+        starts = {
+            name.removeprefix(STARTS): row["median"]
+            for name, row in by_name.items()
+            if name.startswith(STARTS)
+        }
         began = [{"event": event, "phase": phase} for phase, event in starts.items() if event > 0]
         phases = alt.Chart(alt.Data(values=began)).encode(x="event:Q")
         rules = phases.mark_rule(strokeDash=[4, 4])
@@ -87,22 +109,36 @@ def peak_claim(rows: pd.DataFrame) -> str:
     total = np.sum(list(parts.values()), axis=0)
     at = int(total.argmax())
     event = by_name[EVENT]["samples"][at]
-    starts = {name.removeprefix(STARTS): row["median"] for name, row in by_name.items() if name.startswith(STARTS)}
+    starts = {
+        name.removeprefix(STARTS): row["median"]
+        for name, row in by_name.items()
+        if name.startswith(STARTS)
+    }
     phase = max((name for name in starts if starts[name] <= event), key=lambda name: starts[name])
-    peak, kept = (digits(in_unit(float(one[at]), "MiB", "GiB")) for one in (total, parts["parameters"]))
+    peak, kept = (
+        digits(in_unit(float(one[at]), "MiB", "GiB")) for one in (total, parts["parameters"])
+    )
     return f"Memory peaks in the {phase}: {peak} GiB, of which {kept} are parameters"
 
 
 def made_in_backward(frame: pd.DataFrame, context: int, implementation: str) -> float:
     """MiB of gradients that the backward of one block makes, from the timeline alone.
 
-    Over the backward, memory changes by what is made less what is released: a line through (activations, total) at the
-    timeline's points gives the change for each MiB released, and the activations before it what a block releases.
+    Over the backward, memory changes by what is made less what is released: a line through
+    (activations, total) at the timeline's points gives the change for each MiB released, and the
+    activations before it what a block releases.
     """
-    where = {"context": context, "implementation": implementation, "precision": "float32", "mode": "train_step"}
+    where = {
+        "context": context,
+        "implementation": implementation,
+        "precision": "float32",
+        "mode": "train_step",
+    }
     rows = {row["quantity"]: row for row in dicts(pick(frame, where | {"case_type": "MemoryCase"}))}
     events = np.array(rows[EVENT]["samples"])
-    inside = (events >= rows[f"{STARTS}backward"]["median"]) & (events < rows[f"{STARTS}optimizer step"]["median"])
+    inside = (events >= rows[f"{STARTS}backward"]["median"]) & (
+        events < rows[f"{STARTS}optimizer step"]["median"]
+    )
     of = {name: np.array(rows[f"timeline.{name}"]["samples"])[inside] for name in CATEGORIES}
     change = np.polyfit(of["activations"], sum(of.values()), 1)[0]
     saved = of["activations"].max() / rows[EVENT]["model.num_layers"]
@@ -123,7 +159,9 @@ class MemoryProfiling(Experiment):
     implementations = ("eager", "compiled", "simulated", "simulated compiled")
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Forward and full step of xl at short and long contexts in two precisions; then what one block saves."""
+        """Forward and full step of xl at short and long contexts in two precisions; then what one
+        block saves.
+        """
         cells = []
         for case, implementation in _profiled(run):
             for mode, phases in PHASES.items():
@@ -135,14 +173,23 @@ class MemoryProfiling(Experiment):
                 rows = tuple(Row(mode, quantity, unit) for quantity, unit in units.items())
                 rows += memory.ranked_rows(mode, "allocation") if drawn else ()
                 cells.append(Cell(case=case, implementation=implementation, rows=rows))
-        model, contexts = (MODEL_SIZES["xl"], (512, 2048)) if run.scale != "tiny" else (proxy_model("xl", 64), (128,))
+        model, contexts = (
+            (MODEL_SIZES["xl"], (512, 2048))
+            if run.scale != "tiny"
+            else (proxy_model("xl", 64), (128,))
+        )
         measured = ("eager", "compiled") if run.device == "cuda" else ()
         for context in contexts:
             one = replace(model, context_length=context)
             blocks = BlocksCase(model=one, batch=BATCH, blocks=1, attention="reference")
             for implementation in ("simulated", "simulated compiled", *measured):
                 more = () if "compiled" in implementation else (memory.SAVED_EXPECTED,)
-                of_blocks = (memory.SAVED, memory.RESIDUAL, *memory.ranked_rows("forward", "saved"), *more)
+                of_blocks = (
+                    memory.SAVED,
+                    memory.RESIDUAL,
+                    *memory.ranked_rows("forward", "saved"),
+                    *more,
+                )
                 cells.append(Cell(case=blocks, implementation=implementation, rows=of_blocks))
         return cells
 
@@ -160,7 +207,11 @@ class MemoryProfiling(Experiment):
             peaks = trace.phase_peaks()
         else:
             measured = memory.measured_phases(case, mode, run)
-            trace, peaks, out_of_memory = measured.trace, measured.peak_bytes, measured.out_of_memory
+            trace, peaks, out_of_memory = (
+                measured.trace,
+                measured.peak_bytes,
+                measured.out_of_memory,
+            )
         for phase, num_bytes in peaks.items():
             yield Sample(row=rows[f"peak_memory.{phase}"], samples=[num_bytes / MIB])
         if EVENT in rows:
@@ -173,13 +224,19 @@ class MemoryProfiling(Experiment):
             made = [phase.name for phase in trace.phases[1:]]
             for rank, large in enumerate(trace.largest(memory.NUM_LARGEST, made), start=1):
                 kernel = f"{large.count} × {large.category}: {large.where}"
-                yield Sample(row=rows[f"allocation.{rank}"], samples=[large.num_bytes / MIB], kernel=kernel)
-        if out_of_memory:  # what was seen until then is kept; the rows of the phases that are missing say why
+                yield Sample(
+                    row=rows[f"allocation.{rank}"], samples=[large.num_bytes / MIB], kernel=kernel
+                )
+        # what was seen until then is kept; the rows of the phases that are missing say why
+        if out_of_memory:
             raise torch.OutOfMemoryError(out_of_memory)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         category = row["quantity"].removeprefix("timeline.")
-        return {"context": row["model.context_length"], "category": category if category in CATEGORIES else ""}
+        return {
+            "context": row["model.context_length"],
+            "category": category if category in CATEGORIES else "",
+        }
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         def saved(context: int) -> list[str]:
@@ -188,7 +245,10 @@ class MemoryProfiling(Experiment):
             by_name = {row["quantity"]: row for row in dicts(pick(frame, where))}
             total = by_name[memory.SAVED.quantity]["median"]
             largest = [by_name[f"saved.{rank}"] for rank in range(1, memory.NUM_LARGEST + 1)]
-            return [f"`{row['kernel'].split(' in ')[0]}` {digits(100 * row['median'] / total)} %" for row in largest]
+            return [
+                f"`{row['kernel'].split(' in ')[0]}` {digits(100 * row['median'] / total)} %"
+                for row in largest
+            ]
 
         def made(context: int, implementation: str) -> str:
             return f"{digits(made_in_backward(frame, context, implementation))} MiB"
@@ -201,11 +261,15 @@ class MemoryProfiling(Experiment):
             down=("model", "context", "precision"),
             where={"case_type": "MemoryCase"},
             columns={
-                name: Pick({"mode": mode, "implementation": implementation, "quantity": quantity}, "GiB")
+                name: Pick(
+                    {"mode": mode, "implementation": implementation, "quantity": quantity}, "GiB"
+                )
                 for name, mode, implementation, quantity in (
                     ("forward alone", "forward", "eager", "peak_memory.forward"),
-                    *((f"step: {phase}", "train_step", "eager", f"peak_memory.{phase}")
-                      for phase in PHASES["train_step"][1:]),
+                    *(
+                        (f"step: {phase}", "train_step", "eager", f"peak_memory.{phase}")
+                        for phase in PHASES["train_step"][1:]
+                    ),
                     ("step, simulated", "train_step", "simulated", "peak_memory.backward"),
                     ("step, closed form", "train_step", "simulated", PREDICTED),
                 )
@@ -228,7 +292,7 @@ class MemoryProfiling(Experiment):
             where={"case_type": "MemoryCase", "context": EXAMPLE_CONTEXTS},
             columns=_ranked("allocation", {"MiB": "median", "what": "kernel"}),
         ),
-    }  # fmt: skip
+    }
     figures = {
         name: Timeline(
             claim=peak_claim,
@@ -239,7 +303,10 @@ class MemoryProfiling(Experiment):
             y_title="GiB",
             color="category",
             where={
-                "mode": mode, "context": context, "precision": "float32", "implementation": implementation,
+                "mode": mode,
+                "context": context,
+                "precision": "float32",
+                "implementation": implementation,
                 "quantity": lambda quantity: quantity.startswith("timeline."),
             },
         )
@@ -248,4 +315,4 @@ class MemoryProfiling(Experiment):
             ("step", "train_step", "training step", 128, "eager"),
             ("long_step", "train_step", "training step", 2048, "simulated"),
         )
-    }  # fmt: skip
+    }

@@ -14,4 +14,8 @@ class MinimalDDPFlatBenchmarking(ddp.DataParallelExperiment):
         names = ("flat",) if run.scale == "tiny" else self.implementations
         return ddp.ddp_cells(run, names, [most_ranks(run)])
 
-    figures = {"traces": ddp.two_rank_traces("gradients one by one, and all at once", implementations, sent_claim)}
+    figures = {
+        "traces": ddp.two_rank_traces(
+            "gradients one by one, and all at once", implementations, sent_claim
+        )
+    }

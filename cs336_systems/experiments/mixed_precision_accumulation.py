@@ -1,4 +1,6 @@
-"""0.01 added a thousand times, in the handout's four combinations of dtypes; the same on every machine."""
+"""0.01 added a thousand times, in the handout's four combinations of dtypes; the same on every
+machine.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,8 +30,9 @@ ADDENDS, ADDEND = 1000, 0.01
 def accumulate(accumulator: str, addend: str, *, converted: bool = False) -> float:
     """0 + 0.01 + 0.01 + ... a thousand times, one by one, in `accumulator`'s dtype.
 
-    Each 0.01 is rounded to `addend`'s dtype first, and with `converted` brought to float32 explicitly before it is
-    added; without it, in-place addition converts it to the accumulator's dtype by itself.
+    Each 0.01 is rounded to `addend`'s dtype first, and with `converted` brought to float32
+    explicitly before it is added; without it, in-place addition converts it to the accumulator's
+    dtype by itself.
     """
     total = torch.tensor(0.0, dtype=getattr(torch, accumulator))
     term = torch.tensor(ADDEND, dtype=getattr(torch, addend))
@@ -39,9 +42,16 @@ def accumulate(accumulator: str, addend: str, *, converted: bool = False) -> flo
 
 
 def float16_ranges() -> str:
-    """Lines of a table: what the float16 sum's steps and error are below 0.5, to 4, to 8, and above."""
+    """Lines of a table: what the float16 sum's steps and error are below 0.5, to 4, to 8, and
+    above.
+    """
     total, term = torch.tensor(0.0, dtype=torch.float16), torch.tensor(ADDEND, dtype=torch.float16)
-    steps: dict[str, list[float]] = {"below 0.5": [], "from 0.5 to 4": [], "from 4 to 8": [], "above 8": []}
+    steps: dict[str, list[float]] = {
+        "below 0.5": [],
+        "from 0.5 to 4": [],
+        "from 4 to 8": [],
+        "above 8": [],
+    }
     for _ in range(ADDENDS):
         before = float(total)
         total += term
@@ -72,7 +82,10 @@ class MixedPrecisionAccumulation(Experiment):
         yield Sample(row=SUM, samples=[total], kernel=f"{total:.9g}")  # samples keep six digits
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"sum": row["kernel"], "term": row["addend"] + (", converted to float32" if row["converted"] else "")}
+        return {
+            "sum": row["kernel"],
+            "term": row["addend"] + (", converted to float32" if row["converted"] else ""),
+        }
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         return {"ranges": float16_ranges}

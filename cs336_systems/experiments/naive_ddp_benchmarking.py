@@ -11,7 +11,9 @@ class NaiveDDPBenchmarking(ddp.DataParallelExperiment):
     implementations = ("naive",)
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Naive data parallelism and the same step on a single rank; the overlap's experiment has both precisions."""
+        """Naive data parallelism and the same step on a single rank; the overlap's experiment has
+        both precisions.
+        """
         return ddp.ddp_cells(run, ("naive",), [*ddp.FEWER_RANKS[run.scale], *rank_counts(run)])
 
     figures = {"traces": ddp.two_rank_traces("an all-reduce for each gradient", ("naive",))}

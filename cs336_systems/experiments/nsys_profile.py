@@ -1,9 +1,10 @@
 """Where the time of a step goes, read from profiles by code and not from a timeline by eye.
 
-Of each model and context the forward, the forward with backward, and the full step with AdamW are first timed by the
-wall clock, undisturbed, and then profiled. Rows of a mode: the wall clock; the kernels' summed time and their number;
-the time of each category; the kernels that take the most time, and those that are no matmul; and what plain attention
-spends on its two products and on what stands between them.
+Of each model and context the forward, the forward with backward, and the full step with AdamW are
+first timed by the wall clock, undisturbed, and then profiled. Rows of a mode: the wall clock; the
+kernels' summed time and their number; the time of each category; the kernels that take the most
+time, and those that are no matmul; and what plain attention spends on its two products and on what
+stands between them.
 """
 
 from collections import defaultdict
@@ -14,8 +15,27 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.book.frames import span
-from cs336_systems.config import MODEL_SIZES, SIZES_2025, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
-from cs336_systems.experiments import Bars, Cell, Experiment, Listing, Pick, Ratio, Row, Sample, Wide, problem
+from cs336_systems.config import (
+    MODEL_SIZES,
+    SIZES_2025,
+    ModelCase,
+    ModelConfig,
+    Precision,
+    RunConfig,
+    proxy_model,
+)
+from cs336_systems.experiments import (
+    Bars,
+    Cell,
+    Experiment,
+    Listing,
+    Pick,
+    Ratio,
+    Row,
+    Sample,
+    Wide,
+    problem,
+)
 from cs336_systems.measure.allocations import release
 from cs336_systems.measure.capture import capture
 from cs336_systems.measure.kernel_names import CATEGORIES, short_name
@@ -29,16 +49,18 @@ CONTEXTS = (128, 256, 512, 1024)
 LONGEST = {"small": (6144, 7168), "xl": (1536, 2048)}
 WITH_AUTOCAST = ("small", "xl")  # at the context 512
 NUM_PROFILED_STEPS = {"tiny": 1, "smoke": 2, "handout": 2}
-RANKED, RANKS = ("kernel", "other_kernel"), range(1, 6)  # the five longest kernels, and those that are no matmul
+# the five longest kernels, and those that are no matmul
+RANKED, RANKS = ("kernel", "other_kernel"), range(1, 6)
 CATEGORY_WORDS = {"gemm": "matmul"}
 ATTENTION_PARTS = {"scores": SCORES, "softmax": SOFTMAX, "values": VALUES}
 
 
 def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:
-    """(model, batch) of both editions' cases; proxies of the smallest and the largest below handout scale.
+    """(model, batch) of both editions' cases; proxies of the smallest and the largest below handout
+    scale.
 
-    2025: every size at each of CONTEXTS. 2026: two sizes and three contexts, the last the longest that trains on the
-    GPU: of `small` and `xl` those of LONGEST.
+    2025: every size at each of CONTEXTS. 2026: two sizes and three contexts, the last the longest
+    that trains on the GPU: of `small` and `xl` those of LONGEST.
     """
     if run.scale == "handout":
         asked = [(size, context) for size in SIZES_2025 for context in CONTEXTS]
@@ -47,9 +69,17 @@ def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:
     if run.scale == "tiny":
         model = replace(proxy_model("small", 64), vocab_size=256)
         return [(replace(model, context_length=context), 1) for context in (16, 32)]
-    # A small vocabulary: at these widths the handout's would leave the blocks no share worth a table.
-    proxies = [replace(proxy_model(size, width), vocab_size=1000) for size, width in (("small", 128), ("xl", 256))]
-    return [(replace(proxy, context_length=context), 1) for proxy in proxies for context in (64, 128, 256)]
+    # A small vocabulary: at these widths the handout's would leave the blocks no share worth a
+    # table.
+    proxies = [
+        replace(proxy_model(size, width), vocab_size=1000)
+        for size, width in (("small", 128), ("xl", 256))
+    ]
+    return [
+        (replace(proxy, context_length=context), 1)
+        for proxy in proxies
+        for context in (64, 128, 256)
+    ]
 
 
 def selections(mode: str) -> dict[str, dict[str, str]]:
@@ -57,7 +87,9 @@ def selections(mode: str) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {"kernel_time": {}}
     found |= {f"{category}_time": {"category": category} for category in CATEGORIES}
     if mode != "train_step":
-        found |= {f"attention_{part}_time": {"within": name} for part, name in ATTENTION_PARTS.items()}
+        found |= {
+            f"attention_{part}_time": {"within": name} for part, name in ATTENTION_PARTS.items()
+        }
         # of the softmax alone, without scale and mask
         found["attention_softmax_kernel_time"] = {"within": SOFTMAX, "category": "softmax"}
     return found
@@ -66,23 +98,35 @@ def selections(mode: str) -> dict[str, dict[str, str]]:
 def profile_rows(mode: str) -> list[Row]:
     """What a profile of `mode` reports."""
     names = ["time", *selections(mode), "kernel_calls"]
-    names += [f"{name}_{rank}_{what}" for name in RANKED for rank in RANKS for what in ("time", "calls")]
+    names += [
+        f"{name}_{rank}_{what}" for name in RANKED for rank in RANKS for what in ("time", "calls")
+    ]
     return [Row(mode, name, "calls" if name.endswith("_calls") else "ms") for name in names]
 
 
 def measurements(trace: Trace, rows: dict[str, Row]) -> Iterator[Sample]:
-    """The promised `rows` of a mode but the wall clock, read from `trace`: a sample for each profiled step."""
+    """The promised `rows` of a mode but the wall clock, read from `trace`: a sample for each
+    profiled step.
+    """
     steps = range(len(trace.step_ms))
     trace = trace.in_steps()
     for quantity, selection in selections(rows["time"].mode).items():
-        yield Sample(row=rows[quantity], samples=[trace.kernel_ms(step=step, **selection) for step in steps])
-    yield Sample(row=rows["kernel_calls"], samples=[float(len(trace.select(step=step))) for step in steps])
-    totals: dict[str, float] = defaultdict(float)  # by name alone: an operator may be of two categories
+        yield Sample(
+            row=rows[quantity], samples=[trace.kernel_ms(step=step, **selection) for step in steps]
+        )
+    yield Sample(
+        row=rows["kernel_calls"], samples=[float(len(trace.select(step=step))) for step in steps]
+    )
+    # by name alone: an operator may be of two categories
+    totals: dict[str, float] = defaultdict(float)
     for total in trace.top_kernels():
         totals[total.name] += total.ms
     matmuls = {short_name(kernel.name) for kernel in trace.select(category="gemm")}
     names = sorted(totals, key=lambda name: (-totals[name], name))
-    for prefix, ranked in (("kernel", names), ("other_kernel", [name for name in names if name not in matmuls])):
+    for prefix, ranked in (
+        ("kernel", names),
+        ("other_kernel", [name for name in names if name not in matmuls]),
+    ):
         for rank in RANKS:
             time, calls = rows[f"{prefix}_{rank}_time"], rows[f"{prefix}_{rank}_calls"]
             if rank > len(ranked):
@@ -90,10 +134,14 @@ def measurements(trace: Trace, rows: dict[str, Row]) -> Iterator[Sample]:
                 yield from (Sample(row=row, message=reason) for row in (time, calls))
                 continue
             name = ranked[rank - 1]
-            chosen = [[k for k in trace.select(step=step) if short_name(k.name) == name] for step in steps]
+            chosen = [
+                [k for k in trace.select(step=step) if short_name(k.name) == name] for step in steps
+            ]
             taken = [sum(kernel.duration_us for kernel in kernels) / 1e3 for kernels in chosen]
             yield Sample(row=time, samples=taken, kernel=name)
-            yield Sample(row=calls, samples=[float(len(kernels)) for kernels in chosen], kernel=name)
+            yield Sample(
+                row=calls, samples=[float(len(kernels)) for kernels in chosen], kernel=name
+            )
 
 
 class Shares(Bars):
@@ -102,7 +150,9 @@ class Shares(Bars):
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
         rows = super().rows(frame)
         rows = rows[rows["median"] > 0]
-        return rows.assign(share=100 * rows["median"] / rows.groupby(self.x)["median"].transform("sum"))
+        return rows.assign(
+            share=100 * rows["median"] / rows.groupby(self.x)["median"].transform("sum")
+        )
 
 
 def products_claim(rows: pd.DataFrame) -> str:
@@ -116,11 +166,20 @@ def products_claim(rows: pd.DataFrame) -> str:
 @problem()
 class NsysProfile(Experiment):
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Every model and context in float32, and at handout scale the middle context under bfloat16 autocast."""
-        cases = [ModelCase(model=model, batch=batch, attention="reference", warmup=2) for model, batch in models(run)]
+        """Every model and context in float32, and at handout scale the middle context under
+        bfloat16 autocast.
+        """
+        cases = [
+            ModelCase(model=model, batch=batch, attention="reference", warmup=2)
+            for model, batch in models(run)
+        ]
         if run.scale == "handout":
             autocast = Precision(autocast="bfloat16")
-            middle = [case for case in cases if case.model.context_length == 512 and case.model.name in WITH_AUTOCAST]
+            middle = [
+                case
+                for case in cases
+                if case.model.context_length == 512 and case.model.name in WITH_AUTOCAST
+            ]
             cases += [replace(case, precision=autocast) for case in middle]
         rows = tuple(row for mode in MODEL_MODES for row in profile_rows(mode))
         return [Cell(case=case, implementation="eager", rows=rows) for case in cases]
@@ -132,10 +191,14 @@ class NsysProfile(Experiment):
         for mode in MODEL_MODES:
             rows = {row.quantity: row for row in cell.rows if row.mode == mode}
             warmup, call = cell.case.warmup, getattr(step, mode)
-            yield Sample(row=rows["time"], samples=wall_clock(step, mode, warmup + WALL_CLOCK_STEPS)[warmup:])
+            yield Sample(
+                row=rows["time"], samples=wall_clock(step, mode, warmup + WALL_CLOCK_STEPS)[warmup:]
+            )
             with annotate(step.model):
                 num_steps = NUM_PROFILED_STEPS[run.scale]
-                trace = capture(call, device=run.device, num_steps=num_steps, warmup=0, before=step.reset)
+                trace = capture(
+                    call, device=run.device, num_steps=num_steps, warmup=0, before=step.reset
+                )
             step.reset()
             yield from measurements(trace, rows)
 
@@ -165,7 +228,9 @@ class NsysProfile(Experiment):
                 "step, wall clock (ms)": Pick({"mode": "train_step", "quantity": "time"}),
                 "step's kernels (ms)": Pick({"mode": "train_step", "quantity": "kernel_time"}),
                 "step's matmul (ms)": Pick({"mode": "train_step", "quantity": "gemm_time"}),
-                "matmuls' share of the step": Ratio("step's matmul (ms)", "step's kernels (ms)", percent=True),
+                "matmuls' share of the step": Ratio(
+                    "step's matmul (ms)", "step's kernels (ms)", percent=True
+                ),
                 "AdamW (ms)": Pick({"mode": "train_step", "quantity": "optimizer_time"}),
                 "AdamW's share": Ratio("AdamW (ms)", "step's kernels (ms)", percent=True),
             },
@@ -185,11 +250,15 @@ class NsysProfile(Experiment):
             title="The kernels that take the most time, and those of no matmul (ms)",
             where={"quantity": tuple(f"{name}_{rank}_time" for name in RANKED for rank in RANKS)},
             columns={
-                "model": "shown", "pass": "mode", "of": "among", "rank": lambda row: int(row["rank"]),
-                "kernel": "kernel", "ms": "median",
+                "model": "shown",
+                "pass": "mode",
+                "of": "among",
+                "rank": lambda row: int(row["rank"]),
+                "kernel": "kernel",
+                "ms": "median",
             },
         ),
-    }  # fmt: skip
+    }
     figures = {
         "categories": Shares(
             claim=products_claim,

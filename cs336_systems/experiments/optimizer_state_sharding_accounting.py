@@ -1,4 +1,6 @@
-"""Sharded optimizer state: memory before and after the step, step time, and ZeRO's first stage beside it."""
+"""Sharded optimizer state: memory before and after the step, step time, and ZeRO's first stage
+beside it.
+"""
 
 import pandas as pd
 
@@ -21,7 +23,10 @@ class Kept(Bars):
 def kept_claim(rows: pd.DataFrame) -> str:
     """Sharding halves the state where a rank of two keeps 0.49 to 0.51 of it."""
     kept = rows[rows["kept"] == "optimizer state"].set_index("implementation")["median"]
-    if not {"unsharded", "sharded"} <= set(kept.index) or not 0.49 <= kept["sharded"] / kept["unsharded"] <= 0.51:
+    if (
+        not {"unsharded", "sharded"} <= set(kept.index)
+        or not 0.49 <= kept["sharded"] / kept["unsharded"] <= 0.51
+    ):
         return ""
     states = f"{digits(kept['unsharded'])} to {digits(kept['sharded'])} GiB"
     return f"Sharding over two ranks halves the optimizer state, from {states} a rank"
@@ -32,17 +37,26 @@ class OptimizerStateSharding(ShardingExperiment):
     implementations = OPTIMIZER_IMPLEMENTATIONS
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Every implementation at every number of ranks, float32 parameters; with bfloat16 autocast too on a GPU."""
-        computes: tuple[DTypeName | None, ...] = ("bfloat16", None) if run.device == "cuda" else (None,)
+        """Every implementation at every number of ranks, float32 parameters; with bfloat16 autocast
+        too on a GPU.
+        """
+        computes: tuple[DTypeName | None, ...] = (
+            ("bfloat16", None) if run.device == "cuda" else (None,)
+        )
         names = ("sharded", "zero1") if run.scale == "tiny" else self.implementations
-        return sharding_cells(run, names, [(compute, None) for compute in computes], alone=("unsharded",))
+        return sharding_cells(
+            run, names, [(compute, None) for compute in computes], alone=("unsharded",)
+        )
 
     tables = ShardingExperiment.tables | {
         "memory_two": Wide(
             title="Memory of a rank of two, the most so far (GiB)",
             down={"implementation": "implementation", "compute": "compute"},
             where={"num_ranks": 2, "mode": "train_step", "quantity": tuple(SO_FAR.values())},
-            columns={words: Pick({"quantity": quantity}, unit="GiB") for words, quantity in SO_FAR.items()},
+            columns={
+                words: Pick({"quantity": quantity}, unit="GiB")
+                for words, quantity in SO_FAR.items()
+            },
         )
     }
     figures = {

@@ -1,4 +1,6 @@
-"""Plain PyTorch attention over sequence length and head dim: time, memory, and where it runs out of it."""
+"""Plain PyTorch attention over sequence length and head dim: time, memory, and where it runs out of
+it.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -16,17 +18,23 @@ BATCH = 8
 PASSES = 100  # timed, that the handout asks for
 PASSES_BEYOND = 20  # at the lengths that we add to its grid
 LONGEST_OF_HANDOUT = 16384
-# Where an 80 GB GPU runs out of memory an H200 does not, so the grid goes on until plain attention really fails.
+# Where an 80 GB GPU runs out of memory an H200 does not, so the grid goes on until plain attention
+# really fails.
 LENGTHS = {
     "tiny": (64, 128),
     "smoke": (128, 256, 512, 1024),
     "handout": (256, 1024, 4096, 8192, 16384, 32768, 65536),
 }
-MEMORY = {attention.SAVED.quantity: "saved for backward", attention.PEAK.quantity: "peak of both passes"}
+MEMORY = {
+    attention.SAVED.quantity: "saved for backward",
+    attention.PEAK.quantity: "peak of both passes",
+}
 
 
 def memory_claim(rows: pd.DataFrame) -> str:
-    """Memory is quadratic where what is saved grows by 3.5 to 4.5 from the last length but one to twice that."""
+    """Memory is quadratic where what is saved grows by 3.5 to 4.5 from the last length but one to
+    twice that.
+    """
     saved = rows[rows["quantity"] == attention.SAVED.quantity].sort_values("seqlen_q").tail(2)
     if len(saved) < 2:
         return ""
@@ -39,7 +47,13 @@ def memory_claim(rows: pd.DataFrame) -> str:
 
 @problem()
 class PyTorchAttention(attention.AttentionExperiment):
-    rows = (attention.FORWARD, attention.SAVED, attention.BEFORE_BACKWARD, attention.BACKWARD, attention.PEAK)
+    rows = (
+        attention.FORWARD,
+        attention.SAVED,
+        attention.BEFORE_BACKWARD,
+        attention.BACKWARD,
+        attention.PEAK,
+    )
 
     def cases(self, run: RunConfig) -> list[AttentionShape]:
         """Batch 8, one head, no mask, float32: every head dim with every length."""
@@ -60,10 +74,19 @@ class PyTorchAttention(attention.AttentionExperiment):
         return super().columns(row) | {"memory": MEMORY.get(row["quantity"], "")}
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """The forward at the handout's longest as a line over d: `intercept` in ms, `slope` in ms a column."""
-        chosen = {"mode": "forward", "quantity": "time", "seqlen_q": LONGEST_OF_HANDOUT, "status": "ok"}
+        """The forward at the handout's longest as a line over d: `intercept` in ms, `slope` in ms a
+        column.
+        """
+        chosen = {
+            "mode": "forward",
+            "quantity": "time",
+            "seqlen_q": LONGEST_OF_HANDOUT,
+            "status": "ok",
+        }
         rows = pick(frame, chosen)
-        slope, intercept = np.polyfit(rows["head_dim"].astype(float), rows["median"].astype(float), 1)
+        slope, intercept = np.polyfit(
+            rows["head_dim"].astype(float), rows["median"].astype(float), 1
+        )
         return {"slope": float(slope), "intercept": float(intercept)}
 
     tables = {
@@ -74,7 +97,9 @@ class PyTorchAttention(attention.AttentionExperiment):
             columns={
                 "forward (ms)": Pick({"mode": "forward", "quantity": "time"}),
                 "backward (ms)": Pick({"mode": "backward", "quantity": "time"}),
-                "memory before backward (GiB)": Pick({"quantity": attention.BEFORE_BACKWARD.quantity}, "GiB"),
+                "memory before backward (GiB)": Pick(
+                    {"quantity": attention.BEFORE_BACKWARD.quantity}, "GiB"
+                ),
                 "saved for backward (GiB)": Pick({"quantity": attention.SAVED.quantity}, "GiB"),
                 "peak (GiB)": Pick({"quantity": attention.PEAK.quantity}, "GiB"),
             },
@@ -83,7 +108,7 @@ class PyTorchAttention(attention.AttentionExperiment):
             ("one", ", d = 64", {"S": "seqlen_q"}, {"head_dim": 64}),
             ("all", "", {"d": "head_dim", "S": "seqlen_q"}, {}),
         )
-    }  # fmt: skip
+    }
     figures = {
         "memory": Lines(
             claim=memory_claim,

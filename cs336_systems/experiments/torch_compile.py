@@ -40,7 +40,9 @@ def compiled_claim(rows: pd.DataFrame) -> str:
     if not (falls and rows["speed_over_eager"].min() > 1):
         return ""
     sizes = list(dict.fromkeys(rows["model"]))
-    low, high = (digits(end) for end in (rows["speed_over_eager"].min(), rows["speed_over_eager"].max()))
+    low, high = (
+        digits(end) for end in (rows["speed_over_eager"].min(), rows["speed_over_eager"].max())
+    )
     return f"torch.compile gains less the larger the model: {high}× on {sizes[0]}, {low}× on {sizes[-1]}"
 
 
@@ -67,17 +69,22 @@ class TorchCompile(AttentionByTurns):
     def cells(self, run: RunConfig) -> list[Cell]:
         """(a) attention; (b) whole models, compiled once and timed by turns with the same weights."""
         cells = [
-            # On a CPU, which swaps where a GPU raises, eager's four matrices of scores decide; each keeps its graph.
+            # On a CPU, which swaps where a GPU raises, eager's four matrices of scores decide; each
+            # keeps its graph.
             replace(cell, predicted_bytes=2 * eager_attention_bytes(cell.case, "forward_backward"))
             for cell in super().cells(run)
         ]
         if run.scale == "tiny":
             return cells
-        compile_rows = [Row(mode, "compile_time", "s", implementation="compiled") for mode in MODEL_MODES[:2]]
+        compile_rows = [
+            Row(mode, "compile_time", "s", implementation="compiled") for mode in MODEL_MODES[:2]
+        ]
         times = [Row(mode, "time", "ms") for mode in MODEL_MODES]
         cases = [replace(case, warmup=2) for case in model_cases(run)]
-        if run.scale == "smoke":  # compiling takes a laptop longer the more blocks there are, and shows no more
-            narrow = proxy_model("medium", 128)  # by a name of its own: other problems' proxy is wider and deeper
+        # compiling takes a laptop longer the more blocks there are, and shows no more
+        if run.scale == "smoke":
+            # by a name of its own: other problems' proxy is wider and deeper
+            narrow = proxy_model("medium", 128)
             narrow = replace(narrow, name="medium-2-layer-proxy", num_layers=2, context_length=128)
             cases = [replace(cases[0], model=narrow, warmup=1)]
         for case in cases:
@@ -93,7 +100,8 @@ class TorchCompile(AttentionByTurns):
     def _measure_model(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """The first calls of the compiled model, checked against the eager one, then both by turns.
 
-        One that cannot be compiled, or is wrong when it is, has rows that say so, and the eager one is timed alone.
+        One that cannot be compiled, or is wrong when it is, has rows that say so, and the eager one
+        is timed alone.
         """
         rows = {(row.implementation, row.mode): row for row in cell.rows if row.quantity == "time"}
         compile_rows = {row.mode: row for row in cell.rows if row.quantity == "compile_time"}
@@ -114,8 +122,12 @@ class TorchCompile(AttentionByTurns):
             broken = outcome_of(error)
             traceback.print_exc()
         if broken is not None:
-            of_compiled = [row for row in cell.rows if row.implementation == "compiled" and row not in found]
-            yield from (Sample(row=row, status=broken.status, message=broken.message) for row in of_compiled)
+            of_compiled = [
+                row for row in cell.rows if row.implementation == "compiled" and row not in found
+            ]
+            yield from (
+                Sample(row=row, status=broken.status, message=broken.message) for row in of_compiled
+            )
             rows = {key: row for key, row in rows.items() if key[0] == "eager"}
             release(run.device)
 
@@ -135,7 +147,10 @@ class TorchCompile(AttentionByTurns):
 
     tables = {
         "models": Pivot(
-            title="A model's pass", down=("model", "mode"), where={"quantity": "time"} | IS_MODEL, ratios=SPEED
+            title="A model's pass",
+            down=("model", "mode"),
+            where={"quantity": "time"} | IS_MODEL,
+            ratios=SPEED,
         ),
         "attention": Pivot(
             title="Attention, batch 8, float32, compiled with dynamic=True",
@@ -143,7 +158,11 @@ class TorchCompile(AttentionByTurns):
             where={"quantity": "time"} | IS_SHAPE,
             ratios=SPEED,
         ),
-        "compiling": Pivot(title="First call", down=("model", "mode"), where={"quantity": "compile_time"} | IS_MODEL),
+        "compiling": Pivot(
+            title="First call",
+            down=("model", "mode"),
+            where={"quantity": "compile_time"} | IS_MODEL,
+        ),
     }
     figures = {
         "models": Bars(
@@ -154,6 +173,7 @@ class TorchCompile(AttentionByTurns):
             y_title="speed over eager",
             color="mode",
             subtitle="eager and compiled by turns",
-            where={"quantity": "time", "implementation": "compiled", "speed_over_eager": pd.notna} | IS_MODEL,
+            where={"quantity": "time", "implementation": "compiled", "speed_over_eager": pd.notna}
+            | IS_MODEL,
         ),
     }

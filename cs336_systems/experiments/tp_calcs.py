@@ -1,4 +1,6 @@
-"""When tensor parallelism of a feed-forward layer is bound by communication: closed forms on four links."""
+"""When tensor parallelism of a feed-forward layer is bound by communication: closed forms on four
+links.
+"""
 
 from typing import Any
 
@@ -12,8 +14,18 @@ class TensorParallelCalcs(Calculation):
     def calculate(self) -> list[dict[str, Any]]:
         rows = [row for row in times(("TP forward", "TP backward")) if row["GPUs"] <= 64]
         for link, rates in links().items():
-            limits = {f"N {mode}": ffn.tp_limit(layer(), mode, **rates) for mode in ("forward", "backward")}
-            rows.append({"quantity": "limit", "C, W of": link, "W (GB/s)": round(rates["bytes_per_s"] / 1e9)} | limits)
+            limits = {
+                f"N {mode}": ffn.tp_limit(layer(), mode, **rates)
+                for mode in ("forward", "backward")
+            }
+            rows.append(
+                {
+                    "quantity": "limit",
+                    "C, W of": link,
+                    "W (GB/s)": round(rates["bytes_per_s"] / 1e9),
+                }
+                | limits
+            )
         return rows
 
     tables = {

@@ -1,6 +1,8 @@
-"""Section 5: data parallelism behind `get_ddp` (2025: `get_ddp_individual_parameters`) and `get_ddp_bucketed`.
+"""Section 5: data parallelism behind `get_ddp` (2025: `get_ddp_individual_parameters`) and
+`get_ddp_bucketed`.
 
-Two ranks on gloo and CPU. Each trains on its half of a batch and must end where one process ends with the whole of it.
+Two ranks on gloo and CPU. Each trains on its half of a batch and must end where one process ends
+with the whole of it.
 """
 
 from collections.abc import Callable, Iterator
@@ -85,7 +87,9 @@ def check_both(function: Callable[..., None]) -> None:
 
 @check_both
 def broadcasts_the_parameters(adapters: Adapters, rank: int, num_ranks: int, size: Any) -> None:
-    """After wrapping every rank has rank 0's parameters, frozen ones too, in the model's names and order."""
+    """After wrapping every rank has rank 0's parameters, frozen ones too, in the model's names and
+    order.
+    """
     module: Any = seeded(Toy, seed=rank)
     with torch.no_grad():
         module.fixed.fill_(2.0 + rank)
@@ -110,7 +114,9 @@ def broadcasts_the_parameters(adapters: Adapters, rank: int, num_ranks: int, siz
 
 @check_both
 def equals_one_process(adapters: Adapters, rank: int, num_ranks: int, size: Any) -> None:
-    """Training on halves of a batch ends where one process ends with the whole batch, on every rank."""
+    """Training on halves of a batch ends where one process ends with the whole batch, on every
+    rank.
+    """
     train_like_one_process(adapters, rank, num_ranks, size)
 
 
@@ -141,7 +147,9 @@ def gradients_sent() -> list[int]:
 
 
 def messages_of_a_step(wrapped: Wrapped, rank: int) -> tuple[list[int], int, bool]:
-    """The payloads of the second step; how many had gone when the last gradient was there; whether each was awaited."""
+    """The payloads of the second step; how many had gone when the last gradient was there; whether
+    each was awaited.
+    """
     gone, blocks = 0, False
     for step in range(2):  # in the first one an order may be learned
         x, y = regression_batch(10 * step + rank, 100, 100)
@@ -178,7 +186,9 @@ def overlaps_the_backward(adapters: Adapters, rank: int, num_ranks: int) -> None
 
 @check(BUCKETED, num_ranks=2)
 def overlaps_the_backward_bucket_by_bucket(adapters: Adapters, rank: int, num_ranks: int) -> None:
-    """A bucket is sent when its gradients are there, while the backward still runs, which does not wait for it."""
+    """A bucket is sent when its gradients are there, while the backward still runs, which does not
+    wait for it.
+    """
     assert_overlap(Wrapped(adapters, seeded(Stack), 0.1), rank, "buckets")
 
 

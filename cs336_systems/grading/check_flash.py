@@ -1,6 +1,8 @@
-"""Section 4: FlashAttention-2 behind `apply(q, k, v, is_causal)`, in PyTorch on the CPU and in Triton.
+"""Section 4: FlashAttention-2 behind `apply(q, k, v, is_causal)`, in PyTorch on the CPU and in
+Triton.
 
-Without a GPU, Triton's kernels run in its interpreter. All tensors are float32, (batch, sequence, head dim).
+Without a GPU, Triton's kernels run in its interpreter. All tensors are float32, (batch, sequence,
+head dim).
 """
 
 import gc
@@ -109,9 +111,11 @@ def assert_contract(
     scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Each result errs at most twice as much as plain attention of the same dtype, both against float64.
+    """Each result errs at most twice as much as plain attention of the same dtype, both against
+    float64.
 
-    Of the output alone no backward runs. On a GPU plain attention multiplies in TF32 here, as Triton's
+    Of the output alone no backward runs. On a GPU plain attention multiplies in TF32 here, as
+    Triton's
     `tl.dot` does unless told otherwise.
     """
     results = partial(run, is_causal=is_causal, differentiates=names != "O")
@@ -230,7 +234,9 @@ def count_launches() -> list[str]:
 
 @attention_check("flash_forward", implementations=("pytorch",))
 def works_by_tiles(adapters: Adapters, implementation: str) -> None:
-    """Scores are computed by tiles: no tensor is as large as queries times keys, nor is a row's softmax taken."""
+    """Scores are computed by tiles: no tensor is as large as queries times keys, nor is a row's
+    softmax taken.
+    """
     function, device = autograd_function(adapters, implementation)
     q, k, v = draw(LONG, device)[:3]
     with LiveBytes(q, k, v) as seen:
@@ -309,7 +315,9 @@ def large_scores(adapters: Adapters, implementation: str) -> None:
 
 @attention_check("flash_forward")
 def saves_one_log_sum_exp(adapters: Adapters, implementation: str) -> None:
-    """Exactly one saved tensor has shape (batch, queries): the natural log-sum-exp of the scaled scores."""
+    """Exactly one saved tensor has shape (batch, queries): the natural log-sum-exp of the scaled
+    scores.
+    """
     function, device = autograd_function(adapters, implementation)
     for is_causal in (False, True) if implementation == "triton" else (False,):
         assert_lse(function, device, is_causal)
@@ -351,7 +359,9 @@ def causal_gradients(adapters: Adapters, implementation: str) -> None:
 
 @attention_check("flash_backward")
 def keeps_no_matrix_of_scores(adapters: Adapters, implementation: str) -> None:
-    """The backward recomputes: between the passes less is alive than one matrix of queries times keys."""
+    """The backward recomputes: between the passes less is alive than one matrix of queries times
+    keys.
+    """
     function, device = autograd_function(adapters, implementation)
     shape = (1, 256, 256, 16)
     q, k, v = (tensor.requires_grad_() for tensor in draw(shape, device)[:3])
@@ -373,7 +383,9 @@ def keeps_no_matrix_of_scores(adapters: Adapters, implementation: str) -> None:
 
 @attention_check("flash_forward", beyond=True, implementations=("pytorch",))
 def causal(adapters: Adapters, implementation: str) -> None:
-    """The causal flag, which the handout asks of the Triton class: O, its log-sum-exp and the gradients."""
+    """The causal flag, which the handout asks of the Triton class: O, its log-sum-exp and the
+    gradients.
+    """
     function, device = autograd_function(adapters, implementation)
     for shape in SQUARE:
         assert_contract(function, shape, device, True, "O dQ dK dV")

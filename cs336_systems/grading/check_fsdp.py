@@ -1,6 +1,8 @@
-"""Section 7: `get_fsdp(module, compute_dtype)`, which shards the weights of Linear and Embedding layers.
+"""Section 7: `get_fsdp(module, compute_dtype)`, which shards the weights of Linear and Embedding
+layers.
 
-Two ranks on gloo and CPU. The optimizer is built from `fsdp_model.parameters()` after wrapping. Where
+Two ranks on gloo and CPU. The optimizer is built from `fsdp_model.parameters()` after wrapping.
+Where
 `cs336_basics` can be imported, its layers are used. A wrapper may replace layers and name its
 parameters as it likes, so totals are compared, and models tell what passes through them.
 """
@@ -137,7 +139,9 @@ def equals_one_process(adapters: Adapters, rank: int, num_ranks: int) -> None:
 
 @check(PROBLEM, num_ranks=2, needs=SHARDED)
 def equals_one_process_in_float16(adapters: Adapters, rank: int, num_ranks: int) -> None:
-    """With `compute_dtype=torch.float16`: as one process that computes with float16 copies of float32 weights."""
+    """With `compute_dtype=torch.float16`: as one process that computes with float16 copies of
+    float32 weights.
+    """
     trains_like_one_process(adapters, rank, num_ranks, torch.float16)
 
 
@@ -156,7 +160,9 @@ def gathers_whole_parameters(adapters: Adapters, rank: int, num_ranks: int) -> N
 
 @check(PROBLEM, num_ranks=2, needs=SHARDED)
 def gives_gradients_of_the_shards(adapters: Adapters, rank: int, num_ranks: int) -> None:
-    """Each gradient has its parameter's shape and is float32 under float16 compute too; norms' are equal."""
+    """Each gradient has its parameter's shape and is float32 under float16 compute too; norms' are
+    equal.
+    """
     for compute_dtype in (None, torch.float16):
         fsdp = adapters.call("get_fsdp", seeded(Language), compute_dtype=compute_dtype)
         optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.01)
@@ -360,7 +366,9 @@ def keeps_the_modules(adapters: Adapters, rank: int, num_ranks: int) -> None:
 
 @check(PROBLEM, num_ranks=2, beyond=True)
 def gathers_ahead(adapters: Adapters, rank: int, num_ranks: int) -> None:
-    """The next layer's gather is on its way when a layer runs: weights are there before they are needed."""
+    """The next layer's gather is on its way when a layer runs: weights are there before they are
+    needed.
+    """
     seen = watch_a_step(adapters)
     assert seen.forward, "no weight is gathered in the forward of the second step"
     behind = sum(gathered < layer + 0.9 for layer, gathered in enumerate(seen.layers_before))

@@ -1,7 +1,9 @@
-"""Section 6: `get_sharded_optimizer(params, optimizer_cls, **kwargs)`, which keeps a share of the state on each rank.
+"""Section 6: `get_sharded_optimizer(params, optimizer_cls, **kwargs)`, which keeps a share of the
+state on each rank.
 
-Two ranks on gloo and CPU, with the same gradients on both. State is counted on the instances of `optimizer_cls` that
-the code under test makes, so that wrappers with an optimizer inside and wrappers that inherit are served alike.
+Two ranks on gloo and CPU, with the same gradients on both. State is counted on the instances of
+`optimizer_cls` that the code under test makes, so that wrappers with an optimizer inside and
+wrappers that inherit are served alike.
 """
 
 from typing import Any
@@ -81,7 +83,9 @@ def shards_the_state(adapters: Adapters, rank: int, num_ranks: int) -> None:
 
 @check(PROBLEM, num_ranks=2, needs=SHARDED)
 def equals_the_unsharded_optimizer(adapters: Adapters, rank: int, num_ranks: int) -> None:
-    """AdamW on an iterator of parameters, a frozen and a shared one among them: the unsharded one's weights."""
+    """AdamW on an iterator of parameters, a frozen and a shared one among them: the unsharded one's
+    weights.
+    """
     single, ours = seeded(Toy), seeded(Toy)
     reference = torch.optim.AdamW(single.parameters(), **SETTINGS)
     sharded = adapters.call(
@@ -116,7 +120,9 @@ def wraps_any_optimizer(adapters: Adapters, rank: int, num_ranks: int) -> None:
 
 @check(PROBLEM, num_ranks=2, needs=SHARDED)
 def adds_parameter_groups(adapters: Adapters, rank: int, num_ranks: int) -> None:
-    """`add_param_group` during training: the new parameters are trained, and assigned among the ranks."""
+    """`add_param_group` during training: the new parameters are trained, and assigned among the
+    ranks.
+    """
     single, ours = seeded(Toy), seeded(Toy)
     (first, second), (our_first, our_second) = groups(single), groups(ours)
     recorded, instances = recording(torch.optim.AdamW)
@@ -137,7 +143,9 @@ def adds_parameter_groups(adapters: Adapters, rank: int, num_ranks: int) -> None
 
 @check(PROBLEM, num_ranks=2, needs=SHARDED)
 def passes_the_closure_on(adapters: Adapters, rank: int, num_ranks: int) -> None:
-    """`step(closure)` gives the closure to the wrapped optimizer, which computes the gradients by it."""
+    """`step(closure)` gives the closure to the wrapped optimizer, which computes the gradients by
+    it.
+    """
     single, ours = seeded(Toy), seeded(Toy)
     reference = torch.optim.SGD(single.parameters(), lr=0.05)
     sharded = adapters.call("get_sharded_optimizer", ours.parameters(), torch.optim.SGD, lr=0.05)
@@ -192,7 +200,9 @@ def follows_the_learning_rate(adapters: Adapters, rank: int, num_ranks: int) -> 
 
 @check(PROBLEM, num_ranks=2, beyond=True)
 def balances_unequal_parameters(adapters: Adapters, rank: int, num_ranks: int) -> None:
-    """Parameters of very different sizes are spread by size: no rank has more than 60 % of the state."""
+    """Parameters of very different sizes are spread by size: no rank has more than 60 % of the
+    state.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(100, width) for width in (90, 10, 90, 10, 10, 90, 10, 90)))
     recorded, instances = recording(torch.optim.AdamW)

@@ -106,7 +106,9 @@ class LiveBytes(TorchDispatchMode):
 def recording(
     optimizer_cls: type[torch.optim.Optimizer],
 ) -> tuple[type[torch.optim.Optimizer], list[Any]]:
-    """A subclass that notes its instances, and the list of them: whoever wraps an optimizer has to make one."""
+    """A subclass that notes its instances, and the list of them: whoever wraps an optimizer has to
+    make one.
+    """
     instances: list[Any] = []
 
     class Recorded(optimizer_cls):  # type: ignore[valid-type,misc]
@@ -119,7 +121,9 @@ def recording(
 
 
 def state_elements(optimizers: list[Any]) -> int:
-    """Elements of all state tensors of more than one element; one that two optimizers share counts once."""
+    """Elements of all state tensors of more than one element; one that two optimizers share counts
+    once.
+    """
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         // tensor.element_size()

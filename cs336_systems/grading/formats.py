@@ -164,7 +164,9 @@ def write_csv(grades: dict[str, Grade], file: TextIO) -> None:
 
 
 def gradescope(graded: Grade) -> dict[str, Any]:
-    """The content of Gradescope's results.json: a test a problem, without what cannot be graded here."""
+    """The content of Gradescope's results.json: a test a problem, without what cannot be graded
+    here.
+    """
     tests = []
     for problem in graded.problems:
         required = graded.results_of(problem, beyond=False)

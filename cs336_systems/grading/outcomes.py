@@ -1,7 +1,9 @@
 """How a check ended, in words: the outcome of an error, of a process that died, and their causes.
 
-An outcome is a dictionary with `status` (passed, failed, not begun, skipped), `message` (one line) and
-`detail` (the traceback). What needs a GPU where there is none is the machine's fault and `skipped`, as
+An outcome is a dictionary with `status` (passed, failed, not begun, skipped), `message` (one line)
+and
+`detail` (the traceback). What needs a GPU where there is none is the machine's fault and `skipped`,
+as
 is a package that the project declares and that is not installed.
 """
 

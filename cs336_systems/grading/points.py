@@ -1,6 +1,7 @@
 """From outcomes of checks to points: `Grader` runs checks, `Grade` counts them.
 
-A problem's points are shared equally by the checks that the handout requires: 15 points and 12 checks
+A problem's points are shared equally by the checks that the handout requires: 15 points and 12
+checks
 are 1.25 a check. A check that this machine cannot run is `skipped`, and its share leaves the total
 that the solution is judged by. Checks beyond the handout are reported and change nothing.
 """
@@ -73,8 +74,11 @@ class Grader:
             root = Path(__file__).resolve().parents[2]
             self._server = subprocess.Popen(
                 [sys.executable, "-P", "-c", SERVER, str(root)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         assert self._server.stdin is not None and self._server.stdout is not None
         request = {
             "adapters": str(adapters.resolve()),

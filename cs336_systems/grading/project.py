@@ -1,9 +1,11 @@
-"""The project that a file of adapters belongs to: its root, its packages, and how they are imported.
+"""The project that a file of adapters belongs to: its root, its packages, and how they are
+imported.
 
     root = project_root(Path("hers/tests/adapters.py"))      # hers
     find_package(root, "cs336_basics")                       # hers/cs336-basics/cs336_basics
 
-Her package has the name of this one, `cs336_systems`. So each name is bound to her folder before the
+Her package has the name of this one, `cs336_systems`. So each name is bound to her folder before
+the
 adapters are imported; where she has no `cs336_systems`, none can be imported.
 """
 
@@ -27,15 +29,27 @@ STUDENT_PACKAGES = ("cs336_systems", "cs336_basics", "tests")
 PLACES = ("cs336-basics", "cs336-basics/src", "cs336-systems", "cs336-systems/src", ".", "src")
 # What the course's own pyproject.toml files install beside PyTorch.
 COURSE_PACKAGES = (
-    "einops", "einx", "humanfriendly", "jaxtyping", "matplotlib", "numpy", "pandas", "psutil",
-    "regex", "submitit", "tiktoken", "tqdm", "wandb",
-)  # fmt: skip
+    "einops",
+    "einx",
+    "humanfriendly",
+    "jaxtyping",
+    "matplotlib",
+    "numpy",
+    "pandas",
+    "psutil",
+    "regex",
+    "submitit",
+    "tiktoken",
+    "tqdm",
+    "wandb",
+)
 
 
 def project_root(adapters: Path) -> Path:
     """Return the folder of the project that the file `adapters` belongs to.
 
-    It is the nearest folder that has a pyproject.toml, a `cs336_systems` or a `cs336-basics`; failing
+    It is the nearest folder that has a pyproject.toml, a `cs336_systems` or a `cs336-basics`;
+    failing
     that the parent of a folder `tests`, or the file's own folder.
     """
     marks = ("pyproject.toml", "cs336_systems", "cs336-basics")

@@ -106,7 +106,8 @@ class RMSNorm(nn.Module):
 def layer_classes() -> tuple[type, type, type]:
     """Return the course's Linear, Embedding and RMSNorm, as FSDP may decide by class.
 
-    Where no `cs336_basics` is found they are the ones above. One that is found and cannot be imported
+    Where no `cs336_basics` is found they are the ones above. One that is found and cannot be
+    imported
     raises: its layers are what the code under test looks for.
     """
     if importlib.util.find_spec("cs336_basics") is None:
@@ -115,7 +116,8 @@ def layer_classes() -> tuple[type, type, type]:
     return model.Linear, model.Embedding, model.RMSNorm
 
 
-# Called with (name, tensor) as a model's forward passes it; a wrapper may replace modules and their hooks.
+# Called with (name, tensor) as a model's forward passes it; a wrapper may replace modules and their
+# hooks.
 OBSERVERS: list[Callable[[str, Tensor], None]] = []
 
 
@@ -145,7 +147,9 @@ class Language(nn.Module):
 
 
 class Deep(nn.Module):
-    """Sixteen equal layers of the kind that FSDP shards, so that gathered weights can be counted in layers."""
+    """Sixteen equal layers of the kind that FSDP shards, so that gathered weights can be counted in
+    layers.
+    """
 
     LAYERS, WIDTH = 16, 128
 
@@ -181,7 +185,8 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest difference of two sets of parameters, and whose it is; `ours` may have more names.
+    """The largest difference of two sets of parameters, and whose it is; `ours` may have more
+    names.
 
     That of a NaN is infinite.
     """
@@ -204,7 +209,8 @@ def assert_like_one_process(
 ) -> None:
     """Assert that parameters after `step` are one process's within `bound`.
 
-    After the first step, from `start`, the commonest mistakes are known: every step is a multiple of
+    After the first step, from `start`, the commonest mistakes are known: every step is a multiple
+    of
     the right one.
     """
     error, name = largest_difference(found, expected)

@@ -2,12 +2,13 @@
 
     @check("fsdp", num_ranks=2)
     def gathers_whole_parameters(adapters, rank, num_ranks):
-        \"\"\"`fsdp_gather_full_params` returns every parameter whole, in float32, by its name.\"\"\"
+        \"\"\"`fsdp_gather_full_params` returns every parameter whole, in float32, by its
+        name.\"\"\"
         ...
         assert names == expected, f"the names are {names}, not {expected}"
 
-A check passes when it returns. It fails with the message of its AssertionError, in one line, or with whatever the code
-under test raises. The first line of its docstring says what is required.
+A check passes when it returns. It fails with the message of its AssertionError, in one line, or
+with whatever the code under test raises. The first line of its docstring says what is required.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,9 @@ class NotImplementedYet(Exception):  # noqa: N818
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing that a problem requires, or, `beyond` the handout, one that is reported without points."""
+    """One thing that a problem requires, or, `beyond` the handout, one that is reported without
+    points.
+    """
 
     problem: str
     name: str
@@ -49,7 +52,7 @@ class Check:
 
     @property
     def requires(self) -> str:
-        return (self.function.__doc__ or "").partition("\n")[0]
+        return " ".join(inspect.cleandoc(self.function.__doc__ or "").partition("\n\n")[0].split())
 
 
 CHECKS: dict[str, Check] = {}
@@ -86,7 +89,9 @@ def check(
 
 
 class Adapters:
-    """The module under test. Its functions are called with keywords only where the course's tests do so."""
+    """The module under test. Its functions are called with keywords only where the course's tests
+    do so.
+    """
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module

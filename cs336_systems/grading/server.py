@@ -1,10 +1,12 @@
-"""Runs checks, each in new processes, for the process that grades: one check a line in, one outcome a line out.
+"""Runs checks, each in new processes, for the process that grades: one check a line in, one outcome
+a line out.
 
     {"adapters": "/path/adapters.py", "check": "fsdp.shards_the_weights", "time_limit_s": 180}
     {"status": "failed", "message": "...", "detail": "Traceback ...", "seconds": 0.9}
 
-This process imports PyTorch and the checks, then does nothing but fork, so that a check starts in milliseconds and
-whatever it does, abort, hang or exit, ends with it. A check of several ranks is as many processes, in a gloo group.
+This process imports PyTorch and the checks, then does nothing but fork, so that a check starts in
+milliseconds and whatever it does, abort, hang or exit, ends with it. A check of several ranks is as
+many processes, in a gloo group.
 """
 
 import faulthandler
@@ -59,7 +61,7 @@ def run_check(check: Check, adapters: Path, rank: int, scratch: Path) -> None:
     store = dist.FileStore(str(scratch / "store"), check.num_ranks)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=check.num_ranks, timeout=timedelta(seconds=60)
-    )  # fmt: skip
+    )
     check.function(module, rank, check.num_ranks)
     dist.barrier()  # a rank that left would look like a failure to the others
 

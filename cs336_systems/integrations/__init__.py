@@ -1,1 +1,3 @@
-"""Our attention inside other libraries. Each module needs its library only when its functions are called."""
+"""Our attention inside other libraries. Each module needs its library only when its functions are
+called.
+"""

@@ -1,14 +1,16 @@
-"""The masks that Transformers' models get from us: to their own code eager's, to our attention the pairs themselves.
+"""The masks that Transformers' models get from us: to their own code eager's, to our attention the
+pairs themselves.
 
     mask = pairs_mask(pairs, dtype=torch.bfloat16)
     scores + mask               # what eager's mask gives: 0 where attended, the lowest number of the dtype elsewhere
     mask.pairs                  # what our attention reads: no (queries, keys) tensor of floats was made
 
-A model may accept the name of our attention and compute its attention, or a part of it, with code of its own. That
-code was written for eager's masks: it adds them to the scores. So a mask of ours is eager's to every operation of
-PyTorch: the operation gets the floats, which are made at that moment. Only our attention looks at the class, and needs
-no floats. No list of such models is needed. A mask is never None where eager's is not: None means "causal" to `sdpa`
-and "every key" to eager.
+A model may accept the name of our attention and compute its attention, or a part of it, with code
+of its own. That code was written for eager's masks: it adds them to the scores. So a mask of ours
+is eager's to every operation of PyTorch: the operation gets the floats, which are made at that
+moment. Only our attention looks at the class, and needs no floats. No list of such models is
+needed. A mask is never None where eager's is not: None means "causal" to `sdpa` and "every key" to
+eager.
 """
 
 from typing import Any
@@ -17,19 +19,37 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-# Methods that say something about a tensor without reading its elements. All others get eager's floats.
+# Methods that say something about a tensor without reading its elements. All others get eager's
+# floats.
 DESCRIPTIONS = {
-    "__len__", "_is_view", "_is_zerotensor", "dim", "element_size", "is_complex", "is_conj", "is_contiguous",
-    "is_floating_point", "is_inference", "is_neg", "ndimension", "nelement", "numel", "size", "storage_offset",
-    "stride", "untyped_storage",
-}  # fmt: skip
+    "__len__",
+    "_is_view",
+    "_is_zerotensor",
+    "dim",
+    "element_size",
+    "is_complex",
+    "is_conj",
+    "is_contiguous",
+    "is_floating_point",
+    "is_inference",
+    "is_neg",
+    "ndimension",
+    "nelement",
+    "numel",
+    "size",
+    "storage_offset",
+    "stride",
+    "untyped_storage",
+}
 
 
 class EagerMask(Tensor):
-    """A mask of (batch, 1, queries, keys) of eager's dtype that holds no elements until somebody reads them.
+    """A mask of (batch, 1, queries, keys) of eager's dtype that holds no elements until somebody
+    reads them.
 
-    Its subclasses say what is attended. The single element in memory carries shape, dtype and device. It is NaN, so
-    that code which reads memory without PyTorch's knowledge does not take it for a mask.
+    Its subclasses say what is attended. The single element in memory carries shape, dtype and
+    device. It is NaN, so that code which reads memory without PyTorch's knowledge does not take it
+    for a mask.
     """
 
     def to_floats(self) -> Float[Tensor, "batch one queries keys"]:
@@ -52,7 +72,8 @@ class EagerMask(Tensor):
         name = func.__name__
         if name in DESCRIPTIONS:
             return super().__torch_function__(func, types, args, kwargs)
-        if name == "__get__":  # an attribute: .shape, .device; but of .T or .data the elements would be read
+        # an attribute: .shape, .device; but of .T or .data the elements would be read
+        if name == "__get__":
             with torch._C.DisableTorchFunctionSubclass():
                 found = func(*args, **kwargs)
             if not isinstance(found, Tensor) or func.__self__.__name__ == "_base":
@@ -108,7 +129,9 @@ def pairs_mask(pairs: Bool[Tensor, "batch one queries keys"], dtype: torch.dtype
     In a graph of torch.compile, which makes no tensor with an attribute, eager's floats.
     """
     if torch.compiler.is_compiling():
-        return torch.where(pairs, torch.zeros((), dtype=dtype, device=pairs.device), torch.finfo(dtype).min)
+        return torch.where(
+            pairs, torch.zeros((), dtype=dtype, device=pairs.device), torch.finfo(dtype).min
+        )
     mask = _holder(pairs.shape, dtype, pairs.device).as_subclass(PairsMask)
     mask.pairs = pairs
     return mask

@@ -1,4 +1,5 @@
-"""Hugging Face Transformers with our attention: `register` it, then name it as a model's `attn_implementation`.
+"""Hugging Face Transformers with our attention: `register` it, then name it as a model's
+`attn_implementation`.
 
     from cs336_systems.integrations.transformers import register
 
@@ -9,17 +10,20 @@ What a call of the attention may attend arrives as a mask, made once a forward b
 
     mask                        what is attended
     CausalMask                  query i the keys j <= i, from the top left: a prompt, a training batch; a single query,
-                                as against a key-value cache, every key. A flag says it: there is no tensor
+                                as against a key-value cache, every key. A flag says it: there is no
+                                tensor
     PairsMask                   the pairs of a bool tensor: padding, packed documents, a window, a prompt in pieces
                                 against a cache, where query i is not the i-th token
     None                        every key, as in an encoder without padding
     a bool or a float tensor    its pairs: a mask of the user's, or one that the model made of ours
 
-The first two are eager's mask to everybody but us (see `eager_mask.py`): a model, or a part of one, that has attention
-code of its own and takes our name only for masks computes what it computes under `eager`.
+The first two are eager's mask to everybody but us (see `eager_mask.py`): a model, or a part of one,
+that has attention code of its own and takes our name only for masks computes what it computes under
+`eager`.
 
-Pairs become a `BlockMask`, exactly: kernels skip its dead tiles, and layers that are given one tensor share it. As with
-SDPA a padded batch costs a (queries, keys) tensor; without padding there is none. A query without a key gives 0.
+Pairs become a `BlockMask`, exactly: kernels skip its dead tiles, and layers that are given one
+tensor share it. As with SDPA a padded batch costs a (queries, keys) tensor; without padding there
+is none. A query without a key gives 0.
 
 What we do not compute raises, where some of Transformers' own implementations go on without it.
 """
@@ -41,7 +45,8 @@ from cs336_systems.integrations.eager_mask import CausalMask, PairsMask, causal_
 DEFAULT_NAME = "cs336"
 # Transformers reads these words in a name: it then makes other masks, or loads other kernels.
 RESERVED_WORDS = ("eager", "sdpa", "flash", "flex", "paged")
-# Arguments that some model hands to every implementation and that change the result, with what they stand for.
+# Arguments that some model hands to every implementation and that change the result, with what they
+# stand for.
 REFUSED = {
     "softcap": "capped scores",
     "position_bias": "a bias on the scores",
@@ -50,28 +55,35 @@ REFUSED = {
     "block_indices": "blocks of keys chosen by index",
     "cache": "a paged cache",
 }
-# A mask of floats is added to the scores. What is as low as this leaves a key no weight; float16 ends at -65504.
+# A mask of floats is added to the scores. What is as low as this leaves a key no weight; float16
+# ends at -65504.
 LOWEST_BIAS = -30000.0
 
-# The block mask of each bool mask that is still in use, with the version of the tensor that it was made of.
+# The block mask of each bool mask that is still in use, with the version of the tensor that it was
+# made of.
 _block_masks: Any = WeakTensorKeyDictionary()
 
 
 def register(name: str = DEFAULT_NAME, *, backend: str = "auto") -> str:
-    """Make our attention known to Transformers as `name`, and return `name`; again with the same name replaces it.
+    """Make our attention known to Transformers as `name`, and return `name`; again with the same
+    name replaces it.
 
     Args:
-        name: what models are given as `attn_implementation`: a Python identifier without the words by which
+        name: what models are given as `attn_implementation`: a Python identifier without the words
+        by which
             Transformers knows its own implementations.
-        backend: as in `flash_attention`. One that cannot serve a call raises in that call, with the reason.
+        backend: as in `flash_attention`. One that cannot serve a call raises in that call, with the
+        reason.
 
-    Raises ImportError without the package transformers or with one before 4.53, TypeError or ValueError for a name or
-    back end that cannot be.
+    Raises ImportError without the package transformers or with one before 4.53, TypeError or
+    ValueError for a name or back end that cannot be.
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, got {type(name).__name__}")
     if not name.isidentifier() or any(word in name for word in RESERVED_WORDS):
-        raise ValueError(f"name must be an identifier without {', '.join(RESERVED_WORDS)} in it, got {name!r}")
+        raise ValueError(
+            f"name must be an identifier without {', '.join(RESERVED_WORDS)} in it, got {name!r}"
+        )
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}, got {backend!r}")
     attention, masks = _interfaces()
@@ -82,10 +94,11 @@ def register(name: str = DEFAULT_NAME, *, backend: str = "auto") -> str:
 
 
 def make_mask(sdpa_mask: Callable[..., Tensor | None], **arguments: Any) -> Tensor | None:
-    """Return the mask of a forward: what `sdpa_mask` makes of these arguments, and eager's to all others.
+    """Return the mask of a forward: what `sdpa_mask` makes of these arguments, and eager's to all
+    others.
 
-    None only where eager's mask is None too. A model that computes attention itself takes None for "every key", though
-    `sdpa_mask` also says None for "causal".
+    None only where eager's mask is None too. A model that computes attention itself takes None for
+    "every key", though `sdpa_mask` also says None for "causal".
     """
     pairs = sdpa_mask(**arguments)
     dtype = arguments.get("dtype", torch.float32)
@@ -93,7 +106,8 @@ def make_mask(sdpa_mask: Callable[..., Tensor | None], **arguments: Any) -> Tens
         return pairs_mask(pairs, dtype)
     if not arguments.get("allow_is_causal_skip", True):
         return None
-    positions = arguments.get("cache_position")  # before Transformers 5, instead of a length and a device
+    # before Transformers 5, instead of a length and a device
+    positions = arguments.get("cache_position")
     device = arguments.get("device", None if positions is None else positions.device)
     queries = arguments["q_length"] if positions is None else len(positions)
     return causal_mask((arguments["batch_size"], 1, queries, arguments["kv_length"]), dtype, device)
@@ -116,13 +130,14 @@ def attention_forward(
 ) -> tuple[Float[Tensor, "batch queries heads head_dim"], None]:
     """What Transformers calls in each layer; (output, no attention weights).
 
-    The mask says all: `is_causal`, which is the module's unless given, is refused without one, and `sliding_window` is
-    in it already.
-    `s_aux` are learnable sinks, a score for each head that takes weight and gives no value (docs/sinks.md). Of `others`
-    those in REFUSED must be None; what is left says nothing about the result.
+    The mask says all: `is_causal`, which is the module's unless given, is refused without one, and
+    `sliding_window` is in it already.
+    `s_aux` are learnable sinks, a score for each head that takes weight and gives no value
+    (docs/sinks.md). Of `others` those in REFUSED must be None; what is left says nothing about the
+    result.
 
-    Raises TypeError or ValueError, before anything is launched, for what is not supported. The message ends with the
-    class of the module and the type of its model.
+    Raises TypeError or ValueError, before anything is launched, for what is not supported. The
+    message ends with the class of the module and the type of its model.
     """
     caller = name_of(module)
     refuse_unsupported(dropout, attention_mask, sliding_window, key.shape[2], others, caller)
@@ -134,20 +149,33 @@ def attention_forward(
         is_causal = False  # the mask says which of the past is attended
         # A replayed CUDA graph writes a new mask into the same tensor, and no version says so.
         may_be_known = not torch.compiler.is_compiling()
-        block_mask = _block_mask_of(check_mask(attention_mask, query, key, caller), may_be_known, caller)
+        block_mask = _block_mask_of(
+            check_mask(attention_mask, query, key, caller), may_be_known, caller
+        )
     else:
         # Eager attends every key here and SDPA, of a module that is causal, the past.
-        if query.shape[2] > 1 and (getattr(module, "is_causal", False) if is_causal is None else is_causal):
-            raise ValueError(f"attention_mask must be given where is_causal is True, got None ({caller})")
+        if query.shape[2] > 1 and (
+            getattr(module, "is_causal", False) if is_causal is None else is_causal
+        ):
+            raise ValueError(
+                f"attention_mask must be given where is_causal is True, got None ({caller})"
+            )
         is_causal = False
     value_dim = value.shape[-1]
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     query, key, value = with_one_head_dim(query, key, value)
     output = flash_attention(
-        query, key, value, is_causal=is_causal, block_mask=block_mask, scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1], return_lse=s_aux is not None, backend=backend,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        block_mask=block_mask,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_lse=s_aux is not None,
+        backend=backend,
+    )
     if s_aux is not None:
         output = with_sinks(output[0], output[1], s_aux, caller)
     assert isinstance(output, Tensor)
@@ -155,14 +183,17 @@ def attention_forward(
 
 
 def with_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three with zeros appended to the shorter head dims, as latent attention has other ones for values.
+    """Return the three with zeros appended to the shorter head dims, as latent attention has other
+    ones for values.
 
     Zeros change no score, and in the values they are columns of the output that the caller drops.
     """
     if value.shape[-1] == key.shape[-1]:
         return query, key, value
     wanted = max(key.shape[-1], value.shape[-1])
-    query, key, value = (nn.functional.pad(x, (0, wanted - x.shape[-1])) for x in (query, key, value))
+    query, key, value = (
+        nn.functional.pad(x, (0, wanted - x.shape[-1])) for x in (query, key, value)
+    )
     return query, key, value
 
 
@@ -172,7 +203,9 @@ def with_sinks(
     sinks: Float[Tensor, "heads"],
     caller: str,
 ) -> Float[Tensor, "batch heads queries head_dim"]:
-    """Return the attention in which each head's sink took part in the softmax: the output times sigmoid(L - sink)."""
+    """Return the attention in which each head's sink took part in the softmax: the output times
+    sigmoid(L - sink).
+    """
     if sinks.shape != output.shape[1:2]:
         raise ValueError(
             f"s_aux must have shape ({output.shape[1]},), a sink for each head, got {tuple(sinks.shape)} ({caller})"
@@ -182,7 +215,9 @@ def with_sinks(
 
 
 def name_of(module: nn.Module) -> str:
-    """Return what messages call the module: its class, and the type of its model where it has a config."""
+    """Return what messages call the module: its class, and the type of its model where it has a
+    config.
+    """
     model_type = getattr(getattr(module, "config", None), "model_type", "")
     return f"{type(module).__name__} of {model_type}" if model_type else type(module).__name__
 
@@ -223,9 +258,13 @@ def refuse_unsupported(
 
 
 def check_mask(mask: object, query: Tensor, key: Tensor, caller: str) -> Tensor:
-    """`mask` over all queries and keys, of bools or floats; TypeError or ValueError unless it fits them."""
+    """`mask` over all queries and keys, of bools or floats; TypeError or ValueError unless it fits
+    them.
+    """
     if not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask must be a tensor or None, got {type(mask).__name__} ({caller})")
+        raise TypeError(
+            f"attention_mask must be a tensor or None, got {type(mask).__name__} ({caller})"
+        )
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise ValueError(
             f"attention_mask must be of dtype bool, True where attended, or of floats, got {mask.dtype} ({caller})"
@@ -248,9 +287,11 @@ def check_shape(mask: Tensor, query: Tensor, key: Tensor, caller: str) -> None:
 
 
 def pairs_of(mask: Tensor, caller: str) -> Tensor:
-    """Return the pairs that are attended under a mask of bools, or of floats that are added to the scores.
+    """Return the pairs that are attended under a mask of bools, or of floats that are added to the
+    scores.
 
-    ValueError for floats other than 0 and those so low that a key has no weight: a bias is not supported.
+    ValueError for floats other than 0 and those so low that a key has no weight: a bias is not
+    supported.
     """
     if mask.dtype == torch.bool:
         return mask
@@ -266,12 +307,14 @@ def pairs_of(mask: Tensor, caller: str) -> Tensor:
 
 @torch.compiler.disable(reason="the number of live tiles depends on the mask's values")
 def _block_mask_of(mask: Tensor, may_be_known: bool, caller: str) -> BlockMask:
-    """The tiles of `mask`: those found before if it is the same tensor and nobody has written to it since.
+    """The tiles of `mask`: those found before if it is the same tensor and nobody has written to it
+    since.
 
-    PyTorch counts who writes to a tensor, but not through `.data` or the NumPy array whose memory it shares: a mask
-    that is refilled so has to be another tensor each time.
+    PyTorch counts who writes to a tensor, but not through `.data` or the NumPy array whose memory
+    it shares: a mask that is refilled so has to be another tensor each time.
     """
-    if not may_be_known or mask.is_inference():  # made in inference mode, it does not count who writes to it
+    # made in inference mode, it does not count who writes to it
+    if not may_be_known or mask.is_inference():
         return BlockMask.from_dense(pairs_of(mask, caller))
     version, block_mask = _block_masks.get(mask, (None, None))
     if version != mask._version:
@@ -289,5 +332,7 @@ def _interfaces() -> tuple[Any, Any]:
             "transformers is not installed: pip install -e '.[hf]' in the repository, as docs/attention.md says"
         ) from None
     if not hasattr(transformers, "AttentionMaskInterface"):
-        raise ImportError(f"transformers must be of version 4.53 or later, got {transformers.__version__}")
+        raise ImportError(
+            f"transformers must be of version 4.53 or later, got {transformers.__version__}"
+        )
     return transformers.AttentionInterface, transformers.AttentionMaskInterface

@@ -1,4 +1,6 @@
-"""Memory of closures, in bytes: peaks read from CUDA's allocator, and what autograd keeps, on any device."""
+"""Memory of closures, in bytes: peaks read from CUDA's allocator, and what autograd keeps, on any
+device.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ import torch
 from cs336_systems.measure.saved import saved_tensors
 
 MIB = 2**20
-CPU_ALLOCATOR = "DefaultCPUAllocator"  # in the message of the RuntimeError that it raises when the host is full
+# in the message of the RuntimeError that it raises when the host is full
+CPU_ALLOCATOR = "DefaultCPUAllocator"
 PHASE_MARK = "cs336_systems.phase"  # the profiler's name of the moment at which a phase begins
 
 T = TypeVar("T")
@@ -22,9 +25,11 @@ _kept: list[_lru_cache_wrapper[object]] = []  # all functions under `kept_for_a_
 
 
 def kept_for_a_case(function: Callable[..., T]) -> _lru_cache_wrapper[T]:
-    """Keep the latest result of `function` until it is asked for another one, or `forget_case` is called.
+    """Keep the latest result of `function` until it is asked for another one, or `forget_case` is
+    called.
 
-    For tensors that the implementations of one case share: the measuring process forgets them when the case ends.
+    For tensors that the implementations of one case share: the measuring process forgets them when
+    the case ends.
     """
     kept = lru_cache(maxsize=1)(function)
     _kept.append(kept)
@@ -38,12 +43,16 @@ def forget_case() -> None:
 
 
 def held_bytes(device: str) -> int | None:
-    """Bytes of CUDA tensors that are alive in this process; None on a CPU, whose allocator does not count."""
+    """Bytes of CUDA tensors that are alive in this process; None on a CPU, whose allocator does not
+    count.
+    """
     return torch.cuda.memory_allocated() if device == "cuda" else None
 
 
 def release(device: str) -> None:
-    """Collect garbage and give cached blocks back, so that the next case starts from what is really alive."""
+    """Collect garbage and give cached blocks back, so that the next case starts from what is really
+    alive.
+    """
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -52,7 +61,9 @@ def release(device: str) -> None:
 
 @contextmanager
 def one_out_of_memory_error() -> Iterator[None]:
-    """Raise what a CPU says when its memory is full as the error that CUDA raises: torch.OutOfMemoryError."""
+    """Raise what a CPU says when its memory is full as the error that CUDA raises:
+    torch.OutOfMemoryError.
+    """
     try:
         yield
     except MemoryError as error:
@@ -74,15 +85,21 @@ def peak_cuda_bytes(call: Callable[[], object]) -> int:
 
 
 def saved_for_backward(call: Callable[[], object]) -> int:
-    """Bytes of distinct storages that autograd saves during `call`, on any device; parameters and inputs included."""
-    return sum(one.num_bytes for one in saved_tensors(call, compiled=True))  # as it runs, compiled or not
+    """Bytes of distinct storages that autograd saves during `call`, on any device; parameters and
+    inputs included.
+    """
+    # as it runs, compiled or not
+    return sum(one.num_bytes for one in saved_tensors(call, compiled=True))
 
 
-def cpu_phase_peaks(run: Callable[[Callable[[str], None]], None], base_bytes: int) -> dict[str, int]:
-    """The most bytes that PyTorch's CPU allocator had given out in each phase; `base_bytes` were there before.
+def cpu_phase_peaks(
+    run: Callable[[Callable[[str], None]], None], base_bytes: int
+) -> dict[str, int]:
+    """The most bytes that PyTorch's CPU allocator had given out in each phase; `base_bytes` were
+    there before.
 
-    `run(mark)` is called under the profiler, which sees every allocation, kernels' own temporaries too; it calls `mark`
-    with the name of each phase as it begins.
+    `run(mark)` is called under the profiler, which sees every allocation, kernels' own temporaries
+    too; it calls `mark` with the name of each phase as it begins.
     """
     names: list[str] = []
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -96,8 +113,14 @@ def cpu_phase_peaks(run: Callable[[Callable[[str], None]], None], base_bytes: in
         run(mark)
     events = profiler.profiler.kineto_results.events()
     starts = sorted(event.start_ns() for event in events if event.name() == PHASE_MARK)
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    changes = sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    )
     assert len(starts) == len(names)
-    active = base_bytes + np.cumsum([0, *(num_bytes for _, num_bytes in changes)])  # after so many changes
+    # after so many changes
+    active = base_bytes + np.cumsum([0, *(num_bytes for _, num_bytes in changes)])
     ends = [*np.searchsorted([time for time, _ in changes], starts[1:]), len(changes)]
-    return {name: int(active[begin : end + 1].max()) for name, begin, end in zip(names, [0, *ends], ends)}
+    return {
+        name: int(active[begin : end + 1].max())
+        for name, begin, end in zip(names, [0, *ends], ends)
+    }

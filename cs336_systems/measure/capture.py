@@ -3,8 +3,8 @@
     trace = capture(step.train_step, device="cuda", num_steps=3, before=step.reset)
     trace.top_kernels(5)
 
-The trace is also a file that https://ui.perfetto.dev opens, if `path` says where; it names this machine, so it stays
-out of git, under a results folder's logs.
+The trace is also a file that https://ui.perfetto.dev opens, if `path` says where; it names this
+machine, so it stays out of git, under a results folder's logs.
 """
 
 import tempfile
@@ -31,17 +31,23 @@ def capture(
 ) -> Trace:
     """Profile `num_steps` calls (`run_steps`) after `warmup` unprofiled ones.
 
-    `before` runs ahead of every call, outside of its range (resetting gradients). With `path`, a name that ends in
-    .trace.json or .trace.json.gz, the trace is kept there, also when a call raised: what led to an out-of-memory is in
-    it.
+    `before` runs ahead of every call, outside of its range (resetting gradients). With `path`, a
+    name that ends in .trace.json or .trace.json.gz, the trace is kept there, also when a call
+    raised: what led to an out-of-memory is in it.
     """
     run_steps(call, device, warmup, before)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    return trace_of(record_events(lambda: run_steps(call, device, num_steps, before), activities, path))
+    return trace_of(
+        record_events(lambda: run_steps(call, device, num_steps, before), activities, path)
+    )
 
 
-def run_steps(call: Callable[[], object], device: str, count: int, before: Callable[[], object]) -> None:
-    """`count` calls, each synchronised and in a range of its own, outside of which `before` runs ahead of each."""
+def run_steps(
+    call: Callable[[], object], device: str, count: int, before: Callable[[], object]
+) -> None:
+    """`count` calls, each synchronised and in a range of its own, outside of which `before` runs
+    ahead of each.
+    """
     for _ in range(count):
         before()
         synchronize(device)
@@ -56,11 +62,15 @@ def record_events(
     """The events of a chrome trace of `run()`; `path` keeps the file, also where `run` raises."""
     profiler = profile(activities=activities)
     with tempfile.TemporaryDirectory(prefix="trace-") as folder, warnings.catch_warnings():
-        # Torch's advice to accumulate events (acc_events) would build all of them again in Python at the end of the
-        # profile, which takes longer than the steps and is nothing that the file needs.
-        warnings.filterwarnings("ignore", message="Warning: Profiler clears events", category=UserWarning)
+        # Torch's advice to accumulate events (acc_events) would build all of them again in Python
+        # at the end of the profile, which takes longer than the steps and is nothing that the file
+        # needs.
+        warnings.filterwarnings(
+            "ignore", message="Warning: Profiler clears events", category=UserWarning
+        )
         if ProfilerActivity.CUDA in activities:
-            with profile(activities=activities):  # the first use loads CUPTI, which must not be in the profile
+            # the first use loads CUPTI, which must not be in the profile
+            with profile(activities=activities):
                 pass
         target = path or Path(folder) / "step.trace.json"
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,13 @@
-"""What the GPU's own counters say of a kernel, read by NVIDIA's Nsight Compute (`ncu`): what limits it.
+"""What the GPU's own counters say of a kernel, read by NVIDIA's Nsight Compute (`ncu`): what limits
+it.
 
     kernels = read_counters(["profile", "1x16x16384x64", "--mode", "forward", ...])   # of that call, in order
     kernels.sort_values("kernel_time")["tensor_pipe"]                                 # shares of their cycles
 
-ncu runs a kernel several times, a few counters each, alone and with cold caches: times are not those of a benchmark,
-and the clock is one that a GPU without other load holds. Shares of cycles and waits hold for the kernel all the same.
-Metrics are named as in Nsight Compute's documentation; those of stalls as in its section of warp states.
+ncu runs a kernel several times, a few counters each, alone and with cold caches: times are not
+those of a benchmark, and the clock is one that a GPU without other load holds. Shares of cycles and
+waits hold for the kernel all the same. Metrics are named as in Nsight Compute's documentation;
+those of stalls as in its section of warp states.
 """
 
 import io
@@ -16,22 +18,51 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-# What a warp waits for between two of its instructions, in cycles for each instruction that is issued.
+# What a warp waits for between two of its instructions, in cycles for each instruction that is
+# issued.
 STALLS = (
-    "barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "lg_throttle", "long_scoreboard",
-    "math_pipe_throttle", "membar", "mio_throttle", "no_instruction", "not_selected", "selected", "short_scoreboard",
-    "sleeping", "wait",
-)  # fmt: skip
+    "barrier",
+    "branch_resolving",
+    "dispatch_stall",
+    "drain",
+    "gmma",
+    "lg_throttle",
+    "long_scoreboard",
+    "math_pipe_throttle",
+    "membar",
+    "mio_throttle",
+    "no_instruction",
+    "not_selected",
+    "selected",
+    "short_scoreboard",
+    "sleeping",
+    "wait",
+)
 STALL = "stall_"
 # quantity: (metric of ncu, its unit, our unit, ours for one of ncu's)
 COUNTERS: dict[str, tuple[str, str, str, float]] = {
     "kernel_time": ("gpu__time_duration.sum", "ns", "ms", 1e-6),
     "sm_clock": ("sm__cycles_elapsed.avg.per_second", "hz", "GHz", 1e-9),
-    "tensor_pipe": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", "%", "1", 0.01),
-    "exponential_pipe": ("sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active", "%", "1", 0.01),
+    "tensor_pipe": (
+        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+        "%",
+        "1",
+        0.01,
+    ),
+    "exponential_pipe": (
+        "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
+        "%",
+        "1",
+        0.01,
+    ),
     "issue_slots": ("smsp__issue_active.avg.pct_of_peak_sustained_active", "%", "1", 0.01),
     **{
-        f"{STALL}{reason}": (f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio", "", "1", 1.0)
+        f"{STALL}{reason}": (
+            f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio",
+            "",
+            "1",
+            1.0,
+        )
         for reason in STALLS
     },
 }
@@ -43,24 +74,44 @@ class CountersUnavailableError(Exception):
 
 
 def read_counters(arguments: Sequence[str]) -> pd.DataFrame:
-    """The kernels that `cs336-systems ARGUMENTS` runs between the profiler's start and stop, as `parse_counters`.
+    """The kernels that `cs336-systems ARGUMENTS` runs between the profiler's start and stop, as
+    `parse_counters`.
 
-    CountersUnavailableError where there is no ncu or it has no access; RuntimeError with ncu's last line where the
-    command fails otherwise.
+    CountersUnavailableError where there is no ncu or it has no access; RuntimeError with ncu's last
+    line where the command fails otherwise.
     """
     if shutil.which("ncu") is None:
         raise CountersUnavailableError("ncu is not on PATH")
     metrics = ",".join(metric for metric, *_ in COUNTERS.values())
     command = [
-        "ncu", "--csv", "--page=raw", "--print-units=base", "--clock-control=none", "--profile-from-start=off",
-        "--target-processes=all", f"--metrics={metrics}", sys.executable, "-m", "cs336_systems", *arguments,
-        "--tool", "api",
-    ]  # fmt: skip
+        "ncu",
+        "--csv",
+        "--page=raw",
+        "--print-units=base",
+        "--clock-control=none",
+        "--profile-from-start=off",
+        "--target-processes=all",
+        f"--metrics={metrics}",
+        sys.executable,
+        "-m",
+        "cs336_systems",
+        *arguments,
+        "--tool",
+        "api",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    messages = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("==ERROR==")]
+    messages = [
+        line for line in (done.stdout + done.stderr).splitlines() if line.startswith("==ERROR==")
+    ]
     for message in messages:
-        if "ERR_NVGPUCTRPERM" in message or "initialize the profiler" in message or "not supported" in message:
-            raise CountersUnavailableError(f"ncu cannot read the counters: {message.removeprefix('==ERROR==').strip()}")
+        if (
+            "ERR_NVGPUCTRPERM" in message
+            or "initialize the profiler" in message
+            or "not supported" in message
+        ):
+            raise CountersUnavailableError(
+                f"ncu cannot read the counters: {message.removeprefix('==ERROR==').strip()}"
+            )
     if done.returncode:
         last = messages or (done.stderr or done.stdout).strip().splitlines() or ["no output"]
         raise RuntimeError(f"ncu ended with exit code {done.returncode}: {last[-1]}")
@@ -68,10 +119,11 @@ def read_counters(arguments: Sequence[str]) -> pd.DataFrame:
 
 
 def parse_counters(text: str) -> pd.DataFrame:
-    """A row for each kernel on ncu's raw CSV page, in order: its `name`, and the quantities of COUNTERS in our units.
+    """A row for each kernel on ncu's raw CSV page, in order: its `name`, and the quantities of
+    COUNTERS in our units.
 
-    The page stands between whatever else the program printed. A counter that the GPU lacks is NaN; ValueError where ncu
-    has one in another unit than COUNTERS, or in words.
+    The page stands between whatever else the program printed. A counter that the GPU lacks is NaN;
+    ValueError where ncu has one in another unit than COUNTERS, or in words.
     """
     lines = [line for line in text.splitlines() if line.startswith('"')]
     while lines and not lines[0].startswith('"ID"'):

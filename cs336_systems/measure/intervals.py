@@ -3,7 +3,8 @@
     busy = union([(0, 2), (1, 3), (5, 6)])          # [(0, 3), (5, 6)]
     length(busy)                                    # 4
 
-An interval is (start, end) in any one unit; the lists that these functions return are sorted and disjoint.
+An interval is (start, end) in any one unit; the lists that these functions return are sorted and
+disjoint.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,9 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
-    """The times in any of `intervals`; pieces no more than `gap` apart are joined. Empty ones vanish."""
+    """The times in any of `intervals`; pieces no more than `gap` apart are joined. Empty ones
+    vanish.
+    """
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if end == start:

@@ -1,42 +1,70 @@
 """What a kernel is by its name: its category, and a name that fits a table.
 
     categorize("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT")         # "gemm"
-    short_name("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<...>>>(...)")
+    short_name("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float,
+    at::native::MeanOps<...>>>(...)")
                                                                     # "reduce MeanOps"
 
-Names are those of GPU kernels (cuBLAS, CUTLASS, cuDNN, FlashAttention, ATen, Triton as Inductor names it, NCCL) and,
-where there is no GPU, those of the profiler's CPU operators. The rules are read in order and the first match counts;
-what none matches is `other`, which tables show, so that a new library's kernels are seen and not miscounted.
+Names are those of GPU kernels (cuBLAS, CUTLASS, cuDNN, FlashAttention, ATen, Triton as Inductor
+names it, NCCL) and, where there is no GPU, those of the profiler's CPU operators. The rules are
+read in order and the first match counts; what none matches is `other`, which tables show, so that a
+new library's kernels are seen and not miscounted.
 """
 
 import re
 from functools import lru_cache
 
 CATEGORIES = (
-    "gemm", "attention", "softmax", "elementwise", "reduction", "copy", "communication", "optimizer", "other",
-)  # fmt: skip
+    "gemm",
+    "attention",
+    "softmax",
+    "elementwise",
+    "reduction",
+    "copy",
+    "communication",
+    "optimizer",
+    "other",
+)
 
 _RULES: tuple[tuple[str, str], ...] = (
-    ("communication", r"nccl|c10d::|gloo|all_?reduce|all_?gather|reduce_?scatter|^ms_|one_shot|two_shot|nvshmem"),
+    (
+        "communication",
+        r"nccl|c10d::|gloo|all_?reduce|all_?gather|reduce_?scatter|^ms_|one_shot|two_shot|nvshmem",
+    ),
     # Fused attention before gemm: cuDNN's and CUTLASS's attention kernels name their matmuls, too.
-    ("attention", r"fmha|flash_?(fwd|bwd|attention|attn)|(flash|hopper)_(split_)?(forward|backward)|flash_merge|flash::"
-                  r"|varlen_(forward|dkdv|dq)_kernel"
-                  r"|sdpa|scaled_dot_product|flex_(attention|decoding)|attention_(forward|backward|fwd|bwd)|(tiled|triton|hopper)_attention"),
+    (
+        "attention",
+        r"fmha|flash_?(fwd|bwd|attention|attn)|(flash|hopper)_(split_)?(forward|backward)|flash_merge|flash::"
+        r"|varlen_(forward|dkdv|dq)_kernel"
+        r"|sdpa|scaled_dot_product|flex_(attention|decoding)|attention_(forward|backward|fwd|bwd)|(tiled|triton|hopper)_attention",
+    ),
     ("optimizer", r"multi_tensor_apply|adam|_fused_sgd|_foreach_|optimizer"),
     ("softmax", r"softmax|logsumexp|nll_loss|cross_entropy"),
-    ("copy", r"memcpy|memset|copy|catarray|fillfunctor|^aten::(cat|stack|clone|contiguous|to|zero_|fill_|zeros|ones|"
-             r"index\w*|gather|scatter\w*|embedding\w*|select_backward|slice_backward|pad|repeat|tril|triu)$|"
-             r"index(_select|select|_put|_elementwise|ing)|gather|scatter|embedding|(?<!aten::)(?:transpose|permute)|triu_tril|"
-             r"where_kernel|tril"),
-    ("gemm", r"gemm|gemv|nvjet|cutlass|xmma|wgmma|cublas|splitk|triton_tem_|matmul|addmm|\bdot_kernel"
-             r"|^aten::(mm|bmm|baddbmm|linear|einsum|dot|mv|addmv)$"),
-    ("reduction", r"reduce|triton_(red|per)_|layer_?norm|rms_?norm|\bnorm|welford|cunn_.*norm"
-                  r"|^aten::(sum|mean|norm|max|min|amax|amin|aminmax|argmax|argmin|var|std|prod|cumsum|any|all|linalg_\w+)$"),
-    ("elementwise", r"elementwise|triton_poi_|functor|distribution_|^aten::(add|sub|rsub|mul|div|pow|exp|log|sqrt|rsqrt"
-                    r"|neg|abs|sigmoid|silu|gelu|relu|tanh|sin|cos|square|reciprocal|where|masked_fill|clamp|maximum"
-                    r"|minimum|lerp|addcmul|addcdiv|bitwise_\w+|logical_\w+|eq|ne|lt|le|gt|ge|isfinite|isnan|dropout"
-                    r"|native_dropout|arange|threshold)(_backward)?_?$"),
-)  # fmt: skip
+    (
+        "copy",
+        r"memcpy|memset|copy|catarray|fillfunctor|^aten::(cat|stack|clone|contiguous|to|zero_|fill_|zeros|ones|"
+        r"index\w*|gather|scatter\w*|embedding\w*|select_backward|slice_backward|pad|repeat|tril|triu)$|"
+        r"index(_select|select|_put|_elementwise|ing)|gather|scatter|embedding|(?<!aten::)(?:transpose|permute)|triu_tril|"
+        r"where_kernel|tril",
+    ),
+    (
+        "gemm",
+        r"gemm|gemv|nvjet|cutlass|xmma|wgmma|cublas|splitk|triton_tem_|matmul|addmm|\bdot_kernel"
+        r"|^aten::(mm|bmm|baddbmm|linear|einsum|dot|mv|addmv)$",
+    ),
+    (
+        "reduction",
+        r"reduce|triton_(red|per)_|layer_?norm|rms_?norm|\bnorm|welford|cunn_.*norm"
+        r"|^aten::(sum|mean|norm|max|min|amax|amin|aminmax|argmax|argmin|var|std|prod|cumsum|any|all|linalg_\w+)$",
+    ),
+    (
+        "elementwise",
+        r"elementwise|triton_poi_|functor|distribution_|^aten::(add|sub|rsub|mul|div|pow|exp|log|sqrt|rsqrt"
+        r"|neg|abs|sigmoid|silu|gelu|relu|tanh|sin|cos|square|reciprocal|where|masked_fill|clamp|maximum"
+        r"|minimum|lerp|addcmul|addcdiv|bitwise_\w+|logical_\w+|eq|ne|lt|le|gt|ge|isfinite|isnan|dropout"
+        r"|native_dropout|arange|threshold)(_backward)?_?$",
+    ),
+)
 RULES = tuple((category, re.compile(pattern, re.IGNORECASE)) for category, pattern in _RULES)
 
 LONGEST_NAME = 72  # characters of a name in a table
@@ -46,8 +74,12 @@ FUNCTOR = re.compile(
     r"|(\w+_kernel_cuda)\b|(\w+Ops)\b|(\w*[a-z]_kernel)(?:_impl)?\("
 )
 _WRAPPERS = (  # of a functor, which say nothing of it
-    "BinaryFunctor", "AUnaryFunctor", "BUnaryFunctor", "elementwise_kernel", "vectorized_elementwise_kernel"
-)  # fmt: skip
+    "BinaryFunctor",
+    "AUnaryFunctor",
+    "BUnaryFunctor",
+    "elementwise_kernel",
+    "vectorized_elementwise_kernel",
+)
 _NOISE = re.compile(
     r"\(anonymous namespace\)::|<unnamed>::|at::native::|at_cuda_detail::|c10::|cutlass::|^void |^static "
 )
@@ -62,7 +94,9 @@ def categorize(name: str) -> str:
 
 @lru_cache(maxsize=8192)
 def short_name(name: str) -> str:
-    """`name` without namespaces, argument lists and template arguments, but with the functor that tells it apart."""
+    """`name` without namespaces, argument lists and template arguments, but with the functor that
+    tells it apart.
+    """
     bare = _NOISE.sub("", name).strip()
     head = re.split(r"[<(]", bare, maxsplit=1)[0].strip() or bare
     if "<" in name:
@@ -75,7 +109,18 @@ def short_name(name: str) -> str:
 
 
 def _functor(name: str, head: str) -> str:
-    """What an ATen kernel's template computes: `MulFunctor`, `direct_copy`, `MeanOps`; empty where it does not say."""
-    groups = (group for match in FUNCTOR.finditer(name.partition("<")[2]) for group in match.groups() if group)
-    named = (group for group in groups if group not in (*_WRAPPERS, head) and not group.startswith("gpu_kernel"))
+    """What an ATen kernel's template computes: `MulFunctor`, `direct_copy`, `MeanOps`; empty where
+    it does not say.
+    """
+    groups = (
+        group
+        for match in FUNCTOR.finditer(name.partition("<")[2])
+        for group in match.groups()
+        if group
+    )
+    named = (
+        group
+        for group in groups
+        if group not in (*_WRAPPERS, head) and not group.startswith("gpu_kernel")
+    )
     return next(named, "").removesuffix("_kernel_cuda").removesuffix("_kernel")

@@ -3,9 +3,10 @@
     lanes = trace_lanes(step, device="cuda")
     lanes.communication_ms, lanes.overlap_ms        # of the latter, what ran beside compute
 
-On CUDA the trace says when each kernel ran: those of NCCL communicate, the others (and copies) compute. On a CPU the
-operators of ATen compute, and gloo's own spans, which it records in its threads, communicate. A kernel of NCCL also
-spins while it waits for other ranks, so that communication includes their delay.
+On CUDA the trace says when each kernel ran: those of NCCL communicate, the others (and copies)
+compute. On a CPU the operators of ATen compute, and gloo's own spans, which it records in its
+threads, communicate. A kernel of NCCL also spins while it waits for other ranks, so that
+communication includes their delay.
 """
 
 from collections.abc import Callable

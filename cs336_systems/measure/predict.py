@@ -1,13 +1,16 @@
-"""Runs a model's code on fake tensors, so that its memory is known before, and without, the machine that has it.
+"""Runs a model's code on fake tensors, so that its memory is known before, and without, the machine
+that has it.
 
     with FakeTensorMode():
         model = fake_module(lambda: TransformerLM.from_config(config))     # shapes and dtypes, no numbers
-        with CudaAutocastRules(), AllocationRecorder("cuda") as recorder, torch.autocast("cpu", torch.bfloat16):
+        with CudaAutocastRules(), AllocationRecorder("cuda") as recorder, torch.autocast("cpu",
+        torch.bfloat16):
             model(tokens)
 
-The fake tensors are CPU tensors: PyTorch runs autograd on fake CUDA tensors only where there is a GPU. What CUDA does
-otherwise is put in by hand: the allocator's rounding and the kernels' own temporaries (`timeline.py`), and here the
-functions that autocast computes in float32 there and not on a CPU.
+The fake tensors are CPU tensors: PyTorch runs autograd on fake CUDA tensors only where there is a
+GPU. What CUDA does otherwise is put in by hand: the allocator's rounding and the kernels' own
+temporaries (`timeline.py`), and here the functions that autocast computes in float32 there and not
+on a CPU.
 """
 
 from collections.abc import Callable
@@ -19,18 +22,34 @@ from torch.overrides import TorchFunctionMode
 
 from cs336_systems.measure.saved import function_name
 
-# https://docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32", as far as models use them.
+# https://docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32", as far as
+# models use them.
 CUDA_FLOAT32_FUNCTIONS = (
-    "cumsum", "exp", "expm1", "layer_norm", "log", "log1p", "log_softmax", "logsumexp", "norm", "pow", "prod",
-    "reciprocal", "rsqrt", "softmax", "softplus", "sum",
-)  # fmt: skip
+    "cumsum",
+    "exp",
+    "expm1",
+    "layer_norm",
+    "log",
+    "log1p",
+    "log_softmax",
+    "logsumexp",
+    "norm",
+    "pow",
+    "prod",
+    "reciprocal",
+    "rsqrt",
+    "softmax",
+    "softplus",
+    "sum",
+)
 
 
 def fake_module(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The module that `build` makes, its floating-point parameters and buffers fake and of `dtype`; under a fake mode.
+    """The module that `build` makes, its floating-point parameters and buffers fake and of `dtype`;
+    under a fake mode.
 
-    It is built on the meta device, so that no weight is drawn; a parameter shared by two modules stays one. Buffers of
-    float32 stay as they are: the RoPE tables are never rounded.
+    It is built on the meta device, so that no weight is drawn; a parameter shared by two modules
+    stays one. Buffers of float32 stay as they are: the RoPE tables are never rounded.
     """
     with torch.utils._python_dispatch._disable_current_modes(), torch.device("meta"):
         module = build()
@@ -38,12 +57,18 @@ def fake_module(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float
 
     def fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if id(tensor) not in fakes:
-            made = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+            made = torch.empty(
+                tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype
+            )
             is_parameter = isinstance(tensor, nn.Parameter)
             fakes[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
         return fakes[id(tensor)]
 
-    originals = [tensor for one in module.modules() for tensor in (*one._parameters.values(), *one._buffers.values())]
+    originals = [
+        tensor
+        for one in module.modules()
+        for tensor in (*one._parameters.values(), *one._buffers.values())
+    ]
     for one in module.modules():
         for name, parameter in one._parameters.items():
             if parameter is not None:
@@ -56,12 +81,15 @@ def fake_module(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float
 
 
 class CudaAutocastRules(TorchFunctionMode):
-    """A context in which autocast on CPU tensors gives float32 to the functions that it computes in float32 on CUDA.
+    """A context in which autocast on CPU tensors gives float32 to the functions that it computes in
+    float32 on CUDA.
 
     It must be on during backward, too, where checkpointing runs forwards again.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if torch.is_autocast_enabled("cpu") and function_name(func) in CUDA_FLOAT32_FUNCTIONS:
             low = (torch.float16, torch.bfloat16)
             args = tuple(x.float() if isinstance(x, Tensor) and x.dtype in low else x for x in args)

@@ -1,20 +1,24 @@
-"""Named ranges on a model's blocks and on the parts of its attention, put on and taken off by a context manager.
+"""Named ranges on a model's blocks and on the parts of its attention, put on and taken off by a
+context manager.
 
     with annotate(model):
         model(tokens).sum().backward()         # under torch.profiler, nsys or ncu
 
-Every range is a `record_function` range, which torch.profiler shows, and on CUDA an NVTX range, which NVIDIA's tools
-show. Modules are found by their names, so any model class can be annotated, and nothing in its code changes:
+Every range is a `record_function` range, which torch.profiler shows, and on CUDA an NVTX range,
+which NVIDIA's tools show. Modules are found by their names, so any model class can be annotated,
+and nothing in its code changes:
 
 - a block is an element of a ModuleList: `block:layers.3`;
 - inside and outside of blocks, a module whose last name says what it is: `attention:layers.3.attn`,
   `feed_forward:layers.3.ffn`, `norm:ln_final`, `embedding:token_embeddings`, `head:lm_head`;
-- in an attention module, the products of two activations divide its work: `attention.scores` is the first of them,
-  `attention.values` the last, and what runs between (scale, mask, softmax) is `attention.softmax`. A fused attention,
-  which has no such products, is `attention.fused`. Products with a parameter are projections and belong to no part.
+- in an attention module, the products of two activations divide its work: `attention.scores` is the
+  first of them, `attention.values` the last, and what runs between (scale, mask, softmax) is
+  `attention.softmax`. A fused attention, which has no such products, is `attention.fused`. Products
+  with a parameter are projections and belong to no part.
 
-Ranges cost host time: measure a step's wall clock without them. A range covers the forward pass; `trace.py` follows
-autograd's sequence numbers to give the kernels of the backward pass to the range of their forward.
+Ranges cost host time: measure a step's wall clock without them. A range covers the forward pass;
+`trace.py` follows autograd's sequence numbers to give the kernels of the backward pass to the range
+of their forward.
 """
 
 import re
@@ -38,22 +42,37 @@ ROLES: Mapping[str, re.Pattern[str]] = {
     "embedding": re.compile(r"\w*embeddings?|embed_\w+|wte|wpe"),
     "head": re.compile(r"(lm_)?head|unembed\w*"),
 }
-PLAIN = "".join(chr(code) for code in range(32, 127) if chr(code) not in '"\\')  # characters that a trace keeps
+# characters that a trace keeps
+PLAIN = "".join(chr(code) for code in range(32, 127) if chr(code) not in '"\\')
 BLOCK = "block"
-SCORES, SOFTMAX, VALUES, FUSED = "attention.scores", "attention.softmax", "attention.values", "attention.fused"
+SCORES, SOFTMAX, VALUES, FUSED = (
+    "attention.scores",
+    "attention.softmax",
+    "attention.values",
+    "attention.fused",
+)
 ATTENTION_PARTS = (SCORES, SOFTMAX, VALUES, FUSED)
 STEP = "profiled_step"  # encloses one repetition of what is profiled
 
 PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
-    (torch.matmul, torch.bmm, torch.einsum, torch.baddbmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
+    (
+        torch.matmul,
+        torch.bmm,
+        torch.einsum,
+        torch.baddbmm,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        Tensor.bmm,
+    )
 )
 
 
 def traceable(name: str) -> str:
-    """`name` as a trace can hold it: other characters than plain ASCII, `"` and a backslash are escaped as in a URL.
+    """`name` as a trace can hold it: other characters than plain ASCII, `"` and a backslash are
+    escaped as in a URL.
 
-    torch.profiler writes a double quote as it is, which ends the string in the JSON of its trace, and calls a range
-    with any character beyond ASCII "unknown".
+    torch.profiler writes a double quote as it is, which ends the string in the JSON of its trace,
+    and calls a range with any character beyond ASCII "unknown".
 
     >>> traceable('block:layers.a"b'), traceable("attention:é.attn")
     ('block:layers.a%22b', 'attention:%C3%A9.attn')
@@ -63,7 +82,9 @@ def traceable(name: str) -> str:
 
 @contextmanager
 def named_range(name: str) -> Iterator[None]:
-    """A `record_function` range, and an NVTX range where CUDA is in use, both called `traceable(name)`."""
+    """A `record_function` range, and an NVTX range where CUDA is in use, both called
+    `traceable(name)`.
+    """
     name = traceable(name)
     nvtx = torch.cuda.nvtx.range("{}", name) if torch.cuda.is_available() else nullcontext()
     with torch.profiler.record_function(name), nvtx:
@@ -73,13 +94,15 @@ def named_range(name: str) -> Iterator[None]:
 def module_ranges(model: nn.Module) -> dict[str, str]:
     """The range of each module of `model` that gets one, by qualified name.
 
-    A module inside one of the same role gets none: in `attn.norm` the norm counts, in `embeddings.word_embeddings` the
-    outer one.
+    A module inside one of the same role gets none: in `attn.norm` the norm counts, in
+    `embeddings.word_embeddings` the outer one.
     """
     roles: dict[str, str] = {}
     for name, _ in model.named_modules():
         parent, _, last = name.rpartition(".")
-        role = next((role for role, pattern in ROLES.items() if pattern.fullmatch(last.lower())), None)
+        role = next(
+            (role for role, pattern in ROLES.items() if pattern.fullmatch(last.lower())), None
+        )
         if name and isinstance(model.get_submodule(parent), nn.ModuleList):
             roles[name] = BLOCK
         elif role is not None and roles.get(parent) != role:
@@ -88,14 +111,16 @@ def module_ranges(model: nn.Module) -> dict[str, str]:
 
 
 class _Ranges(TorchFunctionMode):
-    """The ranges that are open, of modules and of attention's parts. They nest: the last opened is the first closed.
+    """The ranges that are open, of modules and of attention's parts. They nest: the last opened is
+    the first closed.
 
     Parts are told apart by watching the torch functions that run inside of attention modules.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.open: list[tuple[object, str, AbstractContextManager[None]]] = []  # who opened it, its name
+        # who opened it, its name
+        self.open: list[tuple[object, str, AbstractContextManager[None]]] = []
 
     def enter(self, owner: object, name: str) -> None:
         context = named_range(name)
@@ -109,15 +134,19 @@ class _Ranges(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or not any(name.startswith("attention:") for _, name, _ in self.open):
+        if torch.compiler.is_compiling() or not any(
+            name.startswith("attention:") for _, name, _ in self.open
+        ):
             return func(*args, **kwargs)
-        registered = isinstance(func, torch._ops.OpOverload) and "attention" in func.name()  # such as this package's
+        # such as this package's
+        registered = isinstance(func, torch._ops.OpOverload) and "attention" in func.name()
         if func is F.scaled_dot_product_attention or registered:
             with named_range(FUSED):
                 return func(*args, **kwargs)
         if func not in PRODUCTS or not _of_two_activations(tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
-        first = not any(owner is self for owner, *_ in self.open)  # a second product ends the softmax
+        # a second product ends the softmax
+        first = not any(owner is self for owner, *_ in self.open)
         self.leave(self)
         with named_range(SCORES if first else VALUES):
             result = func(*args, **kwargs)
@@ -129,16 +158,18 @@ class _Ranges(TorchFunctionMode):
 def _of_two_activations(arguments: list[Any]) -> bool:
     """Whether two batches of matrices are multiplied, none a parameter or its 2-D view."""
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    return len(tensors) == 2 and all(x.ndim >= 3 and not isinstance(x, nn.Parameter) for x in tensors)
+    return len(tensors) == 2 and all(
+        x.ndim >= 3 and not isinstance(x, nn.Parameter) for x in tensors
+    )
 
 
 @contextmanager
 def annotate(model: nn.Module) -> Iterator[dict[str, str]]:
     """Ranges on the modules of `model` and on the parts of its attention.
 
-    Yields the range of each annotated module by name (see `module_ranges`). Ranges are closed also where the forward
-    raises, and hooks are removed when the context ends. Raises ValueError if none of its modules has a name that says
-    what it is.
+    Yields the range of each annotated module by name (see `module_ranges`). Ranges are closed also
+    where the forward raises, and hooks are removed when the context ends. Raises ValueError if none
+    of its modules has a name that says what it is.
     """
     names = module_ranges(model)
     if not names:
@@ -151,9 +182,14 @@ def annotate(model: nn.Module) -> Iterator[dict[str, str]]:
     for name, range_name in names.items():
         module = model.get_submodule(name)
         enter, leave = partial(ranges.enter, module, range_name), partial(ranges.leave, module)
-        handles.append(module.register_forward_pre_hook(lambda *_, enter=enter: enter(), prepend=True))
-        # always_call: also after a forward that raised (an out-of-memory), or the next step would nest in this one.
-        handles.append(module.register_forward_hook(lambda *_, leave=leave: leave(), always_call=True))
+        handles.append(
+            module.register_forward_pre_hook(lambda *_, enter=enter: enter(), prepend=True)
+        )
+        # always_call: also after a forward that raised (an out-of-memory), or the next step would
+        # nest in this one.
+        handles.append(
+            module.register_forward_hook(lambda *_, leave=leave: leave(), always_call=True)
+        )
     with ranges:
         try:
             yield names

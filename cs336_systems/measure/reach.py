@@ -3,7 +3,8 @@
     copy_rate("cuda")["median"]        # GB/s, bytes read and written
     matmul_rate("cuda")["median"]      # TFLOP/s in bfloat16
 
-Upper bounds by measurement, to set beside the vendor's sheet (`device.PEAKS`) and the kernels' rates.
+Upper bounds by measurement, to set beside the vendor's sheet (`device.PEAKS`) and the kernels'
+rates.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,9 @@ MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}  # rows, columns and inner dimension
 
 
 def copy_rate(device: str) -> dict[str, Any]:
-    """GB/s (10⁹ bytes) of copying one tensor to another on `device`: each byte is read once and written once."""
+    """GB/s (10⁹ bytes) of copying one tensor to another on `device`: each byte is read once and
+    written once.
+    """
     source = torch.ones(COPY_BYTES[device] // 4, device=device)
     target = torch.empty_like(source)
     return _rate(lambda: target.copy_(source), 2 * source.nbytes / 1e9, device, "GB/s")

@@ -4,7 +4,8 @@
     sum(one.num_bytes for one in saved)            # MiB between forward and backward
     by_operation(saved)[:5]                        # the largest contributors
 
-Works on real tensors of any device and on fake ones. A storage counts once, at the operation that saved it first:
+Works on real tensors of any device and on fake ones. A storage counts once, at the operation that
+saved it first:
 the input of a linear layer that a norm saved as its output is not paid for twice.
 """
 
@@ -24,7 +25,8 @@ class Saved(NamedTuple):
     """One storage kept for backward."""
 
     num_bytes: int
-    operation: str  # the function that saved it and its line: `softmax in attention/reference.py:62`
+    # the function that saved it and its line: `softmax in attention/reference.py:62`
+    operation: str
 
 
 class _CurrentFunction(TorchFunctionMode):
@@ -34,7 +36,9 @@ class _CurrentFunction(TorchFunctionMode):
         super().__init__()
         self.name = ""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         outer, self.name = self.name, function_name(func)
         try:
             return func(*args, **(kwargs or {}))
@@ -53,11 +57,13 @@ def function_name(func: Any) -> str:
 def saved_tensors(
     call: Callable[[], object], *, parameters: Iterable[Tensor] = (), compiled: bool = False
 ) -> list[Saved]:
-    """Every storage that autograd saves during `call`, but those of `parameters`, in the order of saving.
+    """Every storage that autograd saves during `call`, but those of `parameters`, in the order of
+    saving.
 
-    With `compiled`, `call` runs what torch.compile made (compile it before: the first call is not the code's own). Its
-    operations are fused, so that what it saves is called by dtype and shape. Without, `call` runs eagerly even where
-    it was compiled, since the mode that watches the operations turns torch.compile off.
+    With `compiled`, `call` runs what torch.compile made (compile it before: the first call is not
+    the code's own). Its operations are fused, so that what it saves is called by dtype and shape.
+    Without, `call` runs eagerly even where it was compiled, since the mode that watches the
+    operations turns torch.compile off.
     """
     skipped = {_identity(parameter) for parameter in parameters}
     found: dict[int, Saved] = {}
@@ -73,22 +79,28 @@ def saved_tensors(
                 operation = with_line(current.name or "autograd.Function")
             found[identity] = Saved(tensor.untyped_storage().nbytes(), operation)
             kept.append(tensor.untyped_storage())
-        # A tensor knows the graph that made it, and the graph keeps what this returns, and this function: a softmax's
-        # own output would be kept by itself for ever, in C++, where no garbage collector looks.
+        # A tensor knows the graph that made it, and the graph keeps what this returns, and this
+        # function: a softmax's own output would be kept by itself for ever, in C++, where no
+        # garbage collector looks.
         return tensor.detach()
 
-    with nullcontext() if compiled else current, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        nullcontext() if compiled else current,
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
         result = call()
     del result
     return list(found.values())
 
 
 def compiled_saved_tensors(module: nn.Module, x: Tensor) -> list[Saved]:
-    """What `module(x)` saves for backward when torch.compile has it: its partition of the joint graph, without kernels.
+    """What `module(x)` saves for backward when torch.compile has it: its partition of the joint
+    graph, without kernels.
 
-    The graph of forward and backward is cut where the fewest bytes pass (min_cut_rematerialization_partition, with
-    Inductor's decompositions); what crosses the cut is saved. Nothing is compiled or, on fake tensors, computed.
-    Parameters and buffers of `module` and views of them do not count. `x` needs a gradient.
+    The graph of forward and backward is cut where the fewest bytes pass
+    (min_cut_rematerialization_partition, with Inductor's decompositions); what crosses the cut is
+    saved. Nothing is compiled or, on fake tensors, computed. Parameters and buffers of `module` and
+    views of them do not count. `x` needs a gradient.
     """
     from torch._functorch.aot_autograd import aot_function
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -96,12 +108,17 @@ def compiled_saved_tensors(module: nn.Module, x: Tensor) -> list[Saved]:
 
     forwards: list[fx.GraphModule] = []
 
-    def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        halves = min_cut_rematerialization_partition(joint, inputs, **{**options, "compiler": "inductor"})
+    def partition(
+        joint: fx.GraphModule, inputs: Any, **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        halves = min_cut_rematerialization_partition(
+            joint, inputs, **{**options, "compiler": "inductor"}
+        )
         forwards.append(halves[0])
         return halves
 
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}  # a shared one once: it stays shared
+    # a shared one once: it stays shared
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     call = aot_function(
         lambda state, x: torch.func.functional_call(module, state, (x,)),
         fw_compiler=lambda graph, _: graph.forward,
@@ -109,7 +126,8 @@ def compiled_saved_tensors(module: nn.Module, x: Tensor) -> list[Saved]:
         partition_fn=partition,
         decompositions=select_decomp_table(),
     )
-    # functional_call takes a submodule that several modules share for several, and would leave its traced buffer there.
+    # functional_call takes a submodule that several modules share for several, and would leave its
+    # traced buffer there.
     tensors = [(one, dict(one._parameters), dict(one._buffers)) for one in module.modules()]
     try:
         call(state, x)
@@ -121,7 +139,9 @@ def compiled_saved_tensors(module: nn.Module, x: Tensor) -> list[Saved]:
 
 
 def _crossing(forward: fx.GraphModule, num_state: int) -> list[Saved]:
-    """Outputs of the forward graph behind the module's own, one a storage; the first `num_state` inputs are free."""
+    """Outputs of the forward graph behind the module's own, one a storage; the first `num_state`
+    inputs are free.
+    """
     placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in forward.graph.nodes if node.op == "output")
     seen = {_identity(node.meta["val"]) for node in placeholders[:num_state]}
@@ -130,7 +150,9 @@ def _crossing(forward: fx.GraphModule, num_state: int) -> list[Saved]:
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
         if isinstance(value, Tensor) and _identity(value) not in seen:
             seen.add(_identity(value))
-            operation = "input" if node.op == "placeholder" else str(node.target).removeprefix("aten.")
+            operation = (
+                "input" if node.op == "placeholder" else str(node.target).removeprefix("aten.")
+            )
             saved.append(Saved(value.untyped_storage().nbytes(), operation))
     return saved
 
@@ -144,5 +166,7 @@ def by_operation(saved: Iterable[Saved]) -> list[tuple[str, int]]:
 
 
 def _identity(tensor: Tensor) -> int:
-    """The same for two tensors of one storage, also where nothing is stored (a fake tensor's address is 0)."""
+    """The same for two tensors of one storage, also where nothing is stored (a fake tensor's
+    address is 0).
+    """
     return tensor.untyped_storage()._cdata

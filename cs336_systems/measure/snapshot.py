@@ -29,7 +29,8 @@ from cs336_systems.measure.timeline import (
     unassigned,
 )
 
-ALLOC, FREE = "alloc", "free_requested"  # the actions of a trace's events that change what is allocated
+# the actions of a trace's events that change what is allocated
+ALLOC, FREE = "alloc", "free_requested"
 MAX_EVENTS = 1_000_000  # of a recording: many times a training step's
 
 MAX_DEVICES = 128  # of one process
@@ -41,27 +42,31 @@ Classify = Callable[[Allocation, int], str]  # (allocation, address) -> category
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Builds dicts, lists, tuples, strings and numbers. A pickle that asks for anything by name is refused.
+    """Builds dicts, lists, tuples, strings and numbers. A pickle that asks for anything by name is
+    refused.
 
-    A pickle is a program: "import os, call system" is one. Every class and function that it may call it has to find
-    first, and this is where it is found.
+    A pickle is a program: "import os, call system" is one. Every class and function that it may
+    call it has to find first, and this is where it is found.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        raise ValueError(f"it asks for {module}.{name}, and a snapshot is plain data: refused, nothing was run")
+        raise ValueError(
+            f"it asks for {module}.{name}, and a snapshot is plain data: refused, nothing was run"
+        )
 
 
 def read_snapshot(path: Path) -> MemoryTrace:
     """The trace in the file `path`, whoever wrote it; ValueError if it is no snapshot.
 
-    Of several GPUs in the file it is the one with the highest peak, and its one phase, `recorded`, says which where
-    that is not the first or not the only one. Categories are by the line that allocated. Reading runs nothing of the
-    file, and takes several times the file's memory.
+    Of several GPUs in the file it is the one with the highest peak, and its one phase, `recorded`,
+    says which where that is not the first or not the only one. Categories are by the line that
+    allocated. Reading runs nothing of the file, and takes several times the file's memory.
     """
 
     def classify(one: Allocation, address: int) -> str:
         if not one.born or not one.where:
-            return "gradients" if one.died is None else "temporaries"  # autograd's own thread has no Python frames
+            # autograd's own thread has no Python frames
+            return "gradients" if one.died is None else "temporaries"
         return "optimizer" if "optim" in one.where and one.died is None else "activations"
 
     if path.exists() and not path.is_file():  # reading a pipe would wait for ever
@@ -72,14 +77,28 @@ def read_snapshot(path: Path) -> MemoryTrace:
         devices = _used_devices(loaded) or [0]
         traces = {}
         for device in devices:  # a process of several ranks records the GPU of its own rank
-            name = "recorded" if devices == [0] else f"recorded on GPU {device} of {', '.join(map(str, devices))}"
+            name = (
+                "recorded"
+                if devices == [0]
+                else f"recorded on GPU {device} of {', '.join(map(str, devices))}"
+            )
             traces[device] = parse_snapshot(loaded, device, [Phase(name=name, start=0)], classify)
         return max(traces.values(), key=lambda trace: trace.peak_bytes())
     except (
-        ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, OverflowError, MemoryError,
-        RecursionError, pickle.UnpicklingError,
-    ) as error:  # fmt: skip
-        raise ValueError(f"{path.name}: no memory snapshot: {str(error)[:200] or type(error).__name__}") from error
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        EOFError,
+        OverflowError,
+        MemoryError,
+        RecursionError,
+        pickle.UnpicklingError,
+    ) as error:
+        raise ValueError(
+            f"{path.name}: no memory snapshot: {str(error)[:200] or type(error).__name__}"
+        ) from error
 
 
 def _used_devices(snapshot: dict[str, Any]) -> list[int]:
@@ -87,11 +106,15 @@ def _used_devices(snapshot: dict[str, Any]) -> list[int]:
     used = {device for device, events in enumerate(snapshot["device_traces"]) if events}
     used |= {int(segment.get("device", 0)) for segment in snapshot["segments"]}
     if not used <= set(range(MAX_DEVICES)):
-        raise ValueError(f"GPUs must be numbered from 0 to {MAX_DEVICES - 1}, got {min(used)} to {max(used)}")
+        raise ValueError(
+            f"GPUs must be numbered from 0 to {MAX_DEVICES - 1}, got {min(used)} to {max(used)}"
+        )
     return sorted(used)
 
 
-def parse_snapshot(snapshot: dict[str, Any], device: int, phases: Sequence[Phase], classify: Classify) -> MemoryTrace:
+def parse_snapshot(
+    snapshot: dict[str, Any], device: int, phases: Sequence[Phase], classify: Classify
+) -> MemoryTrace:
     """The trace of what `torch.cuda.memory._snapshot()` returned, of one device.
 
     What was alive before the first event, known by its release or from the end, comes at 0.
@@ -118,9 +141,14 @@ def parse_snapshot(snapshot: dict[str, Any], device: int, phases: Sequence[Phase
             continue
         frames = event.get("frames") or []
         if id(frames) not in stacks:
-            stacks[id(frames)] = _origin(frames), any(frame["name"] == "forward" for frame in frames)
+            stacks[id(frames)] = (
+                _origin(frames),
+                any(frame["name"] == "forward" for frame in frames),
+            )
         where, in_forward = stacks[id(frames)]
-        alive[address] = Allocation(num_bytes=num_bytes, born=number, where=where, in_forward=in_forward)
+        alive[address] = Allocation(
+            num_bytes=num_bytes, born=number, where=where, in_forward=in_forward
+        )
     active = {  # address -> bytes, at the end
         int(block["address"]): int(block["size"])
         for segment in snapshot["segments"]
@@ -134,7 +162,9 @@ def parse_snapshot(snapshot: dict[str, Any], device: int, phases: Sequence[Phase
 
 
 def _origin(frames: Sequence[dict[str, Any]]) -> str:
-    """`model/layers.py:39 forward` of the innermost frame outside of PyTorch; empty if there is none."""
+    """`model/layers.py:39 forward` of the innermost frame outside of PyTorch; empty if there is
+    none.
+    """
     for frame in frames:
         file = frame["filename"]
         if not file.startswith(SKIPPED_FRAMES) and not any(part in file for part in TORCH_PARTS):
@@ -143,10 +173,12 @@ def _origin(frames: Sequence[dict[str, Any]]) -> str:
 
 
 class CudaHistory:
-    """Records the caching allocator's history, which tensors and phases belong to it, and the peak of each phase.
+    """Records the caching allocator's history, which tensors and phases belong to it, and the peak
+    of each phase.
 
-    The events are counted by the allocator's own statistics, so that a phase begins at the event at which it began,
-    whatever the clock said. `peaks` are its counters': the most bytes allocated in each phase that came to its end.
+    The events are counted by the allocator's own statistics, so that a phase begins at the event at
+    which it began, whatever the clock said. `peaks` are its counters': the most bytes allocated in
+    each phase that came to its end.
     """
 
     def __init__(self) -> None:
@@ -157,7 +189,9 @@ class CudaHistory:
 
     def __enter__(self) -> CudaHistory:
         release("cuda")
-        torch.cuda.memory._record_memory_history(enabled="all", context="all", stacks="python", max_entries=MAX_EVENTS)
+        torch.cuda.memory._record_memory_history(
+            enabled="all", context="all", stacks="python", max_entries=MAX_EVENTS
+        )
         self._start = self._count()
         return self
 
@@ -189,7 +223,9 @@ class CudaHistory:
         event = self._event()
         for tensor in tensors:
             if tensor is not None:
-                self._assigned.setdefault(tensor.untyped_storage().data_ptr(), []).append((event, category))
+                self._assigned.setdefault(tensor.untyped_storage().data_ptr(), []).append(
+                    (event, category)
+                )
 
     def trace(self) -> MemoryTrace:
         """The trace of what was recorded so far, by the phases and tensors that were named here."""

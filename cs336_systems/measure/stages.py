@@ -10,11 +10,12 @@ and whoever measures gets samples of each stage and of the whole, in millisecond
     samples = time_stages(lambda: attention(q, k, v).backward(grad), device="cuda")
     samples["forward"], samples["dq"], samples[TOTAL]
 
-On CUDA the times lie between events on the stream, so that nothing waits inside the call, and each stage is an NVTX
-range. The GPU overwrites its L2 cache ahead of each call until the host has queued the call's kernels: otherwise a
-stage of a short call would take as long as its launches do. On CPU times are wall clock. Stages add up: time in an
-inner stage is not the outer one's, and a stage entered twice in a call is summed. Marks may stand in code that autograd
-runs on its own thread. One measurement at a time.
+On CUDA the times lie between events on the stream, so that nothing waits inside the call, and each
+stage is an NVTX range. The GPU overwrites its L2 cache ahead of each call until the host has queued
+the call's kernels: otherwise a stage of a short call would take as long as its launches do. On CPU
+times are wall clock. Stages add up: time in an inner stage is not the outer one's, and a stage
+entered twice in a call is summed. Marks may stand in code that autograd runs on its own thread. One
+measurement at a time.
 """
 
 import time
@@ -28,7 +29,8 @@ import torch
 from cs336_systems.measure.ranges import named_range
 from cs336_systems.measure.timing import CACHE_FLUSH_BYTES, synchronize
 
-STAGES = ("mask_build", "preprocess", "forward", "dq", "dkv", "cast")  # the names that tables know, in order
+# the names that tables know, in order
+STAGES = ("mask_build", "preprocess", "forward", "dq", "dkv", "cast")
 TOTAL = "total"
 DEFAULT_SAMPLES = 10
 FLUSH_MS = 0.03  # what overwriting CACHE_FLUSH_BYTES takes at least, on any present GPU (8 TB/s)
@@ -66,7 +68,9 @@ class _Timer:
         def elapsed_ms(begin: Any, end: Any) -> float:
             return begin.elapsed_time(end) if self.device == "cuda" else (end - begin) * 1e3
 
-        samples = {name: [0.0] * len(self.calls) for marks in self.calls for name, _ in marks if name}
+        samples = {
+            name: [0.0] * len(self.calls) for marks in self.calls for name, _ in marks if name
+        }
         for number, marks in enumerate(self.calls):
             for (name, begin), (_, end) in pairwise(marks):
                 if name:
@@ -79,7 +83,9 @@ _active: _Timer | None = None  # module-wide, not context-local: autograd's thre
 
 
 def stage(name: str) -> AbstractContextManager[None]:
-    """What runs inside is the stage `name` of the call being timed; without a measurement nothing happens."""
+    """What runs inside is the stage `name` of the call being timed; without a measurement nothing
+    happens.
+    """
     timer = _active
     return _NO_STAGE if timer is None else _timed_stage(timer, name)
 
@@ -104,9 +110,11 @@ def _timed_stage(timer: _Timer, name: str) -> Iterator[None]:
 def time_stages(
     call: Callable[[], object], *, device: str, num_samples: int = DEFAULT_SAMPLES, warmup: int = 2
 ) -> dict[str, list[float]]:
-    """Milliseconds of every stage that `call` marks, and of the whole call as `TOTAL`: one sample a call.
+    """Milliseconds of every stage that `call` marks, and of the whole call as `TOTAL`: one sample a
+    call.
 
-    A stage that a call does not reach has a sample of 0 for it. Raises RuntimeError inside of another measurement.
+    A stage that a call does not reach has a sample of 0 for it. Raises RuntimeError inside of
+    another measurement.
     """
     global _active
     if _active is not None:
@@ -123,7 +131,8 @@ def time_stages(
                 begin = time.perf_counter()
                 timer.call(call)
                 host_ms = (time.perf_counter() - begin) * 1e3
-                flushes = min(MAX_FLUSHES, 1 + int(1.5 * host_ms / FLUSH_MS))  # for half as long again
+                # for half as long again
+                flushes = min(MAX_FLUSHES, 1 + int(1.5 * host_ms / FLUSH_MS))
             timer.calls.clear()
         cache = torch.empty(CACHE_FLUSH_BYTES if flushes else 0, dtype=torch.int8, device=device)
         for _ in range(num_samples):

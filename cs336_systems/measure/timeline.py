@@ -1,4 +1,5 @@
-"""What was allocated when: the common form of a recorded run and of a snapshot, and what one asks of it.
+"""What was allocated when: the common form of a recorded run and of a snapshot, and what one asks
+of it.
 
     with AllocationRecorder() as recorder:
         recorder.assign(model.parameters(), "parameters")
@@ -9,13 +10,15 @@
     trace.largest(5)                       # the largest allocations, with the operation and line they come from
     trace.sampled(400)                     # bytes by category at 400 events, no peak lost
 
-Time is counted in events (one an allocation, one a release), as in PyTorch's memory viewer: a phase of many small
-kernels is as wide as it has allocations, and two runs of the same code have the same axis.
+Time is counted in events (one an allocation, one a release), as in PyTorch's memory viewer: a phase
+of many small kernels is as wide as it has allocations, and two runs of the same code have the same
+axis.
 
-The recorder works on real tensors of any device and on fake ones that take no memory, so that a laptop records the step
-of a model that needs a hundred gigabytes. A dispatch mode sees the result of every operator that PyTorch runs, below
-autograd and autocast; a weak reference on a new storage says when its last tensor is gone. What a kernel allocates and
-releases inside itself is not seen; of the operators where that is large, `HIDDEN_TEMPORARIES` says how much it is.
+The recorder works on real tensors of any device and on fake ones that take no memory, so that a
+laptop records the step of a model that needs a hundred gigabytes. A dispatch mode sees the result
+of every operator that PyTorch runs, below autograd and autocast; a weak reference on a new storage
+says when its last tensor is gone. What a kernel allocates and releases inside itself is not seen;
+of the operators where that is large, `HIDDEN_TEMPORARIES` says how much it is.
 """
 
 import sys
@@ -40,14 +43,17 @@ CPU_BLOCK_BYTES = 1
 PACKAGE_FOLDER = Path(__file__).parents[1]
 # Frames of PyTorch, of this folder and of generated code are not where an allocation comes from.
 SKIPPED_FRAMES = (str(Path(torch.__file__).parent), str(PACKAGE_FOLDER / "measure"), "<")
-# Copies of the result's size that a kernel allocates and releases inside itself: softmax's backward on CUDA writes
-# P ∘ dP first; log-sum-exp, on any device, the exponentials of its input (counted in copies of that).
+# Copies of the result's size that a kernel allocates and releases inside itself: softmax's backward
+# on CUDA writes
+# P ∘ dP first; log-sum-exp, on any device, the exponentials of its input (counted in copies of
+# that).
 HIDDEN_TEMPORARIES: dict[str, dict[str, int]] = {
     "cuda": {"_softmax_backward_data": 1, "logsumexp": 1},
     "cpu": {"logsumexp": 1},
 }
 SIZED_BY_INPUT = ("logsumexp",)
-BACKWARD = "backward"  # the phase in which activations are released, and computed again under checkpointing
+# the phase in which activations are released, and computed again under checkpointing
+BACKWARD = "backward"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,7 +87,9 @@ class Large:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTrace:
-    """All allocations of a run. Events are numbered 0 to `num_events` - 1; phases are in order and cover them all."""
+    """All allocations of a run. Events are numbered 0 to `num_events` - 1; phases are in order and
+    cover them all.
+    """
 
     allocations: Sequence[Allocation]
     phases: Sequence[Phase]
@@ -105,7 +113,9 @@ class MemoryTrace:
         return int(self.active_bytes().argmax()) if self.num_events else 0
 
     def phase_peaks(self) -> dict[str, int]:
-        """The most bytes allocated within each phase, what was already there when it began included."""
+        """The most bytes allocated within each phase, what was already there when it began
+        included.
+        """
         active = self.active_bytes()
         ends = [*(phase.start for phase in self.phases[1:]), self.num_events]
         return {
@@ -121,7 +131,9 @@ class MemoryTrace:
         return {category: int(self.active_bytes(category)[event]) for category in CATEGORIES}
 
     def largest(self, count: int, phases: Sequence[str] | None = None) -> list[Large]:
-        """The `count` largest kinds of allocations made in `phases` (default: all), by size and origin."""
+        """The `count` largest kinds of allocations made in `phases` (default: all), by size and
+        origin.
+        """
         grouped = Counter(
             (one.num_bytes, one.category, one.where)
             for one in self.allocations
@@ -131,14 +143,16 @@ class MemoryTrace:
         return [Large(*kind, times) for kind, times in kinds]
 
     def sampled(self, points: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """(events, {category: bytes}) at no more than `points` events: of each bucket the one with the most bytes.
+        """(events, {category: bytes}) at no more than `points` events: of each bucket the one with
+        the most bytes.
 
         The peak is therefore among them.
         """
         active = self.active_bytes()
         edges = np.linspace(0, self.num_events, min(points, self.num_events) + 1).astype(int)
         events = np.array(
-            [start + int(active[start:end].argmax()) for start, end in zip(edges[:-1], edges[1:])], dtype=np.int64
+            [start + int(active[start:end].argmax()) for start, end in zip(edges[:-1], edges[1:])],
+            dtype=np.int64,
         )
         return events, {category: self.active_bytes(category)[events] for category in CATEGORIES}
 
@@ -146,13 +160,15 @@ class MemoryTrace:
 def unassigned(phases: Sequence[Phase], one: Allocation) -> str:
     """The category of an allocation to which none was assigned: activations or temporaries.
 
-    It is an activation if it outlived its phase, unless that is the last one, which leaves its result, or `BACKWARD`;
-    there it is one if a forward made it (computed again).
+    It is an activation if it outlived its phase, unless that is the last one, which leaves its
+    result, or `BACKWARD`; there it is one if a forward made it (computed again).
     """
     place = bisect_right(phases, one.born, key=lambda phase: phase.start) - 1
     if place >= 0 and phases[place].name == BACKWARD:
         return "activations" if one.in_forward else "temporaries"
-    outlived = 0 <= place < len(phases) - 1 and (one.died is None or one.died >= phases[place + 1].start)
+    outlived = 0 <= place < len(phases) - 1 and (
+        one.died is None or one.died >= phases[place + 1].start
+    )
     return "activations" if outlived else "temporaries"
 
 
@@ -160,7 +176,8 @@ class AllocationRecorder(TorchDispatchMode):
     """A context in which allocations are recorded.
 
     Args:
-        device: "cuda" or "cpu", whose allocator and kernels are counted: rounding, and memory that kernels hide.
+        device: "cuda" or "cpu", whose allocator and kernels are counted: rounding, and memory that
+        kernels hide.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -177,7 +194,9 @@ class AllocationRecorder(TorchDispatchMode):
         self._phases.append(Phase(name=name, start=self._clock))
 
     def assign(self, tensors: Iterable[Tensor | None], category: str) -> None:
-        """Put the storages of `tensors` (None is skipped) in `category`; those never seen are taken as new here."""
+        """Put the storages of `tensors` (None is skipped) in `category`; those never seen are taken
+        as new here.
+        """
         for tensor in tensors:
             if tensor is not None:
                 self._see(tensor, lambda: category).category = category
@@ -185,11 +204,16 @@ class AllocationRecorder(TorchDispatchMode):
     def trace(self) -> MemoryTrace:
         """Everything recorded so far; categories that were not assigned are those of `unassigned`."""
         allocations = [
-            replace(one, category=one.category or unassigned(self._phases, one)) for one in self._allocations
+            replace(one, category=one.category or unassigned(self._phases, one))
+            for one in self._allocations
         ]
-        return MemoryTrace(allocations=allocations, phases=tuple(self._phases), num_events=self._clock)
+        return MemoryTrace(
+            allocations=allocations, phases=tuple(self._phases), num_events=self._clock
+        )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -198,7 +222,11 @@ class AllocationRecorder(TorchDispatchMode):
         copies = self._hidden.get(name, 0)
         if copies and tensors:
             sized = args[0] if name in SIZED_BY_INPUT else tensors[0]
-            self._release(self._allocate(copies * sized.numel() * sized.element_size(), f"inside {_origin(name)}"))
+            self._release(
+                self._allocate(
+                    copies * sized.numel() * sized.element_size(), f"inside {_origin(name)}"
+                )
+            )
         return result
 
     def _see(self, tensor: Tensor, where: Callable[[], str]) -> Allocation:
@@ -217,7 +245,9 @@ class AllocationRecorder(TorchDispatchMode):
 
     def _allocate(self, num_bytes: int, where: str) -> Allocation:
         rounded = -(-num_bytes // self._block_bytes) * self._block_bytes
-        block = Allocation(num_bytes=rounded, born=self._clock, where=where, in_forward=torch.is_grad_enabled())
+        block = Allocation(
+            num_bytes=rounded, born=self._clock, where=where, in_forward=torch.is_grad_enabled()
+        )
         self._allocations.append(block)
         self._clock += 1
         return block
@@ -228,7 +258,9 @@ class AllocationRecorder(TorchDispatchMode):
 
 
 def _origin(operation: str) -> str:
-    """`_softmax in attention/reference.py:62`; inside of backward the autograd node stands for the line."""
+    """`_softmax in attention/reference.py:62`; inside of backward the autograd node stands for the
+    line.
+    """
     node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
     if node is not None:
         return f"{operation} for {node.name()}"
@@ -236,7 +268,9 @@ def _origin(operation: str) -> str:
 
 
 def with_line(operation: str) -> str:
-    """`softmax in model/layers.py:130`: of the innermost frame that is neither PyTorch's nor this folder's, if any."""
+    """`softmax in model/layers.py:130`: of the innermost frame that is neither PyTorch's nor this
+    folder's, if any.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -247,7 +281,9 @@ def with_line(operation: str) -> str:
 
 
 def short_path(file: str) -> str:
-    """A path fit for a record: inside of this package from its folder on, elsewhere the last two parts."""
+    """A path fit for a record: inside of this package from its folder on, elsewhere the last two
+    parts.
+    """
     path = Path(file)
     if path.is_relative_to(PACKAGE_FOLDER):
         return path.relative_to(PACKAGE_FOLDER).as_posix()

@@ -1,9 +1,11 @@
-"""Timing of closures: warm-up, synchronisation and sample counts in one place, so that no benchmark repeats them.
+"""Timing of closures: warm-up, synchronisation and sample counts in one place, so that no benchmark
+repeats them.
 
     samples_ms = time_calls(lambda: attention(q, k, v), device="cuda")
 
-On CUDA a sample is the time between two events around the call, with the L2 cache overwritten before the first of
-them, so that a small problem is not served from what its last repetition left there. On CPU it is the wall clock.
+On CUDA a sample is the time between two events around the call, with the L2 cache overwritten
+before the first of them, so that a small problem is not served from what its last repetition left
+there. On CPU it is the wall clock.
 """
 
 import time
@@ -34,7 +36,8 @@ def time_once(call: Callable[[], object], device: str) -> float:
 
 
 def time_in_a_row(call: Callable[[], object], count: int, device: str) -> float:
-    """Milliseconds of one of `count` calls in a row, which nothing comes between: neither a wait nor another kernel.
+    """Milliseconds of one of `count` calls in a row, which nothing comes between: neither a wait
+    nor another kernel.
 
     On CUDA the GPU's time, from the end of what was queued before; on CPU the wall clock.
     """
@@ -68,9 +71,9 @@ def time_calls(
 ) -> list[float]:
     """Milliseconds of each of `num_samples` calls, after `warmup` untimed ones.
 
-    `before` runs ahead of every call, outside the timed part (resetting gradients). Without `num_samples` one more
-    untimed call is measured and as many samples are taken as `budget_ms` allows, at least `min_samples` (five) and at
-    most a hundred.
+    `before` runs ahead of every call, outside the timed part (resetting gradients). Without
+    `num_samples` one more untimed call is measured and as many samples are taken as `budget_ms`
+    allows, at least `min_samples` (five) and at most a hundred.
     """
     for _ in range(warmup):
         before()
@@ -80,7 +83,9 @@ def time_calls(
         num_samples = plan_samples(time_once(call, device), budget_ms, min_samples)
     if device == "cuda":
         cache = torch.empty(CACHE_FLUSH_BYTES, dtype=torch.int8, device="cuda")
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_samples)]
+        events = [
+            [torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_samples)
+        ]
         for start, end in events:
             before()
             cache.zero_()

@@ -1,14 +1,16 @@
-"""Reads a chrome trace of torch.profiler: what ran, for how long, and which part of the model asked for it.
+"""Reads a chrome trace of torch.profiler: what ran, for how long, and which part of the model asked
+for it.
 
     trace = trace_of(read_events(Path("step.trace.json")))
     trace.kernel_ms(category="gemm")                    # of all steps
     for row in trace.top_kernels(3): print(row.name, row.calls, row.ms)
 
-On a GPU the work is the device's kernels and copies; without one it is the CPU operators, each counted with its own
-time (without what it called). A kernel belongs to the ranges that were open where it was launched. Backward operators
-are launched by autograd, outside of any module, but carry the sequence number of the forward operator that they
-differentiate: they belong to that one's ranges, with `phase` "backward". What an optimizer's step launches is the
-phase "optimizer" and the category `optimizer`, whatever its name.
+On a GPU the work is the device's kernels and copies; without one it is the CPU operators, each
+counted with its own time (without what it called). A kernel belongs to the ranges that were open
+where it was launched. Backward operators are launched by autograd, outside of any module, but carry
+the sequence number of the forward operator that they differentiate: they belong to that one's
+ranges, with `phase` "backward". What an optimizer's step launches is the phase "optimizer" and the
+category `optimizer`, whatever its name.
 
 Times in a trace are microseconds; results here are milliseconds.
 """
@@ -36,11 +38,17 @@ LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 BACKWARD_OPERATOR = "autograd::engine::evaluate_function"
 OPTIMIZER_RANGE = "Optimizer.step#"
 EVENT_FIELDS: dict[str, tuple[type, ...]] = {  # of each event that is read
-    "name": (str,), "ts": (float, int), "dur": (float, int), "pid": (int, str), "tid": (int, str),
-}  # fmt: skip
+    "name": (str,),
+    "ts": (float, int),
+    "dur": (float, int),
+    "pid": (int, str),
+    "tid": (int, str),
+}
 ARGUMENTS: dict[str, tuple[type, ...]] = {  # of its "args", where they are there
-    "Sequence number": (int,), "correlation": (int, str), "External id": (int, str),
-}  # fmt: skip
+    "Sequence number": (int,),
+    "correlation": (int, str),
+    "External id": (int, str),
+}
 READ_CATEGORIES = (*DEVICE_CATEGORIES, *LAUNCH_CATEGORIES, "cpu_op", "user_annotation")
 
 
@@ -73,10 +81,13 @@ class Trace:
 
     kernels: tuple[Kernel, ...]
     on_gpu: bool  # whether kernels ran on a device, or are CPU operators
-    step_ms: tuple[float, ...] = ()  # wall clock of each profiled step, with the profiler's own cost
+    # wall clock of each profiled step, with the profiler's own cost
+    step_ms: tuple[float, ...] = ()
 
     def select(self, *, within: str = "", **wanted: Any) -> list[Kernel]:
-        """Kernels launched in a range whose name starts with `within`, of that `category`, `phase` and `step`."""
+        """Kernels launched in a range whose name starts with `within`, of that `category`, `phase`
+        and `step`.
+        """
         return [
             kernel
             for kernel in self.kernels
@@ -93,17 +104,26 @@ class Trace:
         return sum(kernel.duration_us for kernel in self.select(**selection)) / 1e3
 
     def busy_ms(self, **selection: Any) -> float:
-        """Time in which at least one selected kernel ran; an estimate on a CPU, whose own times are in pieces."""
+        """Time in which at least one selected kernel ran; an estimate on a CPU, whose own times are
+        in pieces.
+        """
         chosen = self.select(**selection)
         return length(union((one.start_us, one.start_us + one.duration_us) for one in chosen)) / 1e3
 
     def top_kernels(self, count: int | None = None, **selection: Any) -> list[KernelTotal]:
-        """Totals by short name, the longest first; ties by name, so that the same trace gives the same order."""
+        """Totals by short name, the longest first; ties by name, so that the same trace gives the
+        same order.
+        """
         groups: dict[tuple[str, str], list[Kernel]] = defaultdict(list)
         for kernel in self.select(**selection):
             groups[short_name(kernel.name), kernel.category].append(kernel)
         totals = [
-            KernelTotal(name=name, category=category, calls=len(group), ms=sum(k.duration_us for k in group) / 1e3)
+            KernelTotal(
+                name=name,
+                category=category,
+                calls=len(group),
+                ms=sum(k.duration_us for k in group) / 1e3,
+            )
             for (name, category), group in groups.items()
         ]
         return sorted(totals, key=lambda total: (-total.ms, total.name))[:count]
@@ -113,9 +133,11 @@ class Trace:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The entries of "traceEvents" in the file at `path`, as the profiler writes it: .json or .json.gz.
+    """The entries of "traceEvents" in the file at `path`, as the profiler writes it: .json or
+    .json.gz.
 
-    A file that is the list alone, which the format allows, is read, too. Raises ValueError naming any other file.
+    A file that is the list alone, which the format allows, is read, too. Raises ValueError naming
+    any other file.
     """
     if path.exists() and not path.is_file():  # reading a pipe would wait for ever
         raise ValueError(f"{path.name}: not a regular file")
@@ -129,20 +151,27 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path.name}: no chrome trace: {error}{hint}") from error
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise ValueError(f"{path.name}: no chrome trace: it has no list of objects under 'traceEvents'")
+        raise ValueError(
+            f"{path.name}: no chrome trace: it has no list of objects under 'traceEvents'"
+        )
     return events
 
 
 def trace_of(events: Sequence[dict[str, Any]]) -> Trace:
     """The trace that `events`, the entries of "traceEvents", describe.
 
-    Raises ValueError naming the event, of those that are read, that lacks what torch.profiler gives each.
+    Raises ValueError naming the event, of those that are read, that lacks what torch.profiler gives
+    each.
     """
-    complete = [event for event in events if event.get("ph") == "X" and event.get("cat") in READ_CATEGORIES]
+    complete = [
+        event for event in events if event.get("ph") == "X" and event.get("cat") in READ_CATEGORIES
+    ]
     for event in complete:
         _check(event)
     sites = _launch_sites(complete)
-    steps = sorted((event["ts"], event["ts"] + event["dur"]) for event in complete if event["name"] == STEP)
+    steps = sorted(
+        (event["ts"], event["ts"] + event["dur"]) for event in complete if event["name"] == STEP
+    )
     on_gpu = any(event["cat"] in DEVICE_CATEGORIES for event in complete)
     if on_gpu:
         kernels = _device_kernels(complete, sites, steps)
@@ -160,14 +189,18 @@ def _check(event: dict[str, Any]) -> None:
     """Raise ValueError if `event` has no name, place or time, or has them of another type."""
     arguments = event.get("args", {})
     if not isinstance(arguments, dict):
-        raise ValueError(f"an event's 'args' must be an object, got {arguments!r:.100} of {event.get('name')!r:.100}")
+        raise ValueError(
+            f"an event's 'args' must be an object, got {arguments!r:.100} of {event.get('name')!r:.100}"
+        )
     fields = {field: event.get(field) for field in EVENT_FIELDS}
     fields |= {field: arguments[field] for field in ARGUMENTS if field in arguments}
     for field, value in fields.items():
         types = EVENT_FIELDS.get(field) or ARGUMENTS[field]
         if not isinstance(value, types) or (isinstance(value, float) and not math.isfinite(value)):
-            raise ValueError(f"an event's {field!r} must be a {types[0].__name__}, got {value!r:.100} of "
-                             f"{event.get('name')!r:.100}")  # fmt: skip
+            raise ValueError(
+                f"an event's {field!r} must be a {types[0].__name__}, got {value!r:.100} of "
+                f"{event.get('name')!r:.100}"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -194,7 +227,8 @@ def _launch_sites(events: Sequence[dict[str, Any]]) -> list[_Site]:
         if event["cat"] not in DEVICE_CATEGORIES:
             threads[event["pid"], event["tid"]].append(event)
     sites: list[_Site] = []
-    forward_ranges: dict[int, tuple[float, tuple[str, ...]]] = {}  # by sequence number, of the last operator with it
+    # by sequence number, of the last operator with it
+    forward_ranges: dict[int, tuple[float, tuple[str, ...]]] = {}
     for thread in threads.values():
         open_sites: list[_Site] = []  # the innermost last
         for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
@@ -211,20 +245,33 @@ def _launch_sites(events: Sequence[dict[str, Any]]) -> list[_Site]:
             if event["cat"] == "user_annotation":
                 ranges = (*ranges, name)
             site = _Site(
-                event=event, end_us=start + duration, own_us=duration, ranges=ranges, differentiates=differentiates
+                event=event,
+                end_us=start + duration,
+                own_us=duration,
+                ranges=ranges,
+                differentiates=differentiates,
             )
             if event["cat"] == "cpu_op":
-                caller = next((one for one in reversed(open_sites) if one.event["cat"] != "user_annotation"), None)
+                caller = next(
+                    (one for one in reversed(open_sites) if one.event["cat"] != "user_annotation"),
+                    None,
+                )
                 if caller is not None:
                     caller.own_us -= duration
             open_sites.append(site)
             if event["cat"] != "user_annotation":
                 sites.append(site)
-                if differentiates is None and number is not None and start >= forward_ranges.get(number, (start,))[0]:
+                if (
+                    differentiates is None
+                    and number is not None
+                    and start >= forward_ranges.get(number, (start,))[0]
+                ):
                     forward_ranges[number] = start, ranges
     for site in sites:
         if site.phase == "backward" and site.differentiates in forward_ranges:
-            site.ranges = tuple(dict.fromkeys((*site.ranges, *forward_ranges[site.differentiates][1])))
+            site.ranges = tuple(
+                dict.fromkeys((*site.ranges, *forward_ranges[site.differentiates][1]))
+            )
     return sites
 
 
@@ -233,8 +280,8 @@ def _device_kernels(
 ) -> list[Kernel]:
     """The device's kernels, each joined with its launch by the correlation number.
 
-    Where no launch was recorded, or its time stamp lies outside of all ranges by the clocks' difference, the operator
-    that the kernel names as its origin ("External id") stands in.
+    Where no launch was recorded, or its time stamp lies outside of all ranges by the clocks'
+    difference, the operator that the kernel names as its origin ("External id") stands in.
     """
     launches, operators = {}, {}
     for site in sites:
@@ -255,9 +302,14 @@ def _device_kernels(
 
 
 def _kernel(
-    event: dict[str, Any], site: _Site | None, duration_us: float, steps: Sequence[tuple[float, float]]
+    event: dict[str, Any],
+    site: _Site | None,
+    duration_us: float,
+    steps: Sequence[tuple[float, float]],
 ) -> Kernel:
-    """A kernel whose step is the one that it was launched in: it may run after that step's end on the host."""
+    """A kernel whose step is the one that it was launched in: it may run after that step's end on
+    the host.
+    """
     launched = (event if site is None else site.event)["ts"]
     step = bisect_right(steps, launched, key=lambda step: step[0]) - 1
     phase: Phase = "forward" if site is None else site.phase

@@ -6,7 +6,11 @@ from cs336_systems.model.layers import Embedding, Linear, RMSNorm, RotaryEmbeddi
 from cs336_systems.model.loading import build_model, load_model_class
 from cs336_systems.model.loss import cross_entropy
 from cs336_systems.model.optimizer import AdamW, clip_gradients
-from cs336_systems.model.transformer import CausalMultiHeadSelfAttention, TransformerBlock, TransformerLM
+from cs336_systems.model.transformer import (
+    CausalMultiHeadSelfAttention,
+    TransformerBlock,
+    TransformerLM,
+)
 
 __all__ = [
     "ATTENTION_NAMES",

@@ -1,22 +1,25 @@
-"""A Transformer block in three parts, so that what is stored, computed again and compiled can be chosen for each.
+"""A Transformer block in three parts, so that what is stored, computed again and compiled can be
+chosen for each.
 
     run_in_parts(model, recompute="around_attention", compiled=True)     # in place; before FSDP
 
-The parts: `project` (norm, q, k, v, rotation), attention, and `finish` (output projection, both residual sums,
-feed-forward). Attention stays outside of the compiler and of the checkpoints: it is one operator already, the dearest
-to compute again at long context and the cheapest to keep. What a block stores for backward, in tensors of its input's
-size:
+The parts: `project` (norm, q, k, v, rotation), attention, and `finish` (output projection, both
+residual sums, feed-forward). Attention stays outside of the compiler and of the checkpoints: it is
+one operator already, the dearest to compute again at long context and the cheapest to keep. What a
+block stores for backward, in tensors of its input's size:
 
 - "nothing" is computed again: everything, tens of them.
-- "after_attention" computes `finish` again: x, its normalization (more if not compiled), q, k, v and the output: 6.
+- "after_attention" computes `finish` again: x, its normalization (more if not compiled), q, k, v
+  and the output: 6.
 - "around_attention" computes `project` too: x, q, k, v and attention's output: 5.
 - "block" computes everything again, attention too: x alone.
 
-Where memory is left, the last blocks may keep more of `finish` (`wide_blocks`): what w1 and w3 give, and their input.
-The three large products of `finish` are then not computed again.
+Where memory is left, the last blocks may keep more of `finish` (`wide_blocks`): what w1 and w3
+give, and their input. The three large products of `finish` are then not computed again.
 
-This is selective checkpointing (Korthikanti et al. 2022, arXiv:2205.05198) with the line drawn by hand: by operator, as
-selective `apply_checkpointing` draws it, it would have to look inside of compiled code.
+This is selective checkpointing (Korthikanti et al. 2022, arXiv:2205.05198) with the line drawn by
+hand: by operator, as selective `apply_checkpointing` draws it, it would have to look inside of
+compiled code.
 """
 
 from __future__ import annotations
@@ -35,21 +38,30 @@ from cs336_systems.model.transformer import TransformerBlock, TransformerLM, cau
 Recompute = Literal["nothing", "after_attention", "around_attention", "block"]
 RECOMPUTES: tuple[str, ...] = get_args(Recompute)
 # Tensors of the block's input's size that stay until its backward, where the parts are compiled.
-KEPT_WIDTHS = {"after_attention": 6, "around_attention": 5, "block": 1}  # a wide block: 1, w1's and w3's more
+# a wide block: 1, w1's and w3's more
+KEPT_WIDTHS = {"after_attention": 6, "around_attention": 5, "block": 1}
 
 
 def run_in_parts(
-    model: nn.Module, *, recompute: Recompute = "nothing", compiled: bool = False, wide_blocks: int = 0
+    model: nn.Module,
+    *,
+    recompute: Recompute = "nothing",
+    compiled: bool = False,
+    wide_blocks: int = 0,
 ) -> nn.Module:
-    """Run every block of `model` in parts, in place, and compute `recompute` again in backward. Returns `model`.
+    """Run every block of `model` in parts, in place, and compute `recompute` again in backward.
+    Returns `model`.
 
-    Call it before FSDP, whose hooks must lie outside. Only `forward` of the blocks is replaced. Each part is compiled
-    once for all blocks, and for each shape anew. With "after_attention" the last `wide_blocks` blocks keep what w1 and
-    w3 give. Raises TypeError if `model` is no TransformerLM, ValueError naming a `recompute` that there is not, or
-    `wide_blocks` that the model does not have or that compute something else again.
+    Call it before FSDP, whose hooks must lie outside. Only `forward` of the blocks is replaced.
+    Each part is compiled once for all blocks, and for each shape anew. With "after_attention" the
+    last `wide_blocks` blocks keep what w1 and w3 give. Raises TypeError if `model` is no
+    TransformerLM, ValueError naming a `recompute` that there is not, or `wide_blocks` that the
+    model does not have or that compute something else again.
     """
     if not isinstance(model, TransformerLM):
-        raise TypeError(f"model must be a TransformerLM, whose blocks have these parts, got {type(model).__name__}")
+        raise TypeError(
+            f"model must be a TransformerLM, whose blocks have these parts, got {type(model).__name__}"
+        )
     if recompute not in RECOMPUTES:
         raise ValueError(f"recompute must be one of {', '.join(RECOMPUTES)}, got {recompute!r}")
     num_blocks = len(model.layers)
@@ -101,12 +113,17 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _finish_wide(
-    mixing: Callable[..., Any], gating: Callable[..., Any], block: TransformerBlock, x: Tensor, attended: Tensor
+    mixing: Callable[..., Any],
+    gating: Callable[..., Any],
+    block: TransformerBlock,
+    x: Tensor,
+    attended: Tensor,
 ) -> Tensor:
-    """`finish` that keeps `normalized`, `gate` and `up` for backward, and computes `mix` and `gated` again.
+    """`finish` that keeps `normalized`, `gate` and `up` for backward, and computes `mix` and
+    `gated` again.
 
-    w2 lies outside of the compiler, so that the checkpoint, which ends with the last tensor that backward needs, stops
-    before its product.
+    w2 lies outside of the compiler, so that the checkpoint, which ends with the last tensor that
+    backward needs, stops before its product.
     """
     mixed, normalized = _recomputed(mixing, block, x, attended)
     gate, up = block.ffn.w1(normalized), block.ffn.w3(normalized)
@@ -118,7 +135,9 @@ def _finish_wide(
     return finished
 
 
-def _through_parts(first: Callable[..., Any], last: Callable[..., Any], block: TransformerBlock, x: Tensor) -> Tensor:
+def _through_parts(
+    first: Callable[..., Any], last: Callable[..., Any], block: TransformerBlock, x: Tensor
+) -> Tensor:
     q, k, v = first(block, x)
     attended = causal_attention(q, k, v, block.attn.attention)
     finished: Tensor = last(block, x, attended)

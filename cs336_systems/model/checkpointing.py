@@ -1,17 +1,21 @@
-"""Activation checkpointing of a TransformerLM: store some blocks' inputs, and compute the rest again for backward.
+"""Activation checkpointing of a TransformerLM: store some blocks' inputs, and compute the rest
+again for backward.
 
     apply_checkpointing(model, "1")          # one block a group: the least memory of a single level for real models
     apply_checkpointing(model, "recursive")  # O(log N) stored inputs, for N/2·log2 N more block forwards
     apply_checkpointing(model, "selective")  # groups, but the output of fused attention is kept, not computed again
     apply_checkpointing(model, "none")       # undo
 
-With N blocks, r bytes of residual stream at a boundary and a bytes that one block saves for backward, groups of g
-blocks store the N/g inputs of the groups, and during backward the activations of one group: r·N/g + a·g, least at
-g = sqrt(N·r/a), with the familiar 2·sqrt(N) where r = a (Chen et al. 2016, arXiv:1604.06174). A Transformer block saves
-tens of times what its input occupies, so that g = 1 is best up to N = a/r. Recursion (Griewank 1992's schedules, here
-simply by halves) stores one input for each halving, r·log2 N + a, and never more than one block's activations.
+With N blocks, r bytes of residual stream at a boundary and a bytes that one block saves for
+backward, groups of g blocks store the N/g inputs of the groups, and during backward the activations
+of one group: r·N/g + a·g, least at
+g = sqrt(N·r/a), with the familiar 2·sqrt(N) where r = a (Chen et al. 2016, arXiv:1604.06174). A
+Transformer block saves tens of times what its input occupies, so that g = 1 is best up to N = a/r.
+Recursion (Griewank 1992's schedules, here simply by halves) stores one input for each halving,
+r·log2 N + a, and never more than one block's activations.
 
-What is computed again gives bit-identical gradients: the model has no dropout, so no random state needs restoring.
+What is computed again gives bit-identical gradients: the model has no dropout, so no random state
+needs restoring.
 """
 
 from __future__ import annotations
@@ -23,12 +27,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from cs336_systems.config import FUSED_ATTENTION
 from cs336_systems.model.transformer import BlockRunner, TransformerLM, run_in_order
 
-# Operators that are an attention as a whole, whose output (and log-sum-exp) selective checkpointing keeps.
+# Operators that are an attention as a whole, whose output (and log-sum-exp) selective checkpointing
+# keeps.
 FUSED_OPERATORS = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
@@ -44,14 +53,16 @@ def apply_checkpointing(model: nn.Module, name: str) -> None:
     """Choose by `name` what is stored; parameters, state dict and results stay as they are.
 
     - "none": everything that backward needs.
-    - "4", or another number: the input of every four consecutive blocks; the last group may be shorter.
-    - "recursive": the input of the first half of the blocks, and the second half likewise, down to single blocks. A
-      half that is computed again is itself checkpointed by halves.
-    - "selective": as "1", but the outputs of attention operators are kept, so that attention runs only once.
+    - "4", or another number: the input of every four consecutive blocks; the last group may be
+      shorter.
+    - "recursive": the input of the first half of the blocks, and the second half likewise, down to
+      single blocks. A half that is computed again is itself checkpointed by halves.
+    - "selective": as "1", but the outputs of attention operators are kept, so that attention runs
+      only once.
 
-    Raises TypeError if `model` is no TransformerLM, ValueError for any other name, and for "selective" where the
-    model's attention is not one operator (reference, compiled): to keep its output would save nothing, since its
-    backward needs the probabilities again.
+    Raises TypeError if `model` is no TransformerLM, ValueError for any other name, and for
+    "selective" where the model's attention is not one operator (reference, compiled): to keep its
+    output would save nothing, since its backward needs the probabilities again.
     """
     transformer = _transformer(model)
     if name == "none":
@@ -70,16 +81,19 @@ def apply_checkpointing(model: nn.Module, name: str) -> None:
     elif isinstance(name, str) and name.isdecimal() and int(name) > 0:
         transformer.run_blocks = partial(_run_groups, int(name))
     else:
-        raise ValueError(f"checkpointing must be none, recursive, selective or blocks per group, got {name!r}")
+        raise ValueError(
+            f"checkpointing must be none, recursive, selective or blocks per group, got {name!r}"
+        )
 
 
 def compile_blocks(model: nn.Module) -> None:
     """Compile each block by itself, in place; under checkpointing, which stays outside.
 
-    In this order the compiler sees one block without checkpoints and compiles it once, for all blocks and for the
-    recomputation. Around a checkpoint it would trace into it, and decide by itself what to compute again. Every shape
-    is compiled for itself: after a second shape the compiler would otherwise keep sizes open, and store and fuse
-    differently in a model that was built after another one.
+    In this order the compiler sees one block without checkpoints and compiles it once, for all
+    blocks and for the recomputation. Around a checkpoint it would trace into it, and decide by
+    itself what to compute again. Every shape is compiled for itself: after a second shape the
+    compiler would otherwise keep sizes open, and store and fuse differently in a model that was
+    built after another one.
     """
     for block in _transformer(model).layers:
         block.compile(dynamic=False)
@@ -88,10 +102,14 @@ def compile_blocks(model: nn.Module) -> None:
 # What a strategy costs, in closed form
 
 
-def grouped_bytes(num_blocks: int, blocks_per_group: int, input_bytes: float, block_bytes: float) -> float:
-    """Peak bytes stored between blocks by groups: inputs of the groups so far, and one group's activations.
+def grouped_bytes(
+    num_blocks: int, blocks_per_group: int, input_bytes: float, block_bytes: float
+) -> float:
+    """Peak bytes stored between blocks by groups: inputs of the groups so far, and one group's
+    activations.
 
-    The last group comes first in backward, when all inputs are there; if it is shorter, the one before may be the peak.
+    The last group comes first in backward, when all inputs are there; if it is shorter, the one
+    before may be the peak.
     """
     num_groups = -(-num_blocks // blocks_per_group)
     last = num_blocks - (num_groups - 1) * blocks_per_group
@@ -102,19 +120,28 @@ def grouped_bytes(num_blocks: int, blocks_per_group: int, input_bytes: float, bl
 
 
 def best_blocks_per_group(num_blocks: int, input_bytes: float, block_bytes: float) -> int:
-    """The group size of the least `grouped_bytes`: next to sqrt(num_blocks · input_bytes / block_bytes)."""
-    return min(range(1, num_blocks + 1), key=lambda size: grouped_bytes(num_blocks, size, input_bytes, block_bytes))
+    """The group size of the least `grouped_bytes`: next to sqrt(num_blocks · input_bytes /
+    block_bytes).
+    """
+    return min(
+        range(1, num_blocks + 1),
+        key=lambda size: grouped_bytes(num_blocks, size, input_bytes, block_bytes),
+    )
 
 
 def recursive_bytes(num_blocks: int, input_bytes: float, block_bytes: float) -> float:
-    """Peak bytes stored between blocks by recursion: an input for each halving, and one block's activations."""
+    """Peak bytes stored between blocks by recursion: an input for each halving, and one block's
+    activations.
+    """
     return math.ceil(math.log2(num_blocks)) * input_bytes + block_bytes
 
 
 # How the blocks are run
 
 
-def _run_groups(blocks_per_group: int, blocks: Sequence[nn.Module], x: Tensor, **options: Any) -> Tensor:
+def _run_groups(
+    blocks_per_group: int, blocks: Sequence[nn.Module], x: Tensor, **options: Any
+) -> Tensor:
     for start in range(0, len(blocks), blocks_per_group):
         x = _checkpoint(run_in_order, list(blocks[start : start + blocks_per_group]), x, **options)
     return x
@@ -132,15 +159,21 @@ def _run_halves(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
 def _checkpoint(run: BlockRunner, blocks: Sequence[nn.Module], x: Tensor, **options: Any) -> Tensor:
     if not torch.is_grad_enabled():
         return run(blocks, x)
-    return checkpoint(partial(run, blocks), x, use_reentrant=False, preserve_rng_state=False, **options)
+    return checkpoint(
+        partial(run, blocks), x, use_reentrant=False, preserve_rng_state=False, **options
+    )
 
 
 def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operator.name().partition(".")[0]
-    return CheckpointPolicy.MUST_SAVE if name in FUSED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE if name in FUSED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 def _transformer(model: nn.Module) -> TransformerLM:
     if not isinstance(model, TransformerLM):
-        raise TypeError(f"model must be a TransformerLM, whose blocks can be run in groups, got {type(model).__name__}")
+        raise TypeError(
+            f"model must be a TransformerLM, whose blocks can be run in groups, got {type(model).__name__}"
+        )
     return model

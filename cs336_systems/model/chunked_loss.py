@@ -1,21 +1,25 @@
-"""The loss of a language model without its logits: the head and the cross-entropy together, some tokens at a time.
+"""The loss of a language model without its logits: the head and the cross-entropy together, some
+tokens at a time.
 
     model = LossTransformer.for_loss(MODEL_SIZES["8b"], attention="triton")
     loss = model(tokens, targets)                                               # a scalar; no logits anywhere
     loss = chunked_cross_entropy(hidden, weight, targets, chunk_tokens=2048)    # the function alone
 
-The logits of T tokens over a vocabulary of V, in bfloat16 and float32, with their gradient, take 10 bytes for each of
-T·V elements: 46 GiB for one sequence of 32,768 tokens and 152 thousand words. But the gradient of a mean loss is
-linear in the loss's own gradient, so what backward needs can be computed where the logits are:
+The logits of T tokens over a vocabulary of V, in bfloat16 and float32, with their gradient, take 10
+bytes for each of T·V elements: 46 GiB for one sequence of 32,768 tokens and 152 thousand words. But
+the gradient of a mean loss is linear in the loss's own gradient, so what backward needs can be
+computed where the logits are:
 
 - logits: one chunk's, hidden @ weight.T, in the inputs' dtype, then in float32;
 - loss: log-sum-exp minus the target's logit, summed up;
 - gradient: softmax minus one at the target, over T, in the place of the logits;
-- products: gradient @ weight is the chunk's gradient of `hidden`, gradient.T @ hidden is added to that of `weight`.
+- products: gradient @ weight is the chunk's gradient of `hidden`, gradient.T @ hidden is added to
+  that of `weight`.
 
-Then the chunk is forgotten. Backward only multiplies both gradients by the loss's. So nothing is computed twice: three
-matmuls, as without chunks, and only the gradient of `weight` is held longer than it would be. The idea of computing
-gradients in the forward is that of Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv:2410.10989).
+Then the chunk is forgotten. Backward only multiplies both gradients by the loss's. So nothing is
+computed twice: three matmuls, as without chunks, and only the gradient of `weight` is held longer
+than it would be. The idea of computing gradients in the forward is that of Liger-Kernel's fused
+linear cross-entropy (Hsu et al. 2024, arXiv:2410.10989).
 """
 
 from __future__ import annotations
@@ -44,19 +48,24 @@ def chunked_cross_entropy(
     *,
     compiled: bool = False,
 ) -> Float[Tensor, ""]:
-    """`cross_entropy(hidden @ weight.T, targets)` in float32 at least, some tokens' logits at a time.
+    """`cross_entropy(hidden @ weight.T, targets)` in float32 at least, some tokens' logits at a
+    time.
 
-    Differentiable once, in `hidden` and `weight`, whose gradients are computed already here if they will be asked for.
-    Logits are rounded to the inputs' dtype, as `Linear` does; the softmax is computed in float32 at least, and the
-    gradient of `weight` is added up there. If `compiled`, what lies between the matmuls is, anew for each number of
-    tokens, and reads the logits three times in place of ten. Targets are not checked against the vocabulary: see
-    `cross_entropy`. Raises TypeError if hidden and weight are not of one real floating-point dtype, or in float16,
-    whose range the gradients leave before a loss scaler's factor reaches them; ValueError naming what has a wrong
-    shape, targets that are not integers or that are none, and chunk_tokens that is not a positive int.
+    Differentiable once, in `hidden` and `weight`, whose gradients are computed already here if they
+    will be asked for. Logits are rounded to the inputs' dtype, as `Linear` does; the softmax is
+    computed in float32 at least, and the gradient of `weight` is added up there. If `compiled`,
+    what lies between the matmuls is, anew for each number of tokens, and reads the logits three
+    times in place of ten. Targets are not checked against the vocabulary: see `cross_entropy`.
+    Raises TypeError if hidden and weight are not of one real floating-point dtype, or in float16,
+    whose range the gradients leave before a loss scaler's factor reaches them; ValueError naming
+    what has a wrong shape, targets that are not integers or that are none, and chunk_tokens that is
+    not a positive int.
     """
     _check(hidden, weight, targets, chunk_tokens)
     flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
-    loss: Tensor = _ChunkedLoss.apply(flat, weight, flat_targets, chunk_tokens, compiled, torch.is_grad_enabled())
+    loss: Tensor = _ChunkedLoss.apply(
+        flat, weight, flat_targets, chunk_tokens, compiled, torch.is_grad_enabled()
+    )
     return loss
 
 
@@ -65,18 +74,28 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, compiled: bool,
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk_tokens: int,
+        compiled: bool,
         differentiates: bool,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         num_tokens = hidden.shape[0]
         wide_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        wants_hidden, wants_weight = (differentiates and wanted for wanted in ctx.needs_input_grad[:2])
+        wants_hidden, wants_weight = (
+            differentiates and wanted for wanted in ctx.needs_input_grad[:2]
+        )
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=wide_dtype) if wants_weight else None
         total = torch.zeros((), dtype=wide_dtype, device=hidden.device)
         softmax = _compiled_loss_and_gradient() if compiled else _loss_and_gradient
         for start in range(0, num_tokens, chunk_tokens):
-            part, own = hidden[start : start + chunk_tokens], targets[start : start + chunk_tokens, None]
+            part, own = (
+                hidden[start : start + chunk_tokens],
+                targets[start : start + chunk_tokens, None],
+            )
             # Logits, loss, gradient
             loss, gradient = softmax(part @ weight.T, own, num_tokens)
             gradient = gradient.to(hidden.dtype)  # autocast's logits are narrower
@@ -94,14 +113,21 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # once_differentiable would pass over it where the loss's gradient is a constant
-            raise RuntimeError("chunked_cross_entropy can be differentiated once only: create_graph must be False")
-        scaled = (None if one is None else (one * loss_gradient).to(one.dtype) for one in ctx.saved_tensors)
+        # once_differentiable would pass over it where the loss's gradient is a constant
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "chunked_cross_entropy can be differentiated once only: create_graph must be False"
+            )
+        scaled = (
+            None if one is None else (one * loss_gradient).to(one.dtype)
+            for one in ctx.saved_tensors
+        )
         return (*scaled, None, None, None, None)
 
 
 def _loss_and_gradient(logits: Tensor, own: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """The sum of a chunk's losses, and the gradient of its logits in the mean over `num_tokens`, in the logits' dtype.
+    """The sum of a chunk's losses, and the gradient of its logits in the mean over `num_tokens`, in
+    the logits' dtype.
 
     `logits` (tokens, vocab) become the gradient; `own` (tokens, 1) are the targets.
     """
@@ -112,7 +138,9 @@ def _loss_and_gradient(logits: Tensor, own: Tensor, num_tokens: int) -> tuple[Te
     wide /= sums * num_tokens
     gradient = logits.copy_(wide)
     own_gradient = (target_logits.exp() / sums - 1.0) / num_tokens
-    return (sums.log() - target_logits).sum(), gradient.scatter_(-1, own, own_gradient.to(logits.dtype))
+    return (sums.log() - target_logits).sum(), gradient.scatter_(
+        -1, own, own_gradient.to(logits.dtype)
+    )
 
 
 @cache
@@ -121,7 +149,9 @@ def _compiled_loss_and_gradient() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b; on GPUs the product of bfloat16 is added unrounded, without leaving the matmul."""
+    """total += a @ b; on GPUs the product of bfloat16 is added unrounded, without leaving the
+    matmul.
+    """
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.is_cuda:
@@ -133,8 +163,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 class LossHead(Linear):
     """The output layer of a language model that answers with the loss: `head(hidden, targets)`.
 
-    One module with one forward, so that what wraps modules (FSDP) gathers its weight once for all chunks, forward and
-    backward.
+    One module with one forward, so that what wraps modules (FSDP) gathers its weight once for all
+    chunks, forward and backward.
     """
 
     chunk_tokens, compiled = CHUNK_TOKENS, False  # as `LossTransformer.for_loss` sets them
@@ -142,19 +172,27 @@ class LossHead(Linear):
     def forward(  # type: ignore[override]
         self, hidden: Float[Tensor, "*batch d_in"], targets: Int[Tensor, "*batch"]
     ) -> Float[Tensor, ""]:
-        return chunked_cross_entropy(hidden, self.weight, targets, self.chunk_tokens, compiled=self.compiled)
+        return chunked_cross_entropy(
+            hidden, self.weight, targets, self.chunk_tokens, compiled=self.compiled
+        )
 
 
 class LossTransformer(TransformerLM):
-    """A TransformerLM, with its parameters under their names, that maps tokens and targets to the loss."""
+    """A TransformerLM, with its parameters under their names, that maps tokens and targets to the
+    loss.
+    """
 
     head_class = LossHead
 
     @classmethod
     def for_loss(
-        cls, config: ModelConfig, *, attention: str = "reference", chunk_tokens: int = CHUNK_TOKENS,
+        cls,
+        config: ModelConfig,
+        *,
+        attention: str = "reference",
+        chunk_tokens: int = CHUNK_TOKENS,
         compiled: bool = False,
-    ) -> LossTransformer:  # fmt: skip
+    ) -> LossTransformer:
         """As `from_config`, with `chunked_cross_entropy`'s arguments for the loss."""
         model = cls.from_config(config, attention=attention)
         assert isinstance(model, LossTransformer) and isinstance(model.lm_head, LossHead)
@@ -168,11 +206,13 @@ class LossTransformer(TransformerLM):
         return self.lm_head(self.hidden(tokens), targets)
 
 
-def loss_bytes(num_tokens: int, vocab_size: int, d_model: int, chunk_tokens: int, element_bytes: int) -> int:
+def loss_bytes(
+    num_tokens: int, vocab_size: int, d_model: int, chunk_tokens: int, element_bytes: int
+) -> int:
     """Peak bytes of `chunked_cross_entropy` and its gradients, inputs not counted.
 
-    A chunk's logits, the gradient of `hidden` and that of `weight`; where the inputs are narrower than float32, logits
-    and the gradient of `weight` in float32, too.
+    A chunk's logits, the gradient of `hidden` and that of `weight`; where the inputs are narrower
+    than float32, logits and the gradient of `weight` in float32, too.
     """
     element = element_bytes + (4 if element_bytes < 4 else 0)
     chunk = min(chunk_tokens, num_tokens) * vocab_size
@@ -185,7 +225,9 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -
             f"hidden and weight must be of one real floating-point dtype, got {hidden.dtype} and {weight.dtype}"
         )
     if hidden.dtype == torch.float16:
-        raise TypeError("hidden must not be float16, in which gradients taken before the loss is scaled underflow")
+        raise TypeError(
+            "hidden must not be float16, in which gradients taken before the loss is scaled underflow"
+        )
     if weight.ndim != 2 or hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"weight must have shape (vocab, d_model) with hidden's last dimension as d_model, "

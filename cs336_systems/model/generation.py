@@ -22,19 +22,22 @@ def generate(
 ) -> Int[Tensor, " new"]:
     """At most `max_new_tokens` tokens that follow `prompt_tokens`, without the prompt.
 
-    `model` is a TransformerLM, or a wrapper with one in `.module` whose ranks all call this. The logits are divided by
-    `temperature`; 0 takes the most likely token, as does a temperature too small for their dtype to divide by. `top_p`
-    then keeps the smallest set of most likely tokens whose probabilities reach it, at least one (nucleus sampling,
-    Holtzman et al., arXiv:1904.09751). Generation ends after `eos_token`, which is then the last token returned.
-    `generator` must be on the model's device. The model sees the last `context_length` tokens, and the whole of them at
-    every step: there is no key-value cache. Raises ValueError on arguments out of range, TypeError if the prompt is not
-    a tensor.
+    `model` is a TransformerLM, or a wrapper with one in `.module` whose ranks all call this. The
+    logits are divided by `temperature`; 0 takes the most likely token, as does a temperature too
+    small for their dtype to divide by. `top_p` then keeps the smallest set of most likely tokens
+    whose probabilities reach it, at least one (nucleus sampling, Holtzman et al.,
+    arXiv:1904.09751). Generation ends after `eos_token`, which is then the last token returned.
+    `generator` must be on the model's device. The model sees the last `context_length` tokens, and
+    the whole of them at every step: there is no key-value cache. Raises ValueError on arguments out
+    of range, TypeError if the prompt is not a tensor.
     """
     sizes: Any = getattr(model, "module", model)
     if not isinstance(prompt_tokens, Tensor):
         raise TypeError(f"prompt_tokens must be a tensor, got {type(prompt_tokens).__name__}")
     if prompt_tokens.ndim != 1 or prompt_tokens.numel() == 0:
-        raise ValueError(f"prompt_tokens must have shape (tokens,), at least one, got {tuple(prompt_tokens.shape)}")
+        raise ValueError(
+            f"prompt_tokens must have shape (tokens,), at least one, got {tuple(prompt_tokens.shape)}"
+        )
     if prompt_tokens.min() < 0 or prompt_tokens.max() >= sizes.vocab_size:
         raise ValueError(
             f"prompt_tokens must be in [0, {sizes.vocab_size}), "
@@ -58,10 +61,14 @@ def generate(
 
 
 def _sample(
-    logits: Float[Tensor, " vocab"], temperature: float, top_p: float | None, generator: torch.Generator | None
+    logits: Float[Tensor, " vocab"],
+    temperature: float,
+    top_p: float | None,
+    generator: torch.Generator | None,
 ) -> Int[Tensor, " 1"]:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # Below the smallest normal number the division may be by 0, or a product with an infinite inverse: 0/0 is NaN.
+    # Below the smallest normal number the division may be by 0, or a product with an infinite
+    # inverse: 0/0 is NaN.
     if temperature < torch.finfo(wide.dtype).tiny:
         return wide.argmax(dim=-1, keepdim=True)
     # The largest logit is subtracted before the division, which a small temperature would overflow.
@@ -69,6 +76,7 @@ def _sample(
     if top_p is None:
         return torch.multinomial(probabilities, 1, generator=generator)
     ordered, order = probabilities.sort(descending=True)
-    mass_before = ordered.cumsum(dim=-1) - ordered  # 0 for the most likely token, which therefore always stays
+    # 0 for the most likely token, which therefore always stays
+    mass_before = ordered.cumsum(dim=-1) - ordered
     nucleus = ordered.masked_fill(mass_before >= top_p, 0.0)
     return order[torch.multinomial(nucleus, 1, generator=generator)]

@@ -1,8 +1,9 @@
-"""The layers of the Transformer language model: Linear, Embedding, RMSNorm, RotaryEmbedding, SwiGLU.
+"""The layers of the Transformer language model: Linear, Embedding, RMSNorm, RotaryEmbedding,
+SwiGLU.
 
-CS336 assignment 1's layers, with its parameter names, so that state dicts interchange. Constructors name no device:
-`with torch.device("cuda"): Linear(512, 2048)` draws the weights on the GPU, and "meta" draws nothing. After
-`to_empty`, call `reset_parameters` on every layer that has it.
+CS336 assignment 1's layers, with its parameter names, so that state dicts interchange. Constructors
+name no device: `with torch.device("cuda"): Linear(512, 2048)` draws the weights on the GPU, and
+"meta" draws nothing. After `to_empty`, call `reset_parameters` on every layer that has it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """`x / sqrt(mean(x²) + eps) * weight` over the last dimension (Zhang and Sennrich, arXiv:1910.07467).
+    """`x / sqrt(mean(x²) + eps) * weight` over the last dimension (Zhang and Sennrich,
+    arXiv:1910.07467).
 
     Computed in float32 (float64 for float64 input) and returned in the input's dtype.
     """
@@ -88,13 +90,15 @@ class RMSNorm(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding of positions 0, 1, ... (Su et al., arXiv:2104.09864).
 
-    Pair i of position p, (x[2i], x[2i+1]), is rotated by the angle p · theta^(-2i/head_dim). The output holds first
-    the rotated even elements, then the rotated odd ones: not interleaved again, as in the 2026 edition. Queries and
-    keys are permuted alike, so their dot products do not see the order.
+    Pair i of position p, (x[2i], x[2i+1]), is rotated by the angle p · theta^(-2i/head_dim). The
+    output holds first the rotated even elements, then the rotated odd ones: not interleaved again,
+    as in the 2026 edition. Queries and keys are permuted alike, so their dot products do not see
+    the order.
 
-    The tables `cos` and `sin`, (context_length, head_dim / 2), are not in the state dict. Their angles are computed in
-    float64 and they are stored in float32 at least: they are computed anew whenever the module is moved or cast, so
-    `.to(torch.bfloat16)` does not round them and `to_empty` does not leave them uninitialised.
+    The tables `cos` and `sin`, (context_length, head_dim / 2), are not in the state dict. Their
+    angles are computed in float64 and they are stored in float32 at least: they are computed anew
+    whenever the module is moved or cast, so `.to(torch.bfloat16)` does not round them and
+    `to_empty` does not leave them uninitialised.
     """
 
     cos: Tensor
@@ -113,7 +117,9 @@ class RotaryEmbedding(nn.Module):
 
     def _tables(self, device: torch.device | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # float32 angles would be off by 1e-3 radians at position 32768.
-        exponents = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float64) / self.head_dim
+        exponents = (
+            torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float64) / self.head_dim
+        )
         positions = torch.arange(self.context_length, device=device, dtype=torch.float64)
         angles = torch.outer(positions, self.theta**-exponents)  # (context_length, head_dim / 2)
         return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -126,10 +132,14 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def forward(self, x: Float[Tensor, "... seq head_dim"]) -> Float[Tensor, "... seq head_dim"]:
-        """Rotate `x` in float32 at least and return its dtype; ValueError if seq exceeds the context length."""
+        """Rotate `x` in float32 at least and return its dtype; ValueError if seq exceeds the
+        context length.
+        """
         seq = x.shape[-2]
         if seq > self.context_length:
-            raise ValueError(f"sequence of {seq} positions is longer than context_length={self.context_length}")
+            raise ValueError(
+                f"sequence of {seq} positions is longer than context_length={self.context_length}"
+            )
         return self.rotate(x, self.cos[:seq], self.sin[:seq])
 
     @staticmethod

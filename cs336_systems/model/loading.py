@@ -1,7 +1,9 @@
-"""Building a model from its configuration: this package's, or the user's own named "package.module:Class".
+"""Building a model from its configuration: this package's, or the user's own named
+"package.module:Class".
 
 model = build_model(MODEL_SIZES["small"], attention="triton", device="cuda", seed=0)
-model = build_model(MODEL_SIZES["small"], model_spec="my_package.model:MyTransformer", device="cuda")
+model = build_model(MODEL_SIZES["small"], model_spec="my_package.model:MyTransformer",
+device="cuda")
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ SPEC_PATTERN = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\
 def load_model_class(spec: str) -> type[nn.Module]:
     """The class named by `spec`, "package.module:Class".
 
-    Raises ValueError if `spec` is malformed, its module cannot be imported or has no such class, or the class is not a
-    torch.nn.Module whose constructor takes `CONSTRUCTOR_ARGUMENTS` by keyword.
+    Raises ValueError if `spec` is malformed, its module cannot be imported or has no such class, or
+    the class is not a torch.nn.Module whose constructor takes `CONSTRUCTOR_ARGUMENTS` by keyword.
     """
     match = SPEC_PATTERN.fullmatch(spec)
     if match is None:
@@ -33,7 +35,10 @@ def load_model_class(spec: str) -> type[nn.Module]:
     module_name, class_name = match["module"], match["name"]
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # importing runs the user's code, which may raise anything
         raise ValueError(
             f"model {spec!r}: cannot import {module_name!r} ({type(error).__name__}: {error}); "
             f"is it installed or on PYTHONPATH?"
@@ -62,11 +67,12 @@ def build_model(
 ) -> nn.Module:
     """A model of `config`'s shape with initial weights drawn on `device` from `seed`.
 
-    `model_spec` names the user's own class (see `load_model_class`); `attention` other than "reference" is passed to
-    it only if its constructor has a parameter of that name (**kwargs is none), and is refused otherwise. Weights are
-    drawn in the default dtype and then converted, so that a bfloat16 model is the rounded float32 model of the same
-    seed; different devices draw different weights. The caller's random state is left as it was. Raises ValueError on a
-    bad argument.
+    `model_spec` names the user's own class (see `load_model_class`); `attention` other than
+    "reference" is passed to it only if its constructor has a parameter of that name (**kwargs is
+    none), and is refused otherwise. Weights are drawn in the default dtype and then converted, so
+    that a bfloat16 model is the rounded float32 model of the same seed; different devices draw
+    different weights. The caller's random state is left as it was. Raises ValueError on a bad
+    argument.
     """
     if not dtype.is_floating_point:
         raise ValueError(f"dtype must be floating point, got {dtype}")

@@ -29,13 +29,15 @@ class AdamW(torch.optim.Optimizer):
         v ← β2 · v + (1 − β2) · g²
         p ← p − lr · sqrt(1 − β2^t) / (1 − β1^t) · m / (sqrt(v) + eps)
 
-    eps stands outside the bias correction, so torch.optim.AdamW's eps is sqrt(1 − β2^t) times as large.
-    State of a parameter: "step" (int), "exp_avg" and "exp_avg_sq" (its own dtype and device). Everything is updated in
-    place; the only temporary is sqrt(v), in batches of at most `TEMPORARY_BYTES`, so that a step needs little more
-    memory than parameters, gradients and state. A hyper-parameter may be a scalar tensor, whose value is read at each
-    step (on a GPU, a synchronisation), and a state dict of torch.optim.AdamW can be loaded. Raises ValueError on
-    hyper-parameters out of range, and on parameters that are not real floating point or have sparse gradients; the
-    latter before anything is updated.
+    eps stands outside the bias correction, so torch.optim.AdamW's eps is sqrt(1 − β2^t) times as
+    large.
+    State of a parameter: "step" (int), "exp_avg" and "exp_avg_sq" (its own dtype and device).
+    Everything is updated in place; the only temporary is sqrt(v), in batches of at most
+    `TEMPORARY_BYTES`, so that a step needs little more memory than parameters, gradients and state.
+    A hyper-parameter may be a scalar tensor, whose value is read at each step (on a GPU, a
+    synchronisation), and a state dict of torch.optim.AdamW can be loaded. Raises ValueError on
+    hyper-parameters out of range, and on parameters that are not real floating point or have sparse
+    gradients; the latter before anything is updated.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, whose own hyper-parameters replace the defaults."""
@@ -60,7 +64,8 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # What one multi-tensor call may update together. Nothing is changed before all parameters are looked at.
+        # What one multi-tensor call may update together. Nothing is changed before all parameters
+        # are looked at.
         together: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -71,7 +76,8 @@ class AdamW(torch.optim.Optimizer):
                         f"params must be floating point with dense gradients, "
                         f"got {parameter.dtype} of shape {tuple(parameter.shape)}"
                     )
-                step = int(self.state.get(parameter, {}).get("step", 0)) + 1  # torch.optim.AdamW's is a tensor
+                # torch.optim.AdamW's is a tensor
+                step = int(self.state.get(parameter, {}).get("step", 0)) + 1
                 together[number, parameter.device, parameter.dtype, step].append(parameter)
         for (number, _, _, step), parameters in together.items():
             for batch in _batches(parameters, TEMPORARY_BYTES):
@@ -79,7 +85,8 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameters: list[Tensor], step: int, group: dict[str, Any]) -> None:
-        # float: the multi-tensor calls take a tensor as one factor for each parameter, or not at all.
+        # float: the multi-tensor calls take a tensor as one factor for each parameter, or not at
+        # all.
         lr, weight_decay, eps = (float(group[name]) for name in ("lr", "weight_decay", "eps"))
         beta1, beta2 = (float(beta) for beta in group["betas"])
         for parameter in parameters:
@@ -88,7 +95,8 @@ class AdamW(torch.optim.Optimizer):
                 for name in ("exp_avg", "exp_avg_sq"):
                     state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["step"] = step
-        gradients: list[Any] = [parameter.grad for parameter in parameters]  # none is None: see step
+        # none is None: see step
+        gradients: list[Any] = [parameter.grad for parameter in parameters]
         exp_avgs = [self.state[parameter]["exp_avg"] for parameter in parameters]
         exp_avg_sqs = [self.state[parameter]["exp_avg_sq"] for parameter in parameters]
 
@@ -103,15 +111,19 @@ class AdamW(torch.optim.Optimizer):
         torch._foreach_addcdiv_(parameters, exp_avgs, denominators, -step_size)
 
 
-def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float, eps: float = 1e-6) -> Tensor:
-    """Scale all gradients in place by `min(1, max_norm / (norm + eps))` and return `norm`, a scalar tensor.
+def clip_gradients(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, eps: float = 1e-6
+) -> Tensor:
+    """Scale all gradients in place by `min(1, max_norm / (norm + eps))` and return `norm`, a scalar
+    tensor.
 
-    `norm` is the 2-norm of all gradients taken as one vector, before scaling: accumulated in float64, so that squares
-    of float32 do not overflow, and returned in float32 at least. No host synchronisation. Parameters without a gradient
-    are passed over; without any, the norm is 0. If the accumulated norm is not finite, since a gradient is not (or
-    float64 gradients exceed 1e154), every gradient becomes NaN: a step with them cannot pass for a clipped one. Raises
-    ValueError if max_norm is not positive, and TypeError, before any is scaled, on gradients that are sparse or not
-    real floating point.
+    `norm` is the 2-norm of all gradients taken as one vector, before scaling: accumulated in
+    float64, so that squares of float32 do not overflow, and returned in float32 at least. No host
+    synchronisation. Parameters without a gradient are passed over; without any, the norm is 0. If
+    the accumulated norm is not finite, since a gradient is not (or float64 gradients exceed 1e154),
+    every gradient becomes NaN: a step with them cannot pass for a clipped one. Raises ValueError if
+    max_norm is not positive, and TypeError, before any is scaled, on gradients that are sparse or
+    not real floating point.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
@@ -133,7 +145,9 @@ def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float, eps: 
     dtype = reduce(torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32)
     first_device = gradients[0].device
     norms = [
-        norm.to(first_device) for group in by_device.values() for norm in torch._foreach_norm(group, 2, torch.float64)
+        norm.to(first_device)
+        for group in by_device.values()
+        for norm in torch._foreach_norm(group, 2, torch.float64)
     ]
     total_norm = torch.linalg.vector_norm(torch.stack(norms))
     # An infinite norm alone would make the scale 0, and zeros of all finite gradients.
@@ -144,7 +158,11 @@ def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float, eps: 
 
 
 def _validate_hyperparameters(group: dict[str, Any]) -> None:
-    for name, minimum in (("lr", "non-negative"), ("weight_decay", "non-negative"), ("eps", "positive")):
+    for name, minimum in (
+        ("lr", "non-negative"),
+        ("weight_decay", "non-negative"),
+        ("eps", "positive"),
+    ):
         value = group[name]
         if not math.isfinite(value) or value < 0 or (value == 0 and minimum == "positive"):
             raise ValueError(f"{name} must be finite and {minimum}, got {value}")
@@ -154,7 +172,9 @@ def _validate_hyperparameters(group: dict[str, Any]) -> None:
 
 
 def _batches(tensors: list[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
-    """`tensors` in order, cut into lists of at most `max_bytes`; a tensor larger than that stands alone."""
+    """`tensors` in order, cut into lists of at most `max_bytes`; a tensor larger than that stands
+    alone.
+    """
     batch: list[Tensor] = []
     batch_bytes = 0
     for tensor in tensors:

@@ -18,8 +18,17 @@ from torch import Tensor, nn
 from cs336_systems.config import ATTENTION_NAMES, ModelConfig
 from cs336_systems.model.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU
 
-CONSTRUCTOR_ARGUMENTS = ("vocab_size", "context_length", "d_model", "num_layers", "num_heads", "d_ff", "rope_theta")
-BlockRunner = Callable[[Sequence[nn.Module], Tensor], Tensor]  # (blocks, residual stream) -> residual stream
+CONSTRUCTOR_ARGUMENTS = (
+    "vocab_size",
+    "context_length",
+    "d_model",
+    "num_layers",
+    "num_heads",
+    "d_ff",
+    "rope_theta",
+)
+# (blocks, residual stream) -> residual stream
+BlockRunner = Callable[[Sequence[nn.Module], Tensor], Tensor]
 
 
 def causal_attention(
@@ -28,7 +37,8 @@ def causal_attention(
     v: Float[Tensor, "batch heads seq head_dim"],
     name: str | Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Float[Tensor, "batch heads seq head_dim"]:
-    """Causal attention by the implementation called `name`, one of `ATTENTION_NAMES`, or by `name` itself.
+    """Causal attention by the implementation called `name`, one of `ATTENTION_NAMES`, or by `name`
+    itself.
 
     Back ends refuse what the machine or the dtype is not for, as `flash_attention` does.
     """
@@ -46,13 +56,18 @@ def causal_attention(
 class CausalMultiHeadSelfAttention(nn.Module):
     """Causal multi-head self-attention with rotary positions.
 
-    `rope` is shared by the layers of a model. `attention` is one of `ATTENTION_NAMES`; another name raises ValueError.
+    `rope` is shared by the layers of a model. `attention` is one of `ATTENTION_NAMES`; another name
+    raises ValueError.
     """
 
-    def __init__(self, d_model: int, num_heads: int, rope: RotaryEmbedding, *, attention: str = "reference") -> None:
+    def __init__(
+        self, d_model: int, num_heads: int, rope: RotaryEmbedding, *, attention: str = "reference"
+    ) -> None:
         super().__init__()
         if attention not in ATTENTION_NAMES:
-            raise ValueError(f"attention must be one of {', '.join(ATTENTION_NAMES)}, got {attention!r}")
+            raise ValueError(
+                f"attention must be one of {', '.join(ATTENTION_NAMES)}, got {attention!r}"
+            )
         self.num_heads = num_heads
         self.attention: str | Callable[[Tensor, Tensor, Tensor], Tensor] = attention
         self.rope = rope
@@ -61,7 +76,9 @@ class CausalMultiHeadSelfAttention(nn.Module):
         self.v_proj = Linear(d_model, d_model)
         self.output_proj = Linear(d_model, d_model)
 
-    def _split_heads(self, x: Float[Tensor, "batch seq d_model"]) -> Float[Tensor, "batch heads seq head_dim"]:
+    def _split_heads(
+        self, x: Float[Tensor, "batch seq d_model"]
+    ) -> Float[Tensor, "batch heads seq head_dim"]:
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def forward(self, x: Float[Tensor, "batch seq d_model"]) -> Float[Tensor, "batch seq d_model"]:
@@ -79,10 +96,17 @@ class TransformerBlock(nn.Module):
     """`x + attn(ln1(x))`, then `x + ffn(ln2(x))`."""
 
     def __init__(
-        self, d_model: int, num_heads: int, d_ff: int, rope: RotaryEmbedding, *, attention: str = "reference"
+        self,
+        d_model: int,
+        num_heads: int,
+        d_ff: int,
+        rope: RotaryEmbedding,
+        *,
+        attention: str = "reference",
     ) -> None:
         super().__init__()
-        # In the course's order, so that optimizer states, which go by position, interchange as well.
+        # In the course's order, so that optimizer states, which go by position, interchange as
+        # well.
         self.attn = CausalMultiHeadSelfAttention(d_model, num_heads, rope, attention=attention)
         self.ffn = SwiGLU(d_model, d_ff)
         self.ln1 = RMSNorm(d_model)
@@ -103,8 +127,9 @@ def run_in_order(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
 class TransformerLM(nn.Module):
     """Decoder-only language model over `vocab_size` tokens.
 
-    Arguments are those of `ModelConfig`, which checks them (ValueError names the field), and `attention`, one of
-    `ATTENTION_NAMES`. Parameters are float32 unless the default dtype says otherwise, on the ambient device.
+    Arguments are those of `ModelConfig`, which checks them (ValueError names the field), and
+    `attention`, one of `ATTENTION_NAMES`. Parameters are float32 unless the default dtype says
+    otherwise, on the ambient device.
     """
 
     head_class: type[Linear] = Linear
@@ -138,14 +163,17 @@ class TransformerLM(nn.Module):
         self.run_blocks: BlockRunner = run_in_order
         self.token_embeddings = Embedding(vocab_size, d_model)
         self.layers = nn.ModuleList(
-            TransformerBlock(d_model, num_heads, d_ff, rope, attention=attention) for _ in range(num_layers)
+            TransformerBlock(d_model, num_heads, d_ff, rope, attention=attention)
+            for _ in range(num_layers)
         )
         self.ln_final = RMSNorm(d_model)
         self.lm_head = self.head_class(d_model, vocab_size)
 
     @classmethod
     def from_config(cls, config: ModelConfig, attention: str = "reference") -> TransformerLM:
-        return cls(**{name: getattr(config, name) for name in CONSTRUCTOR_ARGUMENTS}, attention=attention)
+        return cls(
+            **{name: getattr(config, name) for name in CONSTRUCTOR_ARGUMENTS}, attention=attention
+        )
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
         """Logits of the next token at every position; ValueError if seq exceeds the context length."""

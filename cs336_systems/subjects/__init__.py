@@ -1,1 +1,3 @@
-"""What the experiments measure and share: attention, masks, models and training steps of several ranks."""
+"""What the experiments measure and share: attention, masks, models and training steps of several
+ranks.
+"""

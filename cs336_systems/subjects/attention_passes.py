@@ -1,8 +1,10 @@
-"""What all experiments with attention share: their rows, cells, shapes in words, and how an implementation is measured.
+"""What all experiments with attention share: their rows, cells, shapes in words, and how an
+implementation is measured.
 
-Each pass is checked against the float64 oracle on the same inputs, and only then timed. `AttentionExperiment` measures
-one implementation a cell: a pass that runs out of memory costs neither the pass before it nor another implementation,
-and peaks are one implementation's own. Where ratios count, `AttentionByTurns` lets several take turns in one
+Each pass is checked against the float64 oracle on the same inputs, and only then timed.
+`AttentionExperiment` measures one implementation a cell: a pass that runs out of memory costs
+neither the pass before it nor another implementation, and peaks are one implementation's own. Where
+ratios count, `AttentionByTurns` lets several take turns in one
 cell; its experiments say in the same words what is built.
 """
 
@@ -27,10 +29,22 @@ from cs336_systems.book.frames import span, with_speeds
 from cs336_systems.book.tables import Pivot, TableSpec
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.inputs import AttentionInputs, attention_inputs
-from cs336_systems.measure.allocations import MIB, kept_for_a_case, peak_cuda_bytes, release, saved_for_backward
+from cs336_systems.measure.allocations import (
+    MIB,
+    kept_for_a_case,
+    peak_cuda_bytes,
+    release,
+    saved_for_backward,
+)
 from cs336_systems.measure.timing import MIN_SAMPLES, time_calls, time_once
 from cs336_systems.subjects.implementations import PEERS, Built
-from cs336_systems.subjects.mask_implementations import build_case, is_plain, mask_of, masked_of, shape_of
+from cs336_systems.subjects.mask_implementations import (
+    build_case,
+    is_plain,
+    mask_of,
+    masked_of,
+    shape_of,
+)
 
 FORWARD = Row(mode="forward", quantity="time", unit="ms")
 BACKWARD = Row(mode="backward", quantity="time", unit="ms")
@@ -42,27 +56,41 @@ MASK_TIME = Row(mode="forward", quantity="mask_time", unit="ms")
 TIMES = ("time", "graph_time")  # quantities that are a pass's time
 
 BUDGET_MS = {"cuda": 150.0, "cpu": 50.0}
-# An H200 at its power limit lowers its clock by up to a tenth within 100 ms of large kernels, holds it there, and after
-# a second of them swings by up to a fifth. Between the two times repeat to 1 %.
+# An H200 at its power limit lowers its clock by up to a tenth within 100 ms of large kernels, holds
+# it there, and after a second of them swings by up to a fifth. Between the two times repeat to 1 %.
 REST_MS = 500.0
 SETTLE_MS = 300.0
-KEPT_SAMPLES = 25  # of a row: quartiles ask for no more, and four thousand rows shall stay a small file
-MODE_WORDS = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
+# of a row: quartiles ask for no more, and four thousand rows shall stay a small file
+KEPT_SAMPLES = 25
+MODE_WORDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "forward_backward": "forward + backward",
+}
 BY_SHAPE = {"batch × heads × length × head dim": "shape"}  # a table's first column
-BOTH_TIMES = {"quantity": "time", "mode": "forward_backward"}  # which rows are times of both passes together
+# which rows are times of both passes together
+BOTH_TIMES = {"quantity": "time", "mode": "forward_backward"}
 RESULTS = ("output", "grad_q", "grad_k", "grad_v")
 Sizes = tuple[int, int, int, int, bool]  # batch, heads, length, head_dim, causal
-HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}  # of the handout's two grids
-SMALL: dict[str, tuple[Sizes, ...]] = {"tiny": ((1, 1, 64, 64, True),), "smoke": ((1, 1, 128, 64, True),)}
+# of the handout's two grids
+HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}
+SMALL: dict[str, tuple[Sizes, ...]] = {
+    "tiny": ((1, 1, 64, 64, True),),
+    "smoke": ((1, 1, 128, 64, True),),
+}
 
 
 class AttentionExperiment(Experiment):
-    """Base of the experiments with attention: every implementation on the shapes of `sizes`, all of `rows` of each."""
+    """Base of the experiments with attention: every implementation on the shapes of `sizes`, all of
+    `rows` of each.
+    """
 
     sizes: ClassVar[Mapping[str, Sequence[Sizes]]]  # by scale
     rows: tuple[Row, ...] = (FORWARD, BACKWARD, BOTH)
-    sum_loss: bool = False  # the loss is the sum of the output, whose gradient is a stride-0 tensor of ones; or random
-    settled: bool = False  # a GPU rests and then runs a pass for a while before it times it, past the fall of its clock
+    # the loss is the sum of the output, whose gradient is a stride-0 tensor of ones; or random
+    sum_loss: bool = False
+    # a GPU rests and then runs a pass for a while before it times it, past the fall of its clock
+    settled: bool = False
 
     def cases(self, run: RunConfig) -> Sequence[AttentionShape]:
         return [sized_shape(run, *sizes) for sizes in self.sizes[run.scale]]
@@ -72,14 +100,18 @@ class AttentionExperiment(Experiment):
         return build_case(name, case, run)
 
     def samples_of(self, call: Call, case: Any, run: RunConfig) -> list[float]:
-        """Milliseconds of `call`: of as many as its time allows KEPT_SAMPLES, evenly spaced in time."""
+        """Milliseconds of `call`: of as many as its time allows KEPT_SAMPLES, evenly spaced in
+        time.
+        """
         samples = time_calls(call, device=run.device, warmup=1, budget_ms=BUDGET_MS[run.device])
         if (count := len(samples)) > KEPT_SAMPLES:
             samples = [samples[place * count // KEPT_SAMPLES] for place in range(KEPT_SAMPLES)]
         return samples
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """The promised shares of the case's mask, of attended pairs and of live tiles, then its passes."""
+        """The promised shares of the case's mask, of attended pairs and of live tiles, then its
+        passes.
+        """
         for row in cell.rows:
             if row.quantity in OF_THE_MASK:
                 mask = mask_of(masked_of(cell.case), run)
@@ -90,8 +122,9 @@ class AttentionExperiment(Experiment):
     def measure_passes(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """The rows of the cell's implementation, in the order forward, backward, both.
 
-        The forward is timed without a graph, the backward on a graph made outside, the two together from scratch. An
-        interpreted call says nothing of speed and takes seconds: the one that was checked is its only sample.
+        The forward is timed without a graph, the backward on a graph made outside, the two together
+        from scratch. An interpreted call says nothing of speed and takes seconds: the one that was
+        checked is its only sample.
         """
         case, device = cell.case, run.device
         built = self.built(cell.implementation, case, run)
@@ -108,7 +141,9 @@ class AttentionExperiment(Experiment):
             first_ms = time_once(lambda: returned.extend(call()), device)
             results = {name: built.unpack(x) for name, x in zip(names, returned)}
             # What does not fit needs no oracle.
-            return first_ms, checked_error(oracle_of(case, run, self.sum_loss), results, cell.implementation)
+            return first_ms, checked_error(
+                oracle_of(case, run, self.sum_loss), results, cell.implementation
+            )
 
         def timed(mode: str, call: Call, first_ms: float, error: float) -> Iterator[Sample]:
             for row in cell.rows:
@@ -129,7 +164,9 @@ class AttentionExperiment(Experiment):
             first_ms, gradient_error = checked(passes.both, *RESULTS[1:])
             error = max(error, gradient_error)
             if SAVED in cell.rows:
-                yield Sample(row=SAVED, samples=[saved_for_backward(passes.output) / MIB], kernel=kernel)
+                yield Sample(
+                    row=SAVED, samples=[saved_for_backward(passes.output) / MIB], kernel=kernel
+                )
             release(device)
             allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
             output = passes.output()
@@ -138,7 +175,9 @@ class AttentionExperiment(Experiment):
                 used = torch.cuda.memory_allocated() - allocated + sum(x.nbytes for x in inputs)
                 yield Sample(row=BEFORE_BACKWARD, samples=[used / MIB], kernel=kernel)
             backward = partial(passes.backward, output)
-            backward_ms = time_once(backward, device) if interpreted and BACKWARD in cell.rows else math.nan
+            backward_ms = (
+                time_once(backward, device) if interpreted and BACKWARD in cell.rows else math.nan
+            )
             yield from timed("backward", backward, backward_ms, error)
             del output, backward
 
@@ -148,9 +187,15 @@ class AttentionExperiment(Experiment):
                 yield Sample(row=PEAK, samples=[peak_cuda_bytes(passes.both) / MIB], kernel=kernel)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row's `shape` and `pass` in words, and `tflops` of a measured time in ms; NaN where nothing was timed."""
+        """The row's `shape` and `pass` in words, and `tflops` of a measured time in ms; NaN where
+        nothing was timed.
+        """
         shape = AttentionShape(**{name: row[name] for name in AttentionShape.__dataclass_fields__})
-        heads = f"{shape.heads}/{shape.kv_heads}" if shape.kv_heads not in (None, shape.heads) else str(shape.heads)
+        heads = (
+            f"{shape.heads}/{shape.kv_heads}"
+            if shape.kv_heads not in (None, shape.heads)
+            else str(shape.heads)
+        )
         keys = f" on {shape.seqlen_k:,}" if shape.seqlen_k != shape.seqlen_q else ""
         sizes = f"{shape.batch} × {heads} × {shape.seqlen_q:,}{keys} × {shape.head_dim}"
         rate = math.nan
@@ -161,16 +206,22 @@ class AttentionExperiment(Experiment):
 
 
 def rate_tables(
-    ratios: Sequence[tuple[str, str]], down: Mapping[str, str] = BY_SHAPE, titles: Mapping[str, str] = MODE_WORDS
+    ratios: Sequence[tuple[str, str]],
+    down: Mapping[str, str] = BY_SHAPE,
+    titles: Mapping[str, str] = MODE_WORDS,
 ) -> dict[str, TableSpec]:
     """A table of TFLOP/s for each pass of `titles`: implementations across, then `ratios` of speed."""
     return {
         mode: Pivot(
-            title=title, down=down, value="tflops", unit="TFLOP/s", where={"quantity": "time", "mode": mode},
+            title=title,
+            down=down,
+            value="tflops",
+            unit="TFLOP/s",
+            where={"quantity": "time", "mode": mode},
             ratios=ratios,
         )
         for mode, title in titles.items()
-    }  # fmt: skip
+    }
 
 
 def over_fa4_claim(rows: pd.DataFrame) -> str:
@@ -180,23 +231,46 @@ def over_fa4_claim(rows: pd.DataFrame) -> str:
     return f"hopper runs at {span(speeds)} times FlashAttention-4's speed" if len(speeds) else ""
 
 
-def rate_bars(title: str, x: str = "shape", color: str = "implementation", facet: str | None = None) -> Bars:
+def rate_bars(
+    title: str, x: str = "shape", color: str = "implementation", facet: str | None = None
+) -> Bars:
     """Bars of TFLOP/s of forward and backward together, beside FlashAttention-4."""
-    subtitle = "forward + backward" + (", batch × heads × tokens × head dim" if x == "shape" else "")
+    subtitle = "forward + backward" + (
+        ", batch × heads × tokens × head dim" if x == "shape" else ""
+    )
     return Bars(
-        title=title, claim=over_fa4_claim, subtitle=subtitle, x=x, y="tflops", y_title="TFLOP/s", color=color,
-        facet=facet, where=BOTH_TIMES,
-    )  # fmt: skip
+        title=title,
+        claim=over_fa4_claim,
+        subtitle=subtitle,
+        x=x,
+        y="tflops",
+        y_title="TFLOP/s",
+        color=color,
+        facet=facet,
+        where=BOTH_TIMES,
+    )
 
 
 def sized_shape(
-    run: RunConfig, batch: int, heads: int, seqlen: int, head_dim: int, is_causal: bool, kv_heads: int | None = None
+    run: RunConfig,
+    batch: int,
+    heads: int,
+    seqlen: int,
+    head_dim: int,
+    is_causal: bool,
+    kv_heads: int | None = None,
 ) -> AttentionShape:
     """Self-attention of these sizes, in bfloat16 on a GPU and in float32 for Triton's interpreter."""
     return AttentionShape(
-        batch=batch, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=is_causal,
-        dtype="bfloat16" if run.device == "cuda" else "float32", kv_heads=kv_heads,
-    )  # fmt: skip
+        batch=batch,
+        heads=heads,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        head_dim=head_dim,
+        is_causal=is_causal,
+        dtype="bfloat16" if run.device == "cuda" else "float32",
+        kv_heads=kv_heads,
+    )
 
 
 def settle(call: Call) -> None:
@@ -210,7 +284,8 @@ def settle(call: Call) -> None:
 
 
 class Passes:
-    """The calls of one implementation on packed `inputs`, as they are checked and timed, in its context.
+    """The calls of one implementation on packed `inputs`, as they are checked and timed, in its
+    context.
 
     With `sum_loss` both passes differentiate the sum of the output.
     """
@@ -250,8 +325,12 @@ def checked_error(oracle: Oracle, results: Mapping[str, Tensor], implementation:
     name, worst = max(errors.items(), key=lambda item: item[1])
     if not worst <= 1:
         library = "FlashAttention-4" if implementation in ("flex_flash", "fa4") else "PyTorch"
-        whose = f"; the kernel is {library}'s, not this repository's" if implementation in PEERS else ""
-        raise Disagreement(f"{name} is off by {worst:.3g} times the numerical contract's bound{whose}")
+        whose = (
+            f"; the kernel is {library}'s, not this repository's" if implementation in PEERS else ""
+        )
+        raise Disagreement(
+            f"{name} is off by {worst:.3g} times the numerical contract's bound{whose}"
+        )
     return worst
 
 
@@ -277,5 +356,7 @@ def oracle_of(case: Any, run: RunConfig, sum_loss: bool = False) -> Oracle:
 def oracle_on(case: Any, run: RunConfig, inputs: AttentionInputs) -> Oracle:
     """The oracle of `inputs` under the mask of `case`."""
     masked = masked_of(case)
-    token_mask = None if masked is None or is_plain(masked.mask) else mask_of(masked, run).to_dense()
+    token_mask = (
+        None if masked is None or is_plain(masked.mask) else mask_of(masked, run).to_dense()
+    )
     return compute_oracle(*inputs, is_causal=shape_of(case).is_causal, mask=token_mask)

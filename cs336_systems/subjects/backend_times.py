@@ -3,8 +3,9 @@
     rows = benchmark_backends(shape, device="cuda")
     auto_ratio(rows)             # time of auto over that of the fastest: at most 1.1 where auto chooses well
 
-Every back end has a row: its times, or the reason why it has none. Those that are right take turns (`turns.py`): one
-after the other, two times of the same kernel can differ by a tenth where other processes hold the processor up.
+Every back end has a row: its times, or the reason why it has none. Those that are right take turns
+(`turns.py`): one after the other, two times of the same kernel can differ by a tenth where other
+processes hold the processor up.
 """
 
 from dataclasses import dataclass
@@ -41,7 +42,9 @@ class BackendTiming:
 def benchmark_backends(
     shape: AttentionShape, *, device: str, seed: int = 0, num_samples: int = ROUNDS
 ) -> list[BackendTiming]:
-    """A row for every back end of this package, and the last for `auto`; `num_samples` times of each, by turns."""
+    """A row for every back end of this package, and the last for `auto`; `num_samples` times of
+    each, by turns.
+    """
     names = (*BACKENDS, AUTO)
     ours = _OurBackends(num_samples)
     cell = turns_cell(shape, names, (FORWARD, BOTH))
@@ -69,24 +72,38 @@ class _OurBackends(AttentionByTurns):
             raise Unsupported(str(error)) from None
         if name == "triton_first":
             build(name, case, run.device)  # it takes few shapes
-        return Built(attend=partial(flash_attention, is_causal=case.is_causal, enable_gqa=True, backend=name))
+        return Built(
+            attend=partial(flash_attention, is_causal=case.is_causal, enable_gqa=True, backend=name)
+        )
 
 
-def _timing(name: str, explained: tuple[str, str], device: str, forward: Sample, both: Sample) -> BackendTiming:
+def _timing(
+    name: str, explained: tuple[str, str], device: str, forward: Sample, both: Sample
+) -> BackendTiming:
     chosen, reason = explained
     if not forward.samples:
-        return BackendTiming(backend=name, chosen=chosen, status=forward.status, reason=forward.message)
+        return BackendTiming(
+            backend=name, chosen=chosen, status=forward.status, reason=forward.message
+        )
     interpreted = chosen.startswith("triton") and device == "cpu" and interpreter_is_on()
     return BackendTiming(
-        backend=name, chosen=chosen, reason=reason, interpreted=interpreted, forward_ms=median(forward.samples),
+        backend=name,
+        chosen=chosen,
+        reason=reason,
+        interpreted=interpreted,
+        forward_ms=median(forward.samples),
         forward_backward_ms=median(both.samples),
-    )  # fmt: skip
+    )
 
 
 def auto_ratio(rows: list[BackendTiming]) -> float | None:
-    """Time of `auto`, forward and backward, over that of the fastest named back end; None if either has no time."""
+    """Time of `auto`, forward and backward, over that of the fastest named back end; None if either
+    has no time.
+    """
     times = {
-        row.backend: ms for row in rows if (ms := row.forward_backward_ms) is not None and not row.interpreted
-    }  # fmt: skip
+        row.backend: ms
+        for row in rows
+        if (ms := row.forward_backward_ms) is not None and not row.interpreted
+    }
     auto = times.pop(AUTO, None)
     return auto / min(times.values()) if auto is not None and times else None

@@ -1,4 +1,5 @@
-"""What the experiments of data parallelism share: their cells, their table and their figure of a training step.
+"""What the experiments of data parallelism share: their cells, their table and their figure of a
+training step.
 
 What a rank does is told in ranks.py, and how a wrapper is built and checked in parallel_step.py.
 """
@@ -17,14 +18,22 @@ from cs336_systems.subjects.parallel_step import OURS, PEERS, DataParallelCase
 
 WITH_BUCKETS = ("bucketed", *PEERS)
 DEFAULT_BUCKET_MB = {"tiny": 0.1, "smoke": 1.0, "handout": 25.0}  # the last as PyTorch's
-FEWER_RANKS = {"tiny": (), "smoke": (), "handout": (1,)}  # beside the most: what a step costs with nobody to wait for
+# beside the most: what a step costs with nobody to wait for
+FEWER_RANKS = {"tiny": (), "smoke": (), "handout": (1,)}
 
 
 def steps_table(title: str, where: Mapping[str, Any] | None = None, **more: str) -> Wide:
-    """A line a wrapper: its step, what of it is communication, and how much of that is hidden; `more` columns down."""
+    """A line a wrapper: its step, what of it is communication, and how much of that is hidden;
+    `more` columns down.
+    """
     return Wide(
         title=title,
-        down={"wrapper": "implementation", "bucket (MiB)": "bucket_size_mb", "precision": "precision", **more},
+        down={
+            "wrapper": "implementation",
+            "bucket (MiB)": "bucket_size_mb",
+            "precision": "precision",
+            **more,
+        },
         where={"quantity": ("time", "peak_memory", *ranks.TIMES), **(where or {})},
         columns={
             "step (ms)": Pick({"quantity": "time"}, significant=4),
@@ -38,7 +47,9 @@ def steps_table(title: str, where: Mapping[str, Any] | None = None, **more: str)
 
 
 def two_rank_traces(
-    what: str, implementations: tuple[str, ...], claim: Callable[[pd.DataFrame], str] = ranks.hidden_claim
+    what: str,
+    implementations: tuple[str, ...],
+    claim: Callable[[pd.DataFrame], str] = ranks.hidden_claim,
 ) -> ranks.Traces:
     """The lanes of a step on two ranks; `what` tells the figure from those of the other wrappers."""
     title = f"One traced step of rank 0, two ranks: {what}"
@@ -51,21 +62,31 @@ def two_rank_traces(
 
 
 def precisions(run: RunConfig) -> list[Precision]:
-    """float32, and before it bfloat16 autocast where a GPU is fast at it, so that communication weighs more."""
+    """float32, and before it bfloat16 autocast where a GPU is fast at it, so that communication
+    weighs more.
+    """
     return [Precision(autocast="bfloat16"), Precision()] if run.device == "cuda" else [Precision()]
 
 
 def ddp_cells(
-    run: RunConfig, implementations: Sequence[str], num_ranks: Sequence[int], *, precision: Precision | None = None,
+    run: RunConfig,
+    implementations: Sequence[str],
+    num_ranks: Sequence[int],
+    *,
+    precision: Precision | None = None,
     bucket_size_mb: float | None = None,
-) -> list[Cell]:  # fmt: skip
-    """A cell for each number of ranks and wrapper; in the first of `precisions` and usual buckets unless given."""
+) -> list[Cell]:
+    """A cell for each number of ranks and wrapper; in the first of `precisions` and usual buckets
+    unless given.
+    """
     size = bucket_size_mb or DEFAULT_BUCKET_MB[run.scale]
     memory = ("peak_memory",) if run.device == "cuda" else ()
     cells = []
     for number, name in product(num_ranks, implementations):
         buckets = {"bucket_size_mb": size if name in WITH_BUCKETS else None}
-        case = ranks.ranks_case(DataParallelCase, run, number, precision or precisions(run)[0], **buckets)
+        case = ranks.ranks_case(
+            DataParallelCase, run, number, precision or precisions(run)[0], **buckets
+        )
         cells.append(ranks.step_cell(case, name, memory))
     return cells
 

@@ -1,8 +1,8 @@
 """The attention implementations that benchmarks compare, by name: our stages and the library peers.
 
-`build(name, shape, device)` returns a `Built`, which attends (batch, heads, seq, head_dim) tensors and names the kernel
-that runs, or raises `Unsupported` with the reason. What it needs beyond the call itself (a block mask, a compiled
-function) is made here, outside the timed part.
+`build(name, shape, device)` returns a `Built`, which attends (batch, heads, seq, head_dim) tensors
+and names the kernel that runs, or raises `Unsupported` with the reason. What it needs beyond the
+call itself (a block mask, a compiled function) is made here, outside the timed part.
 """
 
 import importlib
@@ -18,7 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cs336_systems.attention import BlockMask, FlashAttentionPyTorch, attention_reference, flash_attention
+from cs336_systems.attention import (
+    BlockMask,
+    FlashAttentionPyTorch,
+    attention_reference,
+    flash_attention,
+)
 from cs336_systems.attention.api import explain_backend
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.attention.tiles import KernelConfig, select_config
@@ -27,10 +32,12 @@ from cs336_systems.bench.spec import Unsupported
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape
 from cs336_systems.device import has_cxx_compiler
 
-AttentionFunction = Callable[[Tensor, Tensor, Tensor], Any]  # -> Tensor; some return types are unions
+# -> Tensor; some return types are unions
+AttentionFunction = Callable[[Tensor, Tensor, Tensor], Any]
 
 OURS = ("eager", "compiled", "tiled", "tiled_compiled", "triton_first", "triton", "hopper")
-STAGES = ("eager", "compiled", "tiled", "triton_first", "triton", "hopper")  # each beside the one before
+# each beside the one before
+STAGES = ("eager", "compiled", "tiled", "triton_first", "triton", "hopper")
 PEERS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "flex_flash", "fa4")
 IMPLEMENTATIONS = OURS + PEERS
 # Nothing that compiles for seconds.
@@ -51,9 +58,11 @@ class Built:
     kernel: str = ""  # what really runs
     pack: Callable[[Tensor], Tensor] = lambda x: x  # from (batch, heads, tokens, head_dim)
     unpack: Callable[[Tensor], Tensor] = lambda x: x  # back to it
-    build_mask: Callable[[], object] | None = None  # what a call with a new mask has to do before, timed apart
+    # what a call with a new mask has to do before, timed apart
+    build_mask: Callable[[], object] | None = None
     no_backward: str = ""  # why it has a forward alone
-    # In which it is called. To tell SDPA its kernel takes the host about 10 µs, for which a short call would wait.
+    # In which it is called. To tell SDPA its kernel takes the host about 10 µs, for which a short
+    # call would wait.
     context: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
@@ -63,8 +72,14 @@ def build(name: str, shape: AttentionShape, device: str) -> Built:
     if ":" in name:
         return Built(attend=_own(name, causal))
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
-    if device == "cpu" and name in ("compiled", "tiled_compiled", "flex") and not has_cxx_compiler():
+        raise ValueError(
+            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}"
+        )
+    if (
+        device == "cpu"
+        and name in ("compiled", "tiled_compiled", "flex")
+        and not has_cxx_compiler()
+    ):
         raise Unsupported("no C++ compiler")
     if name == "eager":
         return Built(attend=partial(attention_reference, is_causal=causal))
@@ -72,7 +87,9 @@ def build(name: str, shape: AttentionShape, device: str) -> Built:
         return Built(attend=partial(compiled_reference(dynamic=True), is_causal=causal))
     if name in ("tiled", "tiled_compiled"):
         compiled = name == "tiled_compiled"
-        return Built(attend=lambda q, k, v: FlashAttentionPyTorch.apply(q, k, v, causal, None, compiled))
+        return Built(
+            attend=lambda q, k, v: FlashAttentionPyTorch.apply(q, k, v, causal, None, compiled)
+        )
     if name in ("triton_first", "triton", "hopper"):
         kernel = _kernels(name, *taken_by(name, shape, device), shape)
         ours = partial(flash_attention, is_causal=causal, enable_gqa=grouped, backend=name)
@@ -85,7 +102,10 @@ def build(name: str, shape: AttentionShape, device: str) -> Built:
         flex: Any = _flex(shape, device)
         return Built(attend=partial(flex, kernel_options={"BACKEND": "FLASH"}))
     if name == "fa4":
-        return Built(attend=flash_attention_4(shape, device), kernel=f"flash-attn-4 {version('flash-attn-4')}")
+        return Built(
+            attend=flash_attention_4(shape, device),
+            kernel=f"flash-attn-4 {version('flash-attn-4')}",
+        )
     if device == "cpu" and name != "sdpa_flash":
         raise Unsupported(f"{name} needs CUDA")
     if device == "cuda" and name != "sdpa_efficient" and shape.dtype == "float32":
@@ -95,7 +115,8 @@ def build(name: str, shape: AttentionShape, device: str) -> Built:
 
 
 def flash_attention_4(shape: AttentionShape, device: str, **options: Any) -> AttentionFunction:
-    """FlashAttention-4, which has heads behind tokens: it is given views, and its output comes back as one.
+    """FlashAttention-4, which has heads behind tokens: it is given views, and its output comes back
+    as one.
 
     `options` are its own, such as `window_size`.
     """
@@ -106,10 +127,14 @@ def flash_attention_4(shape: AttentionShape, device: str, **options: Any) -> Att
     try:
         from flash_attn.cute import flash_attn_func
     except ImportError:
-        raise Unsupported("FlashAttention-4 is not installed: pip install 'cs336-systems[peers]'") from None
+        raise Unsupported(
+            "FlashAttention-4 is not installed: pip install 'cs336-systems[peers]'"
+        ) from None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        results = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **{"causal": shape.is_causal} | options)
+        results = flash_attn_func(
+            *(x.transpose(1, 2) for x in (q, k, v)), **{"causal": shape.is_causal} | options
+        )
         return first_of(results).transpose(1, 2)
 
     return attend
@@ -121,7 +146,8 @@ def first_of(results: Any) -> Tensor:
 
 
 def _own(name: str, causal: bool) -> AttentionFunction:
-    """A reader's attention, `package.module:Name`: an autograd.Function or a function of (q, k, v, is_causal).
+    """A reader's attention, `package.module:Name`: an autograd.Function or a function of (q, k, v,
+    is_causal).
 
     As the handout has it: q, k, v are (batch, n, d), so that heads are folded into the batch.
     """
@@ -129,7 +155,9 @@ def _own(name: str, causal: bool) -> AttentionFunction:
     call: Any = own
     if isinstance(own, type):
         if not issubclass(own, torch.autograd.Function):
-            raise Unsupported(f"{name} must be an autograd.Function or a function of (q, k, v, is_causal)")
+            raise Unsupported(
+                f"{name} must be an autograd.Function or a function of (q, k, v, is_causal)"
+            )
         call = own.apply
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -145,9 +173,14 @@ def load_name(name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # importing runs the reader's code, which may raise anything
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # importing runs the reader's code, which may raise anything
         why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"implementation must be package.module:Name, {name!r} cannot be loaded: {why}") from error
+        raise ValueError(
+            f"implementation must be package.module:Name, {name!r} cannot be loaded: {why}"
+        ) from error
 
 
 def ran(kernel: str, device: str) -> str:
@@ -155,8 +188,12 @@ def ran(kernel: str, device: str) -> str:
     return kernel if device == "cuda" else f"interpreter {kernel}"
 
 
-def taken_by(backend: str, shape: AttentionShape, device: str, **options: Any) -> tuple[Tensor, Tensor]:
-    """Tensors of q's and k's size; `Unsupported` where `backend` refuses them, or `options` of `explain_backend`."""
+def taken_by(
+    backend: str, shape: AttentionShape, device: str, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Tensors of q's and k's size; `Unsupported` where `backend` refuses them, or `options` of
+    `explain_backend`.
+    """
     q, k = query_and_key(shape, device)
     try:
         explain_backend(q, k, backend=backend, is_causal=shape.is_causal, **options)
@@ -181,8 +218,12 @@ def _kernels(backend: str, q: Tensor, k: Tensor, shape: AttentionShape) -> str:
     from cs336_systems.attention.triton.passes import forward_name, kernel_config
 
     rows = rows_of_groups(q, k, shape.is_causal)
-    forward = forward_name(kernel_config("forward", rows, k, is_causal=shape.is_causal), rows, k, shape.is_causal)
-    others = (kernel_config(kernel, q, k, is_causal=shape.is_causal).name for kernel in ("dkdv", "dq"))
+    forward = forward_name(
+        kernel_config("forward", rows, k, is_causal=shape.is_causal), rows, k, shape.is_causal
+    )
+    others = (
+        kernel_config(kernel, q, k, is_causal=shape.is_causal).name for kernel in ("dkdv", "dq")
+    )
     return ran(" ".join([forward, *others]), q.device.type)
 
 
@@ -193,7 +234,9 @@ def whole_keys(shape: AttentionShape) -> AttentionFunction:
     from cs336_systems.attention.triton.passes import kernel_config
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        config = kernel_config("forward", rows_of_groups(q, k, shape.is_causal), k, is_causal=shape.is_causal)
+        config = kernel_config(
+            "forward", rows_of_groups(q, k, shape.is_causal), k, is_causal=shape.is_causal
+        )
         scale = shape.head_dim**-0.5
         return launch_forward(q, k, v, is_causal=shape.is_causal, scale=scale, config=config)[0]
 
@@ -206,22 +249,36 @@ def chosen_tiles(
     """What the table has for contiguous inputs of `shape`, or for such as TMA can read or cannot."""
     tma = tma_reads_rows(shape.head_dim, BYTES_PER_ELEMENT[shape.dtype]) if tma is None else tma
     return select_config(
-        kernel, capability=capability, head_dim=shape.head_dim, batch=shape.batch, heads=shape.heads,
-        seqlen_q=shape.seqlen_q, seqlen_k=shape.seqlen_k, dtype=shape.dtype, is_causal=shape.is_causal, tma=tma,
-    )  # fmt: skip
+        kernel,
+        capability=capability,
+        head_dim=shape.head_dim,
+        batch=shape.batch,
+        heads=shape.heads,
+        seqlen_q=shape.seqlen_q,
+        seqlen_k=shape.seqlen_k,
+        dtype=shape.dtype,
+        is_causal=shape.is_causal,
+        tma=tma,
+    )
 
 
 def query_and_key(shape: AttentionShape, device: str) -> tuple[Tensor, Tensor]:
     """Tensors of q's and k's size, whose values nobody set."""
     dtype, kv_heads = getattr(torch, shape.dtype), shape.kv_heads or shape.heads
-    q = torch.empty((shape.batch, shape.heads, shape.seqlen_q, shape.head_dim), dtype=dtype, device=device)
-    k = torch.empty((shape.batch, kv_heads, shape.seqlen_k, shape.head_dim), dtype=dtype, device=device)
+    q = torch.empty(
+        (shape.batch, shape.heads, shape.seqlen_q, shape.head_dim), dtype=dtype, device=device
+    )
+    k = torch.empty(
+        (shape.batch, kv_heads, shape.seqlen_k, shape.head_dim), dtype=dtype, device=device
+    )
     return q, k
 
 
 @cache
 def compiled_flex(dynamic: bool) -> Any:
-    """FlexAttention compiled once for all lengths if `dynamic`, else for each shape on its own, which is faster."""
+    """FlexAttention compiled once for all lengths if `dynamic`, else for each shape on its own,
+    which is faster.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=dynamic)
@@ -229,7 +286,8 @@ def compiled_flex(dynamic: bool) -> Any:
 
 def _flex(shape: AttentionShape, device: str) -> AttentionFunction:
     """FlexAttention, compiled, with the causal mask as lists of tiles (no S x S tensor)."""
-    # The grid of lengths on one head would compile for minutes; a shape that is measured alone gets its own kernel.
+    # The grid of lengths on one head would compile for minutes; a shape that is measured alone gets
+    # its own kernel.
     flex = compiled_flex(dynamic=shape.batch * shape.heads == 1)
     if not shape.is_causal:
         return flex

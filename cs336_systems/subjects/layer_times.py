@@ -1,4 +1,5 @@
-"""What the closed forms of section 8 are tried on: the feed-forward layer of the 8B model on H200 and B200 links.
+"""What the closed forms of section 8 are tried on: the feed-forward layer of the 8B model on H200
+and B200 links.
 
 rows = times(("FSDP backward",))      # communication over computation by the number of GPUs, for each link
 """
@@ -26,16 +27,23 @@ COMMUNICATION: dict[str, Callable[..., float]] = {
 
 
 def links() -> dict[str, dict[str, float]]:
-    """C and W by link: each GPU's FLOP/s and bytes a second, by NVLink and by its own network adapter."""
+    """C and W by link: each GPU's FLOP/s and bytes a second, by NVLink and by its own network
+    adapter.
+    """
     return {
         f"{machine.name}, {link}": {"flops_per_s": machine.flops_per_s, "bytes_per_s": bytes_per_s}
         for machine in HARDWARE.values()
-        for link, bytes_per_s in (("NVLink", machine.node_bytes_per_s), ("network", machine.network_bytes_per_s))
+        for link, bytes_per_s in (
+            ("NVLink", machine.node_bytes_per_s),
+            ("network", machine.network_bytes_per_s),
+        )
     }
 
 
 def limit_claim(rows: pd.DataFrame) -> str:
-    """Up to how many of the GPUs drawn computation hides communication, by the fastest link and by the slowest."""
+    """Up to how many of the GPUs drawn computation hides communication, by the fastest link and by
+    the slowest.
+    """
     hidden = rows[rows["ratio"] <= 1].groupby("link")["GPUs"].max()
     most = hidden.reindex(rows["link"].unique(), fill_value=1)
     by_limit = sorted(most.to_dict().items(), key=lambda item: item[1])
@@ -46,11 +54,17 @@ def limit_claim(rows: pd.DataFrame) -> str:
 def ratio_lines(scheme: str, batch: str, drawn: str) -> Lines:
     """Communication over computation of the scheme `drawn` by the number of GPUs."""
     return Lines(
-        title=f"{scheme}: communication over computation of 8B's feed-forward layer", x="GPUs", x_title="N",
-        claim=limit_claim, subtitle=f"calculated: {scheme}, a feed-forward layer of 8B, bfloat16, {batch}",
-        bound=(1, "bound by communication above"), y="ratio", y_title="communication over computation",
-        color="link", where={"quantity": "ratio", "scheme": drawn},
-    )  # fmt: skip
+        title=f"{scheme}: communication over computation of 8B's feed-forward layer",
+        x="GPUs",
+        x_title="N",
+        claim=limit_claim,
+        subtitle=f"calculated: {scheme}, a feed-forward layer of 8B, bfloat16, {batch}",
+        bound=(1, "bound by communication above"),
+        y="ratio",
+        y_title="communication over computation",
+        color="link",
+        where={"quantity": "ratio", "scheme": drawn},
+    )
 
 
 def layer(tokens: int = TOKENS) -> FeedForward:
@@ -67,5 +81,13 @@ def times(schemes: tuple[str, ...]) -> list[dict[str, Any]]:
                 seconds = ffn.ffn_flops(layer(), mode, gpus) / rates["flops_per_s"]
                 sent_s = COMMUNICATION[kind](layer(), mode, gpus, bytes_per_s=rates["bytes_per_s"])
                 ratio = sent_s / seconds
-                rows.append({"quantity": "ratio", "scheme": scheme, "link": link, "GPUs": gpus, "ratio": ratio})
+                rows.append(
+                    {
+                        "quantity": "ratio",
+                        "scheme": scheme,
+                        "link": link,
+                        "GPUs": gpus,
+                        "ratio": ratio,
+                    }
+                )
     return rows

@@ -3,8 +3,9 @@
     trace = simulated_trace(case, "train_step")                   # fake tensors, a laptop, seconds
     measured_phases(case, "train_step", run).peak_bytes           # the allocator itself, on CPU or CUDA
 
-The same code runs in both. "start" is the model (and, for a training step, AdamW's state: the step is not the first);
-"forward" ends with the loss; "backward" begins with its gradient; the optimizer step comes last.
+The same code runs in both. "start" is the model (and, for a training step, AdamW's state: the step
+is not the first); "forward" ends with the loss; "backward" begins with its gradient; the optimizer
+step comes last.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +30,8 @@ from cs336_systems.model.checkpointing import apply_checkpointing, compile_block
 from cs336_systems.subjects.model_steps import TrainingStep
 
 START, FORWARD, STEP = "start", "forward", "optimizer step"
-MAX_SIMULATED_BYTES = 2**60  # far below what overflows a tensor's size, far above what any machine has
+# far below what overflows a tensor's size, far above what any machine has
+MAX_SIMULATED_BYTES = 2**60
 PHASES = {"forward": (START, FORWARD), "train_step": (START, FORWARD, BACKWARD, STEP)}
 
 
@@ -42,23 +44,30 @@ class MemoryCase(ModelCase):
 
 
 class SimulatedStep(TrainingStep):
-    """A `TrainingStep` on fake tensors, which computes nothing and occupies nothing; under a FakeTensorMode."""
+    """A `TrainingStep` on fake tensors, which computes nothing and occupies nothing; under a
+    FakeTensorMode.
+    """
 
     def __init__(self, case: ModelCase, model_spec: str | None = None) -> None:
         super().__init__(case, RunConfig(scale="tiny", device="cpu", model=model_spec))
 
     def _build(self, case: Any, run: RunConfig) -> nn.Module:
-        # A fake tensor cannot tell the operator of a GPU its device; the tiled one saves the same tensors.
+        # A fake tensor cannot tell the operator of a GPU its device; the tiled one saves the same
+        # tensors.
         stand_ins = {"triton": "tiled", "hopper": "tiled", "compiled": "reference"}
         attention = stand_ins.get(case.attention, case.attention)
         return fake_module(
-            lambda: build_model(case.model, attention=attention, model_spec=run.model, device="meta"),
+            lambda: build_model(
+                case.model, attention=attention, model_spec=run.model, device="meta"
+            ),
             getattr(torch, case.precision.parameters),
         )
 
 
 def prepare(step: TrainingStep, case: ModelCase, mode: str) -> None:
-    """Checkpointing as `case` says, and for a training step the optimizer's state, without a step being taken."""
+    """Checkpointing as `case` says, and for a training step the optimizer's state, without a step
+    being taken.
+    """
     checkpointing = getattr(case, "checkpointing", "none")
     if checkpointing != "none":
         try:
@@ -68,7 +77,8 @@ def prepare(step: TrainingStep, case: ModelCase, mode: str) -> None:
     if mode == "train_step":
         step.optimizer = AdamW(step.parameters, lr=0.0, weight_decay=0.0)
         for parameter in step.parameters:
-            parameter.grad = parameter.detach()  # any gradient makes the state; with lr 0 the weights stay
+            # any gradient makes the state; with lr 0 the weights stay
+            parameter.grad = parameter.detach()
         step.optimizer.step()
         for value in optimizer_state(step):
             value.zero_()
@@ -117,12 +127,18 @@ def recorded_trace(step: TrainingStep, mode: str, device: str) -> MemoryTrace:
     return recorder.trace()
 
 
-def simulated_trace(case: ModelCase, mode: str, *, device: str = "cuda", model_spec: str | None = None) -> MemoryTrace:
-    """The memory of one pass of `case` as `device` would see it, from fake tensors: nothing is allocated here."""
+def simulated_trace(
+    case: ModelCase, mode: str, *, device: str = "cuda", model_spec: str | None = None
+) -> MemoryTrace:
+    """The memory of one pass of `case` as `device` would see it, from fake tensors: nothing is
+    allocated here.
+    """
     if mode not in PHASES:
         raise ValueError(f"mode must be one of {', '.join(PHASES)}, got {mode!r}")
     if (predicted := model_peak_bytes(case, mode)) > MAX_SIMULATED_BYTES:
-        raise ValueError(f"batch and context_length must need at most {MAX_SIMULATED_BYTES:,} bytes, got {predicted:,}")
+        raise ValueError(
+            f"batch and context_length must need at most {MAX_SIMULATED_BYTES:,} bytes, got {predicted:,}"
+        )
     rules = CudaAutocastRules() if device == "cuda" else nullcontext()
     with FakeTensorMode(), rules:
         step = SimulatedStep(case, model_spec)
@@ -142,14 +158,19 @@ class Measured:
 def measured_pass(step: TrainingStep, mode: str) -> Measured:
     """One pass of a prepared `step` on its device, with the allocator's own counts.
 
-    On CUDA the trace is the allocator's history of the same pass; a pass that runs out of memory leaves the trace up to
-    there. On a CPU the counts are the profiler's and the trace is recorded in a second pass.
+    On CUDA the trace is the allocator's history of the same pass; a pass that runs out of memory
+    leaves the trace up to there. On a CPU the counts are the profiler's and the trace is recorded
+    in a second pass.
     """
     if step.device == "cpu":
-        base = sum(tensor.untyped_storage().nbytes() for tensor in (*step.parameters, *optimizer_state(step)))
+        base = sum(
+            tensor.untyped_storage().nbytes()
+            for tensor in (*step.parameters, *optimizer_state(step))
+        )
         peaks = {START: base} | cpu_phase_peaks(lambda mark: run_phases(step, mode, mark), base)
         return Measured(peak_bytes=peaks, trace=recorded_trace(step, mode, "cpu"))
-    torch.ones(16, 16, device="cuda") @ torch.ones(16, 16, device="cuda")  # cuBLAS takes its workspace before
+    # cuBLAS takes its workspace before
+    torch.ones(16, 16, device="cuda") @ torch.ones(16, 16, device="cuda")
     message = ""
     with CudaHistory() as history:
         try:
@@ -173,14 +194,18 @@ def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
 # What consecutive blocks save for backward
 
 NUM_LARGEST = 5
-COMPILED_GRADIENT = "CompiledFunctionBackward"  # how autograd calls the backward of what torch.compile made
+# how autograd calls the backward of what torch.compile made
+COMPILED_GRADIENT = "CompiledFunctionBackward"
 SAVED = Row(mode="forward", quantity="saved_for_backward", unit="MiB")
 SAVED_EXPECTED = Row(mode="forward", quantity="closed_form_saved", unit="MiB")
 RESIDUAL = Row(mode="forward", quantity="residual_stream", unit="MiB")
 
 
 def ranked_rows(mode: str, quantity: str) -> tuple[Row, ...]:
-    return tuple(Row(mode=mode, quantity=f"{quantity}.{rank}", unit="MiB") for rank in range(1, NUM_LARGEST + 1))
+    return tuple(
+        Row(mode=mode, quantity=f"{quantity}.{rank}", unit="MiB")
+        for rank in range(1, NUM_LARGEST + 1)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,11 +229,15 @@ def measure_blocks(cell: Cell, run: RunConfig) -> Iterator[Sample]:
     case: BlocksCase = cell.case
 
     def build() -> TransformerLM:
-        return TransformerLM.from_config(replace(case.model, num_layers=case.blocks), attention=case.attention)
+        return TransformerLM.from_config(
+            replace(case.model, num_layers=case.blocks), attention=case.attention
+        )
 
     if cell.implementation.startswith("simulated"):
         with FakeTensorMode():
-            yield from _saved_measurements(cell, fake_module(build), torch.empty(case.stream_shape, requires_grad=True))
+            yield from _saved_measurements(
+                cell, fake_module(build), torch.empty(case.stream_shape, requires_grad=True)
+            )
         return
     release(run.device)
     with torch.device(run.device):
@@ -229,13 +258,17 @@ def _saved_measurements(cell: Cell, model: Any, stream: Tensor) -> Iterator[Samp
         if compiled:
             gradient = model.run_blocks(list(blocks), stream).grad_fn  # compiles
             if COMPILED_GRADIENT not in str(gradient):
-                raise Disagreement(f"torch.compile left the block eager: its gradient is {gradient}")
+                raise Disagreement(
+                    f"torch.compile left the block eager: its gradient is {gradient}"
+                )
             del gradient
         parameters = [*blocks.parameters(), *blocks.buffers()]
         saved = saved_tensors(
             lambda: model.run_blocks(list(blocks), stream), parameters=parameters, compiled=compiled
-        )  # fmt: skip
-    expected = block_saved_bytes(case.model, case.batch, attention=case.attention, precision=case.precision)
+        )
+    expected = block_saved_bytes(
+        case.model, case.batch, attention=case.attention, precision=case.precision
+    )
     found = {
         SAVED: sum(one.num_bytes for one in saved),
         SAVED_EXPECTED: case.blocks * sum(expected.values()),

@@ -1,7 +1,7 @@
 """Cells that time a language model: forward, forward and backward, full training step.
 
-What is compared takes turns in one cell: a GPU's clock and a host's load change between two cells, by more than some of
-the differences that are asked for.
+What is compared takes turns in one cell: a GPU's clock and a host's load change between two cells,
+by more than some of the differences that are asked for.
 """
 
 import math
@@ -28,7 +28,8 @@ MODEL_MODES = ("forward", "forward_backward", "train_step")
 STEPS_A_TURN = 3  # timed, of each mode
 LEAST_ROUNDS, MOST_ROUNDS = 2, {"tiny": 2, "smoke": 2, "handout": 6}  # `compare` needs four samples
 ROUNDS_BUDGET_S = {"cpu": 20.0, "cuda": 30.0}  # in which a further round must end
-# A compiled model may reorder float32 sums: its logits and its loss agree with eager's within this times the largest.
+# A compiled model may reorder float32 sums: its logits and its loss agree with eager's within this
+# times the largest.
 TOLERANCE = 1e-3
 P = TypeVar("P")
 
@@ -36,14 +37,19 @@ P = TypeVar("P")
 def model_cases(run: RunConfig, sizes: Sequence[str] = HANDOUT_SIZES) -> list[ModelCase]:
     """A case for each of `sizes` at the run's scale, in float32 with plain attention.
 
-    handout: all of them, batch 4, context 512. smoke: the real small model at context 128, batch 1, and
-    a narrow proxy of medium (another would say nothing new in a laptop's minutes). tiny: one narrow proxy.
+    handout: all of them, batch 4, context 512. smoke: the real small model at context 128, batch 1,
+    and
+    a narrow proxy of medium (another would say nothing new in a laptop's minutes). tiny: one narrow
+    proxy.
     """
     models = [MODEL_SIZES[size] for size in sizes]
     if run.scale == "tiny":
         models = [replace(proxy_model("small", 64), context_length=32, vocab_size=256)]
     if run.scale == "smoke":
-        models = [replace(model, context_length=128) for model in (MODEL_SIZES["small"], proxy_model("medium"))]
+        models = [
+            replace(model, context_length=128)
+            for model in (MODEL_SIZES["small"], proxy_model("medium"))
+        ]
     batch = 4 if run.scale == "handout" else 1
     return [ModelCase(model=model, batch=batch, attention="reference") for model in models]
 
@@ -54,8 +60,14 @@ class TrainingStep:
     optimizer: Any = None  # made at the first step: its state is not the other modes' memory
 
     def __init__(self, case: Any, run: RunConfig, rank: int = 0) -> None:
-        self.vocab_size, self.autocast, self.device = case.model.vocab_size, case.precision.autocast, run.device
-        self.tokens, self.targets = token_batch(case.model, case.batch, device=run.device, seed=run.seed + rank)
+        self.vocab_size, self.autocast, self.device = (
+            case.model.vocab_size,
+            case.precision.autocast,
+            run.device,
+        )
+        self.tokens, self.targets = token_batch(
+            case.model, case.batch, device=run.device, seed=run.seed + rank
+        )
         module = self._build(case, run)
         self.parameters = list(module.parameters())
         if not self.parameters:
@@ -65,7 +77,12 @@ class TrainingStep:
     def _build(self, case: Any, run: RunConfig) -> nn.Module:
         dtype = getattr(torch, case.precision.parameters)
         return build_model(
-            case.model, attention=case.attention, model_spec=run.model, device=run.device, dtype=dtype, seed=run.seed
+            case.model,
+            attention=case.attention,
+            model_spec=run.model,
+            device=run.device,
+            dtype=dtype,
+            seed=run.seed,
         )
 
     def forward(self) -> Tensor:
@@ -98,10 +115,14 @@ class TrainingStep:
             parameter.grad = None
 
     def _logits(self) -> Tensor:
-        """The model's output, checked at every step for what costs no kernel: type, dtype and shape."""
+        """The model's output, checked at every step for what costs no kernel: type, dtype and
+        shape.
+        """
         logits = self.model(self.tokens)
         if not isinstance(logits, Tensor):
-            raise Disagreement(f"the model must return a tensor of logits, got {type(logits).__name__}")
+            raise Disagreement(
+                f"the model must return a tensor of logits, got {type(logits).__name__}"
+            )
         shape = (*self.tokens.shape, self.vocab_size)
         if not logits.is_floating_point() or logits.shape != shape:
             raise Disagreement(
@@ -119,9 +140,11 @@ class TrainingStep:
 def timed_modes(
     step: TrainingStep, modes: Sequence[str], *, warmup: int, count: int
 ) -> Iterator[tuple[str, list[float]]]:
-    """Yield each of `modes` with the milliseconds of `count` of its passes, after `warmup` that are not timed.
+    """Yield each of `modes` with the milliseconds of `count` of its passes, after `warmup` that are
+    not timed.
 
-    Disagreement, before anything is timed, unless the logits and, in the other modes, the loss are finite.
+    Disagreement, before anything is timed, unless the logits and, in the other modes, the loss are
+    finite.
     """
     require_finite("logits", step.forward())
     for mode in modes:
@@ -129,7 +152,9 @@ def timed_modes(
             step.reset()
             require_finite("loss", step.forward_backward())
         call: Callable[[], Tensor] = getattr(step, mode)
-        samples = time_calls(call, device=step.device, warmup=warmup, before=step.reset, num_samples=count)
+        samples = time_calls(
+            call, device=step.device, warmup=warmup, before=step.reset, num_samples=count
+        )
         step.reset()
         yield mode, samples
 
@@ -140,10 +165,12 @@ def model_rounds(
     modes: Sequence[str],
     run: RunConfig,
 ) -> tuple[dict[tuple[P, str], list[float]], dict[tuple[P, str], Outcome]]:
-    """Milliseconds by (player, mode), of turns that the players take round by round, and why some have none.
+    """Milliseconds by (player, mode), of turns that the players take round by round, and why some
+    have none.
 
-    `turn(player, modes)` yields modes with their times, the same number of times for every player. A mode that it does
-    not come to, for want of memory or because a result is wrong, is left out of the later rounds.
+    `turn(player, modes)` yields modes with their times, the same number of times for every player.
+    A mode that it does not come to, for want of memory or because a result is wrong, is left out of
+    the later rounds.
     Rounds go on for ROUNDS_BUDGET_S, at least LEAST_ROUNDS of them and at most MOST_ROUNDS.
     """
     samples: dict[tuple[P, str], list[float]] = defaultdict(list)
@@ -162,15 +189,19 @@ def model_rounds(
                 missing |= {(player, mode): outcome_of(error) for mode in left}
             release(run.device)
         now = time.monotonic()
-        if number + 1 >= LEAST_ROUNDS and now - began + (now - round_began) > ROUNDS_BUDGET_S[run.device]:
+        if (
+            number + 1 >= LEAST_ROUNDS
+            and now - began + (now - round_began) > ROUNDS_BUDGET_S[run.device]
+        ):
             break
     return samples, missing
 
 
 def round_samples(
-    rows: Mapping[tuple[P, str], Row], samples: Mapping[tuple[P, str], list[float]],
+    rows: Mapping[tuple[P, str], Row],
+    samples: Mapping[tuple[P, str], list[float]],
     missing: Mapping[tuple[P, str], Outcome],
-) -> Iterator[Sample]:  # fmt: skip
+) -> Iterator[Sample]:
     """The promised `rows`, by player and mode, as `model_rounds` has found them."""
     for key, row in rows.items():
         if key in missing:
@@ -180,9 +211,11 @@ def round_samples(
 
 
 def first_calls(step: TrainingStep, compiled: Any, run: RunConfig) -> Iterator[tuple[str, float]]:
-    """Yield forward and forward_backward with the seconds of the `compiled` model's first call of each.
+    """Yield forward and forward_backward with the seconds of the `compiled` model's first call of
+    each.
 
-    Disagreement if its logits or its loss are not those of the model of `step`, on the same weights and batch.
+    Disagreement if its logits or its loss are not those of the model of `step`, on the same weights
+    and batch.
     """
     eager = step.model
     expected = {"forward": step.forward(), "forward_backward": step.forward_backward()}
@@ -202,7 +235,9 @@ def first_calls(step: TrainingStep, compiled: Any, run: RunConfig) -> Iterator[t
 
 
 def wall_clock(step: TrainingStep, mode: str, count: int) -> list[float]:
-    """Milliseconds of each of `count` passes, each alone, from the first on; Disagreement if the last is not finite."""
+    """Milliseconds of each of `count` passes, each alone, from the first on; Disagreement if the
+    last is not finite.
+    """
     results: list[Tensor] = []
     samples = []
     for _ in range(count):
@@ -217,14 +252,19 @@ def wall_clock(step: TrainingStep, mode: str, count: int) -> list[float]:
 
 def require_finite(what: str, value: Tensor) -> None:
     """Disagreement unless all of a model's `value` (its logits, its loss) is finite."""
-    # Both extremes are NaN if any element is. isfinite would need temporaries as large as the logits.
+    # Both extremes are NaN if any element is. isfinite would need temporaries as large as the
+    # logits.
     smallest, largest = (extreme.item() for extreme in value.aminmax())
     if not (math.isfinite(smallest) and math.isfinite(largest)):
-        raise Disagreement(f"the model's {what} must be finite, got values from {smallest:g} to {largest:g}")
+        raise Disagreement(
+            f"the model's {what} must be finite, got values from {smallest:g} to {largest:g}"
+        )
 
 
 def _agree(what: str, value: Tensor, expected: Tensor) -> None:
     error = (value - expected).abs().max().item()
     bound = TOLERANCE * expected.abs().max().item()
     if not error <= bound:
-        raise Disagreement(f"compiled {what} differ from eager's by {error:.3g}, more than {bound:.3g}")
+        raise Disagreement(
+            f"compiled {what} differ from eager's by {error:.3g}, more than {bound:.3g}"
+        )

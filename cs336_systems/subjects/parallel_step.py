@@ -1,8 +1,10 @@
-"""One training step of a rank under data parallelism, a sharded optimizer or FSDP, and how it is checked.
+"""One training step of a rank under data parallelism, a sharded optimizer or FSDP, and how it is
+checked.
 
-`ParallelStep(implementation, case, run, rank)` wraps a model by name: ours, PyTorch's, or a reader's own. Data
-parallelism is checked by its gradients against the plain mean of what ranks compute alone (`check_gradients`); what
-shards by its weights after some steps against a step that shards nothing (`check_training`).
+`ParallelStep(implementation, case, run, rank)` wraps a model by name: ours, PyTorch's, or a
+reader's own. Data parallelism is checked by its gradients against the plain mean of what ranks
+compute alone (`check_gradients`); what shards by its weights after some steps against a step that
+shards nothing (`check_training`).
 """
 
 import inspect
@@ -38,13 +40,15 @@ OVER_DDP = {"unsharded": "bucketed", "sharded": "bucketed", "torch_zero": "torch
 ALONE = "alone"  # a rank's model without a wrapper
 BUCKET_MB = 25.0  # as PyTorch's, where the case says nothing
 MEMORY = ("parameters", "gradients", "optimizer_state")  # bytes of a rank's tensors, after a step
-# Largest difference of a gradient over the largest element of its expectation. Both are computed from the same weights
-# and data; they differ in the order of sums, and where a backward adds with atomics.
+# Largest difference of a gradient over the largest element of its expectation. Both are computed
+# from the same weights and data; they differ in the order of sums, and where a backward adds with
+# atomics.
 GRADIENT_TOLERANCE = {None: 1e-4, "bfloat16": 2e-2, "float16": 2e-3}
 SMALLEST_BOUND = 1e-30  # where a gradient is all zeros
 CHECK_LAYERS, CHECK_STEPS = 4, 3
-# Largest 2-norm of the difference between both models' weights over that of the training's change. bfloat16 keeps 8
-# bits; in float32 only the order of sums differs, and Adam divides small gradients by their own size.
+# Largest 2-norm of the difference between both models' weights over that of the training's change.
+# bfloat16 keeps 8 bits; in float32 only the order of sums differs, and Adam divides small gradients
+# by their own size.
 CHECK_BOUND = {None: 1e-3, "bfloat16": 5e-2}
 
 
@@ -62,15 +66,20 @@ class RanksCase:
     @property
     def predicted_bytes(self) -> int:
         """Peak of all ranks where they share the host's memory, as if nothing were sharded."""
-        alone = ModelCase(model=self.model, batch=self.batch, attention=self.attention, precision=self.precision)
-        return self.num_ranks * model_peak_bytes(alone, "train_step") if self.backend == "gloo" else 0
+        alone = ModelCase(
+            model=self.model, batch=self.batch, attention=self.attention, precision=self.precision
+        )
+        return (
+            self.num_ranks * model_peak_bytes(alone, "train_step") if self.backend == "gloo" else 0
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelCase(RanksCase):
     """The step of ranks that average their gradients."""
 
-    bucket_size_mb: float | None = None  # MiB of gradients in a bucket; None: the implementation has none
+    # MiB of gradients in a bucket; None: the implementation has none
+    bucket_size_mb: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,21 +93,32 @@ class ShardingCase(RanksCase):
 def fsdp_case_bytes(case: Any, *, checkpointing: bool = False) -> RankBytes:
     """`fsdp_bytes` of a case of ranks that shard its model."""
     return fsdp_bytes(
-        case.model, case.batch, num_ranks=case.num_ranks, attention=case.attention,
-        compute_dtype=case.precision.autocast, reduce_dtype=case.reduce_dtype, checkpointing=checkpointing,
+        case.model,
+        case.batch,
+        num_ranks=case.num_ranks,
+        attention=case.attention,
+        compute_dtype=case.precision.autocast,
+        reduce_dtype=case.reduce_dtype,
+        checkpointing=checkpointing,
         parameters=case.precision.parameters,
-    )  # fmt: skip
+    )
 
 
 class ParallelStep(TrainingStep):
     """A wrapped model, its optimizer and this rank's batch."""
 
     def __init__(
-        self, implementation: str, case: Any, run: RunConfig, rank: int, optimizer: type = AdamW,
+        self,
+        implementation: str,
+        case: Any,
+        run: RunConfig,
+        rank: int,
+        optimizer: type = AdamW,
         learning_rate: float = 1e-3,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.implementation, self.case, self.learning_rate = implementation, case, learning_rate
-        # Which computes in its weights' dtype and gathers them; of a reader's own the case says what it is.
+        # Which computes in its weights' dtype and gathers them; of a reader's own the case says
+        # what it is.
         own = ":" in implementation and not isinstance(case, DataParallelCase)
         self.is_fsdp = implementation in FSDPS or own
         super().__init__(case, run, rank)
@@ -116,25 +136,39 @@ class ParallelStep(TrainingStep):
         else:
             module = super()._build(case, run)
         checkpointing: Checkpointing = getattr(case, "checkpointing", "none")
-        return module if checkpointing == "none" else wrap_blocks(module, checkpointing=checkpointing)
+        return (
+            module if checkpointing == "none" else wrap_blocks(module, checkpointing=checkpointing)
+        )
 
     def _wrapped(self, module: nn.Module) -> nn.Module:
         name, case = self.implementation, self.case
         if name in (ALONE, "zero1"):
             return module
         if not self.is_fsdp:
-            return wrap_ddp(module, OVER_DDP.get(name, name), getattr(case, "bucket_size_mb", BUCKET_MB))
+            return wrap_ddp(
+                module, OVER_DDP.get(name, name), getattr(case, "bucket_size_mb", BUCKET_MB)
+            )
         dtypes = (self.autocast, case.reduce_dtype)
-        compute_dtype, reduce_dtype = (None if dtype is None else getattr(torch, dtype) for dtype in dtypes)
+        compute_dtype, reduce_dtype = (
+            None if dtype is None else getattr(torch, dtype) for dtype in dtypes
+        )
         if name == "torch_fsdp":
             return _fully_shard(module, compute_dtype, reduce_dtype, self.device)
         if ":" in name:
             model = load_name(name)(module, compute_dtype)
             if not hasattr(model, "gather_full_params"):
-                raise Unsupported(f"{name} has no gather_full_params(), by which its weights are checked")
+                raise Unsupported(
+                    f"{name} has no gather_full_params(), by which its weights are checked"
+                )
             return model
         granularity: Any = "layer" if name == "fsdp_layer" else "block"
-        return FSDP(module, compute_dtype, reduce_dtype=reduce_dtype, granularity=granularity, device=self.device)
+        return FSDP(
+            module,
+            compute_dtype,
+            reduce_dtype=reduce_dtype,
+            granularity=granularity,
+            device=self.device,
+        )
 
     def _optimizer(self, optimizer: type) -> Any:
         parameters, learning_rate = self.model.parameters(), self.learning_rate
@@ -155,7 +189,8 @@ class ParallelStep(TrainingStep):
     def forward_backward(self) -> Tensor:
         """This rank's loss; gradients are averaged."""
         loss = super().forward_backward()
-        for one in (self.model, self.optimizer):  # PyTorch's wrappers have averaged by the end of their backward
+        # PyTorch's wrappers have averaged by the end of their backward
+        for one in (self.model, self.optimizer):
             if hasattr(one, "finish_gradient_synchronization"):
                 one.finish_gradient_synchronization()
         return loss
@@ -181,13 +216,24 @@ class ParallelStep(TrainingStep):
 
     def mib(self) -> dict[str, float]:
         """What this rank keeps of each kind, in MiB: distinct storages, since views are not memory."""
-        states = self.optimizer.optim.state if self.implementation == "torch_zero" else self.optimizer.state
+        states = (
+            self.optimizer.optim.state
+            if self.implementation == "torch_zero"
+            else self.optimizer.state
+        )
         parameters = list(self.model.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        tensors = [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]
+        tensors = [
+            value
+            for state in states.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
         if isinstance(self.optimizer, Zero1Optimizer):
             gradients += [bucket.gradient for bucket in self.optimizer.buckets]
-        return {name: _storage_mib(kind) for name, kind in zip(MEMORY, (parameters, gradients, tensors))}
+        return {
+            name: _storage_mib(kind) for name, kind in zip(MEMORY, (parameters, gradients, tensors))
+        }
 
     def _precision(self) -> AbstractContextManager[object]:
         """FSDP computes in its weights' dtype; the others need autocast."""
@@ -197,8 +243,9 @@ class ParallelStep(TrainingStep):
 def wrap_ddp(module: nn.Module, implementation: str, bucket_size_mb: float | None) -> nn.Module:
     """`module` under the data parallelism of that name, on the default process group.
 
-    Ours, or a reader's own, `package.module:Name`, is called with the module, and with `bucket_size_mb` if it has such
-    a parameter; it must have `finish_gradient_synchronization` unless its backward does all.
+    Ours, or a reader's own, `package.module:Name`, is called with the module, and with
+    `bucket_size_mb` if it has such a parameter; it must have `finish_gradient_synchronization`
+    unless its backward does all.
     """
     if implementation in DDPS or ":" in implementation:
         own: Any = DDPS.get(implementation) or load_name(implementation)
@@ -209,11 +256,16 @@ def wrap_ddp(module: nn.Module, implementation: str, bucket_size_mb: float | Non
     renamed = "forward_sync_buffers" in inspect.signature(torch_ddp).parameters
     buffers: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
     view = implementation == "torch_ddp_view"
-    return torch_ddp(module, bucket_cap_mb=bucket_size_mb or BUCKET_MB, gradient_as_bucket_view=view, **buffers)
+    return torch_ddp(
+        module, bucket_cap_mb=bucket_size_mb or BUCKET_MB, gradient_as_bucket_view=view, **buffers
+    )
 
 
 def _fully_shard(
-    module: nn.Module, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, device: str
+    module: nn.Module,
+    compute_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    device: str,
 ) -> nn.Module:
     """PyTorch's FSDP2 over blocks and root, weights drawn by each module's reset_parameters."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -232,7 +284,9 @@ def _fully_shard(
 
 def _storage_mib(tensors: list[Any]) -> float:
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local
+    }
     return sum(storages.values()) / MIB
 
 
@@ -240,12 +294,16 @@ def _storage_mib(tensors: list[Any]) -> float:
 
 
 def check_wrapper(implementation: str, case: RanksCase, run: RunConfig, rank: int) -> float:
-    """Error of `implementation` over its bound, by its gradients if it averages them, else by its training.
+    """Error of `implementation` over its bound, by its gradients if it averages them, else by its
+    training.
 
-    The model of a ShardingCase is made shallow first: its step and an unsharded one have to fit beside each other.
+    The model of a ShardingCase is made shallow first: its step and an unsharded one have to fit
+    beside each other.
     """
     if isinstance(case, ShardingCase):
-        case = replace(case, model=replace(case.model, num_layers=min(CHECK_LAYERS, case.model.num_layers)))
+        case = replace(
+            case, model=replace(case.model, num_layers=min(CHECK_LAYERS, case.model.num_layers))
+        )
         if implementation not in (*OURS, *PEERS):
             return check_training(implementation, case, run, rank)
     expected = plain_mean(case, run, rank)
@@ -275,22 +333,28 @@ def check_gradients(step: ParallelStep, expected: list[Tensor | None]) -> float:
         step.forward_backward()
         for parameter, gradient in zip(step.parameters, expected):
             if gradient is not None:
-                bound = GRADIENT_TOLERANCE[step.autocast] * gradient.abs().max().item() + SMALLEST_BOUND
+                bound = (
+                    GRADIENT_TOLERANCE[step.autocast] * gradient.abs().max().item() + SMALLEST_BOUND
+                )
                 found = parameter.grad
-                errors.append(math.inf if found is None else (found - gradient).abs().max().item() / bound)
+                errors.append(
+                    math.inf if found is None else (found - gradient).abs().max().item() / bound
+                )
     step.optimizer.zero_grad(set_to_none=True)
     worst = torch.tensor(errors, dtype=torch.float64).max().item()  # NaN if any is
     if not worst <= 1:
-        raise Disagreement(f"averaged gradients are off by {worst:.3g} times the bound of the plain mean's")
+        raise Disagreement(
+            f"averaged gradients are off by {worst:.3g} times the bound of the plain mean's"
+        )
     return worst
 
 
 def check_training(implementation: str, case: ShardingCase, run: RunConfig, rank: int) -> float:
     """Error over its bound of the weights after training; Disagreement above 1.
 
-    CHECK_STEPS steps, against DDP in float32 from the same weights on the same data: with AdamW where the optimizer is
-    what is sharded, with SGD for FSDP, since in low precision Adam's first steps follow the sign of gradients that are
-    all rounding.
+    CHECK_STEPS steps, against DDP in float32 from the same weights on the same data: with AdamW
+    where the optimizer is what is sharded, with SGD for FSDP, since in low precision Adam's first
+    steps follow the sign of gradients that are all rounding.
     """
     optimizer = AdamW if implementation in OPTIMIZER_IMPLEMENTATIONS else torch.optim.SGD
     step = ParallelStep(implementation, case, run, rank, optimizer)
@@ -300,17 +364,20 @@ def check_training(implementation: str, case: ShardingCase, run: RunConfig, rank
 
 
 def compare_training(step: ParallelStep, reference: ParallelStep, bound: float) -> float:
-    """2-norm of the difference between both models' weights over that of the change of `reference`'s, over `bound`.
+    """2-norm of the difference between both models' weights over that of the change of
+    `reference`'s, over `bound`.
 
-    `reference` takes the weights of `step`, both train CHECK_STEPS steps. Disagreement if the result is above 1.
+    `reference` takes the weights of `step`, both train CHECK_STEPS steps. Disagreement if the
+    result is above 1.
     """
     start = _take_weights(step, reference)
     for _ in range(CHECK_STEPS):
         step.train_step()
         reference.train_step()
     ours, theirs = (
-        [now - before for now, before in zip(one.full_parameters(), start)] for one in (step, reference)
-    )  # fmt: skip
+        [now - before for now, before in zip(one.full_parameters(), start)]
+        for one in (step, reference)
+    )
     return _error(ours, theirs, bound, f"changes of weights in {CHECK_STEPS} steps")
 
 
@@ -324,15 +391,20 @@ def compare_gradients(step: ParallelStep, reference: ParallelStep, bound: float)
 
 def _take_weights(step: ParallelStep, reference: ParallelStep) -> list[Tensor]:
     """Give `reference` the weights of `step`, of which copies are returned."""
-    start = [value.clone() for value in step.full_parameters()]  # one rank's whole weights may be those it trains
+    # one rank's whole weights may be those it trains
+    start = [value.clone() for value in step.full_parameters()]
     for parameter, value in zip(reference.model.parameters(), start):
         parameter.data.copy_(value)
     return start
 
 
 def _error(ours: list[Tensor], theirs: list[Tensor], bound: float, what: str) -> float:
-    """2-norm of the difference over that of `theirs`, over `bound`; Disagreement, of `what`, above 1."""
-    difference = sum((one - other).double().square().sum().item() for one, other in zip(ours, theirs))
+    """2-norm of the difference over that of `theirs`, over `bound`; Disagreement, of `what`, above
+    1.
+    """
+    difference = sum(
+        (one - other).double().square().sum().item() for one, other in zip(ours, theirs)
+    )
     size = sum(other.double().square().sum().item() for other in theirs)
     error = math.sqrt(difference / size) / bound if size else math.inf
     if not error <= 1:

@@ -42,7 +42,9 @@ PROXY = "-proxy"
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A call to profile, what runs ahead of each, and the model in it if its modules may carry ranges."""
+    """A call to profile, what runs ahead of each, and the model in it if its modules may carry
+    ranges.
+    """
 
     call: Callable[[], object]
     before: Callable[[], object] = lambda: None
@@ -60,31 +62,44 @@ def parse_case(
     attention: str = "reference",
     is_causal: bool = True,
 ) -> ModelCase | AttentionShape:
-    """The case that `text` names: a model size (`xl`, `small-proxy`) or an attention shape `BxHxSxD`.
+    """The case that `text` names: a model size (`xl`, `small-proxy`) or an attention shape
+    `BxHxSxD`.
 
-    `batch` (4 by default), `context` and `attention` are of models only; `is_causal` of shapes only. Raises ValueError
-    on a name, size or precision that is not known, and on an option, implementation or mode that the case has not.
+    `batch` (4 by default), `context` and `attention` are of models only; `is_causal` of shapes
+    only. Raises ValueError on a name, size or precision that is not known, and on an option,
+    implementation or mode that the case has not.
     """
     shape = SHAPE.fullmatch(text)
     of = "of a model" if shape is None else "of an attention shape"
     for name, value, values in (
         ("precision", precision, PRECISIONS),
         ("attention", attention, ATTENTION_NAMES),
-        (f"implementation {of}", implementation, MODEL_IMPLEMENTATIONS if shape is None else IMPLEMENTATIONS),
+        (
+            f"implementation {of}",
+            implementation,
+            MODEL_IMPLEMENTATIONS if shape is None else IMPLEMENTATIONS,
+        ),
         (f"mode {of}", mode, MODEL_MODES if shape is None else ATTENTION_MODES),
     ):
         if value not in values:
             raise ValueError(f"{name} must be one of {', '.join(values)}, got {value!r}")
     if shape is not None:
         if batch is not None or context is not None or attention != "reference":
-            raise ValueError(f"batch, context and attention are options of models, and {text!r} is an attention shape")
+            raise ValueError(
+                f"batch, context and attention are options of models, and {text!r} is an attention shape"
+            )
         if PRECISIONS[precision].autocast is not None:
             raise ValueError(f"precision of an attention shape must be a dtype, got {precision!r}")
         batch, heads, seqlen, head_dim = map(int, shape.groups())
         return AttentionShape(
-            batch=batch, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=is_causal,
+            batch=batch,
+            heads=heads,
+            seqlen_q=seqlen,
+            seqlen_k=seqlen,
+            head_dim=head_dim,
+            is_causal=is_causal,
             dtype=PRECISIONS[precision].parameters,
-        )  # fmt: skip
+        )
     size = text.removesuffix(PROXY)
     if size not in MODEL_SIZES:
         raise ValueError(
@@ -92,7 +107,9 @@ def parse_case(
             f"BATCHxHEADSxSEQxHEAD_DIM, got {text!r}"
         )
     if not is_causal:
-        raise ValueError(f"a full mask is an option of attention shapes, and {text!r} is a model size")
+        raise ValueError(
+            f"a full mask is an option of attention shapes, and {text!r} is a model size"
+        )
     model = proxy_model(size) if text.endswith(PROXY) else MODEL_SIZES[size]
     if context is not None:
         model = replace(model, context_length=context)
@@ -100,8 +117,11 @@ def parse_case(
     return ModelCase(model=model, batch=batch, attention=attention, precision=PRECISIONS[precision])
 
 
-def prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, run: RunConfig) -> Prepared:
-    """Build what `case` needs and return the call; nothing is checked against an oracle, since nothing is recorded.
+def prepare(
+    case: ModelCase | AttentionShape, implementation: str, mode: str, run: RunConfig
+) -> Prepared:
+    """Build what `case` needs and return the call; nothing is checked against an oracle, since
+    nothing is recorded.
 
     Raises Unsupported with the reason where the implementation does not exist for the case.
     """
@@ -127,7 +147,8 @@ def _attention(shape: AttentionShape, implementation: str, mode: str, run: RunCo
         with built.context():
             outputs[:] = [passes.output()]
 
-    def backward() -> tuple[torch.Tensor, ...]:  # that frees its graph, in whose memory compiled code may work
+    # that frees its graph, in whose memory compiled code may work
+    def backward() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(outputs.pop(), passes.leaves, passes.grad_output)
 
     return Prepared(call=backward, before=make_graph) if mode == "backward" else Prepared(call=call)

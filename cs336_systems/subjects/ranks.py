@@ -1,9 +1,12 @@
-"""What experiments of several ranks share: running them, timing them together, tracing one, and drawing its lanes.
+"""What experiments of several ranks share: running them, timing them together, tracing one, and
+drawing its lanes.
 
-Ranks are children of the measuring process and die with it. `run_cell` is `run_ranks` with a rank's error told as the
-cell's: out of memory, wrong result, or failed. The model is xl, or a narrow proxy of it where there is no time.
+Ranks are children of the measuring process and die with it. `run_cell` is `run_ranks` with a rank's
+error told as the cell's: out of memory, wrong result, or failed. The model is xl, or a narrow proxy
+of it where there is no time.
 
-A training step goes the same way under every wrapper, ours and PyTorch's (`measure_rank`). Phases on every rank:
+A training step goes the same way under every wrapper, ours and PyTorch's (`measure_rank`). Phases
+on every rank:
 
 - check the wrapper (parallel_step.py), then build it anew;
 - one step in parts: memory after construction, before and after the optimizer;
@@ -34,31 +37,43 @@ from cs336_systems.measure.overlap import trace_lanes
 from cs336_systems.measure.timing import plan_samples, synchronize, time_calls, time_once
 from cs336_systems.subjects.parallel_step import ParallelStep, check_wrapper
 
-COLLECTIVE_TIMEOUT_S = 240.0  # ranks differ in the time that they take to compile, allocate and load
+# ranks differ in the time that they take to compile, allocate and load
+COLLECTIVE_TIMEOUT_S = 240.0
 BATCH = {"tiny": 1, "smoke": 2, "handout": 4}  # sequences of each rank; the last as the handout's
 BUDGET_MS = {"tiny": 100.0, "smoke": 500.0, "handout": 2000.0}  # of timed steps a cell
 MIN_SAMPLES = 5
 WARMUP = 2  # after the step in parts, and before the one that plans how many are timed
-MOMENTS = ("memory_after_init", "memory_before_step", "memory_after_step")  # peaks so far, from CUDA's allocator
-TIMES = ("traced_time", "communication_time", "compute_time", "overlap_time")  # of one traced call of rank 0, in ms
-INTERVALS = ("compute_intervals", "communication_intervals")  # start, end, start, end, ...: what a figure can show
+# peaks so far, from CUDA's allocator
+MOMENTS = ("memory_after_init", "memory_before_step", "memory_after_step")
+# of one traced call of rank 0, in ms
+TIMES = ("traced_time", "communication_time", "compute_time", "overlap_time")
+# start, end, start, end, ...: what a figure can show
+INTERVALS = ("compute_intervals", "communication_intervals")
 TRACED = (*TIMES, *INTERVALS)
 Samples = dict[tuple[str, str], list[float]]  # of one rank, by mode and quantity
 C = TypeVar("C")
 MOST_INTERVALS = 300  # of a lane in a record: more cannot be told apart in a figure
 
 
-def sized_model(run: RunConfig, size: str = "xl", contexts: tuple[int, int] = (16, 64)) -> ModelConfig:
-    """The model at handout scale, below it a narrow proxy of so few tokens, at tiny and at smoke scale."""
+def sized_model(
+    run: RunConfig, size: str = "xl", contexts: tuple[int, int] = (16, 64)
+) -> ModelConfig:
+    """The model at handout scale, below it a narrow proxy of so few tokens, at tiny and at smoke
+    scale.
+    """
     if run.scale == "handout":
         return MODEL_SIZES[size]
     tiny = run.scale == "tiny"
     proxy = proxy_model(size, 64 if tiny else 128)
-    return replace(proxy, context_length=contexts[0 if tiny else 1], vocab_size=256 if tiny else 1000)
+    return replace(
+        proxy, context_length=contexts[0 if tiny else 1], vocab_size=256 if tiny else 1000
+    )
 
 
 def most_ranks(run: RunConfig) -> int:
-    """All GPUs of the host; two processes on a CPU, and where one GPU is, whose cells then say what lacks."""
+    """All GPUs of the host; two processes on a CPU, and where one GPU is, whose cells then say what
+    lacks.
+    """
     return max(2, torch.cuda.device_count()) if run.device == "cuda" else 2
 
 
@@ -71,8 +86,12 @@ def backend_of(run: RunConfig) -> str:
     return "nccl" if run.device == "cuda" else "gloo"
 
 
-def ranks_case(kind: Callable[..., C], run: RunConfig, num_ranks: int, precision: Precision, **more: Any) -> C:
-    """A case of a training step on `num_ranks`, of xl under plain attention where `more` does not say otherwise."""
+def ranks_case(
+    kind: Callable[..., C], run: RunConfig, num_ranks: int, precision: Precision, **more: Any
+) -> C:
+    """A case of a training step on `num_ranks`, of xl under plain attention where `more` does not
+    say otherwise.
+    """
     usual = {"model": sized_model(run), "batch": BATCH[run.scale], "attention": "reference"}
     return kind(num_ranks=num_ranks, backend=backend_of(run), precision=precision, **(usual | more))
 
@@ -80,32 +99,43 @@ def ranks_case(kind: Callable[..., C], run: RunConfig, num_ranks: int, precision
 def run_cell(
     function: Callable[..., Any], case: Any, run: RunConfig, *args: Any, from_scratch: bool = False
 ) -> list[Any]:
-    """What `function(rank, num_ranks, *args)` returns on each rank, or the exception that is the cell's outcome.
+    """What `function(rank, num_ranks, *args)` returns on each rank, or the exception that is the
+    cell's outcome.
 
-    `from_scratch`: also on a CPU every rank imports all it needs, where that is part of what is measured.
+    `from_scratch`: also on a CPU every rank imports all it needs, where that is part of what is
+    measured.
     """
     on_gpus = case.backend == "nccl"
     if on_gpus and case.num_ranks > torch.cuda.device_count():
         raise Unsupported(f"needs {case.num_ranks} GPUs, this host has {torch.cuda.device_count()}")
     try:
         return run_ranks(
-            function, case.num_ranks, *args, backend=case.backend, device="cuda" if on_gpus else "cpu",
+            function,
+            case.num_ranks,
+            *args,
+            backend=case.backend,
+            device="cuda" if on_gpus else "cpu",
             timeout_s=COLLECTIVE_TIMEOUT_S,
             start_method="forkserver" if run.device == "cpu" and not from_scratch else "spawn",
-        )  # fmt: skip
+        )
     except RankError as error:
         first_line = str(error).splitlines()[0]
-        out_of_memory = error.error_type in ("OutOfMemoryError", "MemoryError") or CPU_ALLOCATOR in error.reason
+        out_of_memory = (
+            error.error_type in ("OutOfMemoryError", "MemoryError") or CPU_ALLOCATOR in error.reason
+        )
         if not out_of_memory and error.error_type != "Disagreement":
             raise
-        print(error, file=sys.stderr)  # with the rank's traceback, for the log: the record takes one line
+        # with the rank's traceback, for the log: the record takes one line
+        print(error, file=sys.stderr)
         raise (torch.OutOfMemoryError if out_of_memory else Disagreement)(first_line) from error
 
 
 def agreed_samples(call: Callable[[], object], device: str, budget_ms: float, minimum: int) -> int:
-    """How often to time `call`: rank 0's plan, on every rank, since one call more on one rank would wait for ever.
+    """How often to time `call`: rank 0's plan, on every rank, since one call more on one rank would
+    wait for ever.
 
-    What is there by now stays: left to the garbage collector it would be gone through in a timed call, for up to 0.2 s.
+    What is there by now stays: left to the garbage collector it would be gone through in a timed
+    call, for up to 0.2 s.
     """
     gc.collect()
     gc.freeze()
@@ -132,8 +162,12 @@ def time_together(call: Callable[[], object], device: str) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def timed_calls(call: Callable[[], object], device: str, budget_ms: float, minimum: int) -> list[float]:
-    """Milliseconds on this rank of as many calls as all agree on; on a CPU each begins when all are ready."""
+def timed_calls(
+    call: Callable[[], object], device: str, budget_ms: float, minimum: int
+) -> list[float]:
+    """Milliseconds on this rank of as many calls as all agree on; on a CPU each begins when all are
+    ready.
+    """
     count = agreed_samples(call, device, budget_ms, minimum)
     dist.barrier()
     if device == "cuda":
@@ -142,12 +176,16 @@ def timed_calls(call: Callable[[], object], device: str, budget_ms: float, minim
 
 
 def peak_mib(device: str) -> list[float]:
-    """The most that tensors have occupied since the statistics were reset, as a sample; on a CPU nobody counts."""
+    """The most that tensors have occupied since the statistics were reset, as a sample; on a CPU
+    nobody counts.
+    """
     synchronize(device)
     return [torch.cuda.max_memory_allocated() / MIB] if device == "cuda" else []
 
 
-def trace_on_first(call: Callable[[], object], rank: int, device: str, mode: str = "train_step") -> Samples:
+def trace_on_first(
+    call: Callable[[], object], rank: int, device: str, mode: str = "train_step"
+) -> Samples:
     """What rank 0's lanes of one call of `mode` give of TRACED.
 
     The others make the same two calls without a profiler, and have nothing to say.
@@ -165,7 +203,8 @@ def trace_on_first(call: Callable[[], object], rank: int, device: str, mode: str
         return {}
     lanes = trace_lanes(together, device)
     times = (lanes.span_ms, lanes.communication_ms, lanes.compute_ms, lanes.overlap_ms)
-    found: Samples = {(mode, name): [round(ms, 6)] for name, ms in zip(TIMES, times)}  # to the nanosecond
+    # to the nanosecond
+    found: Samples = {(mode, name): [round(ms, 6)] for name, ms in zip(TIMES, times)}
     for name, intervals in zip(INTERVALS, (lanes.compute, lanes.communication)):
         found[mode, name] = [end for pair in simplify(intervals, MOST_INTERVALS) for end in pair]
     return found
@@ -180,16 +219,24 @@ class RankReport:
 
 
 def measure_step(
-    function: Callable[..., RankReport], cell: Cell, run: RunConfig, *more: Any, from_scratch: bool = False
+    function: Callable[..., RankReport],
+    cell: Cell,
+    run: RunConfig,
+    *more: Any,
+    from_scratch: bool = False,
 ) -> Iterator[Sample]:
-    """What `function` of (rank, num_ranks, implementation, case, run, *more) reports on every rank of `cell`."""
+    """What `function` of (rank, num_ranks, implementation, case, run, *more) reports on every rank
+    of `cell`.
+    """
     args = (cell.implementation, cell.case, run, *more)
-    yield from report_samples(cell.rows, run_cell(function, cell.case, run, *args, from_scratch=from_scratch))
+    yield from report_samples(
+        cell.rows, run_cell(function, cell.case, run, *args, from_scratch=from_scratch)
+    )
 
 
 def measure_rank(
     rank: int, num_ranks: int, implementation: str, case: Any, run: RunConfig, traced: Sequence[str]
-) -> RankReport:  # fmt: skip
+) -> RankReport:
     """One rank's training steps, and the calls of the modes in `traced`."""
     error, device = check_wrapper(implementation, case, run, rank), run.device
     release(device)
@@ -214,17 +261,30 @@ def measure_rank(
 
 
 def report_samples(rows: Iterable[Row], reports: Sequence[RankReport]) -> Iterator[Sample]:
-    """What the ranks' reports give of `rows`: the slowest rank's times, the most memory, and what rank 0 traced."""
+    """What the ranks' reports give of `rows`: the slowest rank's times, the most memory, and what
+    rank 0 traced.
+    """
     error = max(report.error for report in reports)
     for row in rows:
         key = (row.mode, row.quantity)
         if key in reports[0].samples:
             samples = slowest([report.samples[key] for report in reports if key in report.samples])
-            message = "" if samples else f"rank 0's traced call has no {row.quantity.removesuffix('_intervals')}"
-            yield Sample(row=row, samples=samples, message=message, error=error if row.quantity == "time" else None)
+            message = (
+                ""
+                if samples
+                else f"rank 0's traced call has no {row.quantity.removesuffix('_intervals')}"
+            )
+            yield Sample(
+                row=row,
+                samples=samples,
+                message=message,
+                error=error if row.quantity == "time" else None,
+            )
 
 
-def step_cell(case: Any, implementation: str, memory: Sequence[str], traced: Sequence[str] = ("train_step",)) -> Cell:
+def step_cell(
+    case: Any, implementation: str, memory: Sequence[str], traced: Sequence[str] = ("train_step",)
+) -> Cell:
     """The cell of a step's time, those quantities of `memory`, and the traced modes."""
     rows = [Row("train_step", "time", "ms"), *(Row("train_step", name, "MiB") for name in memory)]
     rows += [Row(mode, name, "ms") for mode in traced for name in TRACED]
@@ -251,14 +311,18 @@ class Traces(Spans):
         if rows.empty:
             return rows
         rows = rows[rows["precision"] == rows["precision"].iloc[0]]
-        return rows[rows.groupby(["implementation", "case"])["lane"].transform("nunique") == len(INTERVALS)]
+        return rows[
+            rows.groupby(["implementation", "case"])["lane"].transform("nunique") == len(INTERVALS)
+        ]
 
 
 def hidden_claim(rows: pd.DataFrame) -> str:
     """How much of the traced communication of each implementation is beside compute."""
     shares = []
     for name, lanes in rows.groupby("implementation", sort=False):
-        times = {lane: list(zip(of[::2], of[1::2])) for lane, of in zip(lanes["lane"], lanes["samples"])}
+        times = {
+            lane: list(zip(of[::2], of[1::2])) for lane, of in zip(lanes["lane"], lanes["samples"])
+        }
         compute, sent = union(times["compute"]), union(times["communication"])
         both = length(compute) + length(sent) - length(union([*compute, *sent]))
         shares.append(f"{name} {100 * both / length(sent):.0f} %")
@@ -287,11 +351,13 @@ class StepExperiment(Experiment):
         return {"lane": str(row["quantity"]).removesuffix("_intervals")}
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`efficiency(name, alone, ...)`: the step of one rank over that of N, each with as many sequences.
+        """`efficiency(name, alone, ...)`: the step of one rank over that of N, each with as many
+        sequences.
 
-        NaN where the two are not of one run. `messages(name, over=1, ...)`: how long each collective of the traced
-        step took, in ms, those over and under a bound. `drawn_unhidden(name, ...)`: communication beside no compute in
-        the figure, which closes short gaps, in ms.
+        NaN where the two are not of one run. `messages(name, over=1, ...)`: how long each
+        collective of the traced step took, in ms, those over and under a bound.
+        `drawn_unhidden(name, ...)`: communication beside no compute in the figure, which closes
+        short gaps, in ms.
         """
 
         def step(name: str, where: dict[str, Any]) -> dict[str, Any]:
@@ -306,8 +372,12 @@ class StepExperiment(Experiment):
             ends = found["samples"]
             return list(zip(ends[::2], ends[1::2]))
 
-        def messages(name: str, over: float = 0.0, under: float = math.inf, **where: Any) -> pd.Series:
-            taken = pd.Series([end - start for start, end in lane(name, "communication_intervals", where)])
+        def messages(
+            name: str, over: float = 0.0, under: float = math.inf, **where: Any
+        ) -> pd.Series:
+            taken = pd.Series(
+                [end - start for start, end in lane(name, "communication_intervals", where)]
+            )
             return taken[(taken > over) & (taken < under)]
 
         def drawn_unhidden(name: str, **where: Any) -> float:

@@ -1,6 +1,8 @@
-"""What the experiments of sharding share: the cells and the tables of one sharded training step, and its prediction.
+"""What the experiments of sharding share: the cells and the tables of one sharded training step,
+and its prediction.
 
-What a rank does is told in ranks.py, and how an implementation is built and checked in parallel_step.py.
+What a rank does is told in ranks.py, and how an implementation is built and checked in
+parallel_step.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,13 +19,19 @@ from cs336_systems.subjects.parallel_step import MEMORY, ShardingCase, fsdp_case
 PREDICTED = "predicted_peak_memory"
 MOMENT_WORDS = dict(zip(("after init", "before the step", "after the step"), ranks.MOMENTS))
 MEMORY_WORDS = {
-    **MOMENT_WORDS, "peak": "peak_memory", "peak predicted": PREDICTED,
-    "parameters": "parameters", "gradients": "gradients", "optimizer state": "optimizer_state",
-}  # fmt: skip
+    **MOMENT_WORDS,
+    "peak": "peak_memory",
+    "peak predicted": PREDICTED,
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer state": "optimizer_state",
+}
 TIME_WORDS = {
-    "traced (ms)": "traced_time", "compute (ms)": "compute_time", "communication (ms)": "communication_time",
+    "traced (ms)": "traced_time",
+    "compute (ms)": "compute_time",
+    "communication (ms)": "communication_time",
     "beside compute (ms)": "overlap_time",
-}  # fmt: skip
+}
 
 
 class ShardingExperiment(ranks.StepExperiment):
@@ -41,12 +49,19 @@ class ShardingExperiment(ranks.StepExperiment):
         """`compute`, the dtype of the matmuls, and `reduce`, that of the averaged gradients."""
         compute = row["precision"].removesuffix(" autocast")
         kept = row["quantity"].replace("_", " ") if row["quantity"] in MEMORY else ""
-        return super().columns(row) | {"compute": compute, "reduce": row["reduce_dtype"] or compute, "kept": kept}
+        return super().columns(row) | {
+            "compute": compute,
+            "reduce": row["reduce_dtype"] or compute,
+            "kept": kept,
+        }
 
     down = {
-        "implementation": "implementation", "model": "model", "ranks": "num_ranks", "compute": "compute",
+        "implementation": "implementation",
+        "model": "model",
+        "ranks": "num_ranks",
+        "compute": "compute",
         "reduce": "reduce",
-    }  # fmt: skip
+    }
     times = {heading: Pick({"quantity": quantity}) for heading, quantity in TIME_WORDS.items()}
     tables = {
         "steps": Wide(
@@ -65,24 +80,34 @@ class ShardingExperiment(ranks.StepExperiment):
             title="Memory of a rank (GiB): the most so far, and what stays between steps",
             down=down,
             where={"mode": "train_step", "quantity": tuple(MEMORY_WORDS.values())},
-            columns={heading: Pick({"quantity": quantity}, unit="GiB") for heading, quantity in MEMORY_WORDS.items()},
+            columns={
+                heading: Pick({"quantity": quantity}, unit="GiB")
+                for heading, quantity in MEMORY_WORDS.items()
+            },
         ),
     }
 
 
 def sharding_cell(case: ShardingCase, implementation: str) -> Cell:
     """The cell with every row that its device can give."""
-    kinds: tuple[str, ...] = (*MEMORY, *ranks.MOMENTS, "peak_memory") if case.backend == "nccl" else MEMORY
+    kinds: tuple[str, ...] = (
+        (*MEMORY, *ranks.MOMENTS, "peak_memory") if case.backend == "nccl" else MEMORY
+    )
     kinds += (PREDICTED,) if implementation in ("fsdp", "fsdp_layer") else ()
     return ranks.step_cell(case, implementation, kinds, traced=("forward", "train_step"))
 
 
 def sharding_cells(
-    run: RunConfig, names: Sequence[str], dtypes: Sequence[tuple[DTypeName | None, str | None]], alone: Sequence[str]
+    run: RunConfig,
+    names: Sequence[str],
+    dtypes: Sequence[tuple[DTypeName | None, str | None]],
+    alone: Sequence[str],
 ) -> list[Cell]:
-    """All of `names` on 2, 4 and 8 ranks as far as there are GPUs, on a CPU on 2, by (compute, reduce) `dtypes`.
+    """All of `names` on 2, 4 and 8 ranks as far as there are GPUs, on a CPU on 2, by (compute,
+    reduce) `dtypes`.
 
-    At handout scale first `alone` on a single rank, which sends nothing: what efficiency at more is measured by.
+    At handout scale first `alone` on a single rank, which sends nothing: what efficiency at more is
+    measured by.
     """
     single = [(1, name) for name in alone] if run.scale == "handout" else []
     pairs = [*single, *((number, name) for number in ranks.rank_counts(run) for name in names)]

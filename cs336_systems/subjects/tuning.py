@@ -1,8 +1,9 @@
-"""Tiles of the attention kernels: how one configuration is timed on one shape, and rows that records propose.
+"""Tiles of the attention kernels: how one configuration is timed on one shape, and rows that
+records propose.
 
-The problem `tile_choice` and the command `cs336-systems tune flash` measure the same cells. What is timed has agreed
-with the oracle on the same inputs. A kernel of the backward runs beside the table's others, and its time is that of its
-own stage, so that a good kernel cannot hide a bad one.
+The problem `tile_choice` and the command `cs336-systems tune flash` measure the same cells. What is
+timed has agreed with the oracle on the same inputs. A kernel of the backward runs beside the
+table's others, and its time is that of its own stage, so that a good kernel cannot hide a bad one.
 
 Nothing here writes a table: a person reads the proposals and edits `attention/tiles/choice.py`.
 """
@@ -21,7 +22,12 @@ from cs336_systems.attention.tiles import KernelConfig, head_tile, tuning_grid
 from cs336_systems.attention.tiles.choice import TABLES
 from cs336_systems.bench.records import Record, case_key, case_to_dict
 from cs336_systems.bench.spec import Cell, Row, Sample, Unsupported
-from cs336_systems.compiler.offline import compile_all, compiled_launches, compiler_errors, first_line
+from cs336_systems.compiler.offline import (
+    compile_all,
+    compiled_launches,
+    compiler_errors,
+    first_line,
+)
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, RunConfig
 from cs336_systems.inputs import AttentionInputs
 from cs336_systems.measure.stages import time_stages
@@ -31,7 +37,8 @@ from cs336_systems.subjects.implementations import chosen_tiles, query_and_key
 
 TUNE_FLASH = "tune_flash"  # the command's name in records
 TILE_CHOICE = "tile_choice"  # the problem that measures the same cells
-TABLE = "table"  # what `select_config` chooses: `table` for a backward, `table_<kernel>` for one kernel
+# what `select_config` chooses: `table` for a backward, `table_<kernel>` for one kernel
+TABLE = "table"
 ROWS = {  # of each kernel alone
     "forward": FORWARD,
     "dkdv": Row(mode="backward", quantity="dkdv_time", unit="ms"),
@@ -45,7 +52,9 @@ NUM_SAMPLES = {"cuda": 10, "cpu": 5}
 
 
 def measure_tiles(cell: Cell, run: RunConfig, configs: Sequence[KernelConfig]) -> Sample:
-    """The sample of a cell with one row: `configs` checked against the oracle, then the row's kernels timed."""
+    """The sample of a cell with one row: `configs` checked against the oracle, then the row's
+    kernels timed.
+    """
     from triton.errors import TritonError
 
     (row,) = cell.rows
@@ -58,7 +67,9 @@ def measure_tiles(cell: Cell, run: RunConfig, configs: Sequence[KernelConfig]) -
     del results
     num_samples = NUM_SAMPLES[run.device]
     if row in STAGES:
-        samples = time_stages(call, device=run.device, num_samples=num_samples, warmup=0)[STAGES[row]]
+        samples = time_stages(call, device=run.device, num_samples=num_samples, warmup=0)[
+            STAGES[row]
+        ]
     else:
         samples = time_calls(call, device=run.device, num_samples=num_samples, warmup=1)
     kernel = " ".join(["interpreter"] * (run.device == "cpu") + [config.name for config in used])
@@ -82,7 +93,9 @@ def launches_of(
     used = {kernel: kernel_config(kernel, q, k, is_causal=is_causal) for kernel in ROWS} | shown
 
     def forward() -> dict[str, Tensor]:
-        output, lse = launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=used["forward"])
+        output, lse = launch_forward(
+            q, k, v, is_causal=is_causal, scale=scale, config=used["forward"]
+        )
         return {"output": output, "lse": lse}
 
     if "forward" in shown:
@@ -91,9 +104,18 @@ def launches_of(
 
     def backward() -> dict[str, Tensor]:
         gradients = launch_backward(
-            q, k, v, saved["output"], saved["lse"], grad_output, None, is_causal=is_causal, scale=scale,
-            dkdv_config=used["dkdv"], dq_config=used["dq"],
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            saved["output"],
+            saved["lse"],
+            grad_output,
+            None,
+            is_causal=is_causal,
+            scale=scale,
+            dkdv_config=used["dkdv"],
+            dq_config=used["dq"],
+        )
         return dict(zip(("grad_q", "grad_k", "grad_v"), gradients))
 
     return backward, [used["dkdv"], used["dq"]]
@@ -101,7 +123,8 @@ def launches_of(
 
 # Compiling ahead
 
-Tiles = tuple[AttentionShape, KernelConfig]  # Triton compiles anew for lengths and heads of which 16 is no divisor
+# Triton compiles anew for lengths and heads of which 16 is no divisor
+Tiles = tuple[AttentionShape, KernelConfig]
 
 
 def compile_ahead(tiles: Iterable[Tiles], arch: str) -> None:
@@ -114,7 +137,9 @@ def compile_ahead(tiles: Iterable[Tiles], arch: str) -> None:
 
 
 def compile_on_shape(arch: str, tiles: Tiles) -> str:
-    """Compile in this process, a child of the pool, without launching; what went wrong, empty if nothing."""
+    """Compile in this process, a child of the pool, without launching; what went wrong, empty if
+    nothing.
+    """
     shape, config = tiles
     q, k = query_and_key(shape, "meta")
 
@@ -134,9 +159,12 @@ def compile_on_shape(arch: str, tiles: Tiles) -> str:
 
 
 def tune_cells(
-    shapes: Sequence[AttentionShape], kernels: Sequence[str], target: str, names: Sequence[str],
+    shapes: Sequence[AttentionShape],
+    kernels: Sequence[str],
+    target: str,
+    names: Sequence[str],
     capability: tuple[int, int] | None = None,
-) -> list[Cell]:  # fmt: skip
+) -> list[Cell]:
     """Every configuration to try on every shape: the named ones, or the grid of the `target` table.
 
     With a `capability` the table's own for the kernel and shape comes before them.
@@ -144,9 +172,13 @@ def tune_cells(
     named = [KernelConfig.from_name(name) for name in dict.fromkeys(names)]
     for config in named:
         if config.target not in TABLES:
-            raise ValueError(f"--config must name a table of {', '.join(TABLES)}, got {config.name}")
+            raise ValueError(
+                f"--config must name a table of {', '.join(TABLES)}, got {config.name}"
+            )
     if named and not any(config.kernel in kernels for config in named):
-        raise ValueError(f"--config must name configurations of {', '.join(kernels)}, got {', '.join(names)}")
+        raise ValueError(
+            f"--config must name configurations of {', '.join(kernels)}, got {', '.join(names)}"
+        )
     cells: list[Cell] = []
     for shape, kernel in product(shapes, kernels):
         grid = named or tuning_grid(kernel, arch=target, head_dim=shape.head_dim, dtype=shape.dtype)
@@ -169,12 +201,18 @@ def tune_cells(
 def tuned_on(
     shapes: Sequence[AttentionShape], records: Iterable[Record], capability: tuple[int, int] | None
 ) -> list[Record]:
-    """Those of the command's records that are of `shapes`, as `tile_choice` has them, with its names of the table's."""
+    """Those of the command's records that are of `shapes`, as `tile_choice` has them, with its
+    names of the table's.
+    """
     cases = {case_key(case_to_dict(shape)): shape for shape in shapes}
     found = []
     for record in records:
-        shape, config = cases.get(case_key(record.case)), KernelConfig.from_name(record.implementation)
-        if shape is not None and record.quantity == ROWS[config.kernel].quantity:  # older ones time whole backwards
+        shape, config = (
+            cases.get(case_key(record.case)),
+            KernelConfig.from_name(record.implementation),
+        )
+        # older ones time whole backwards
+        if shape is not None and record.quantity == ROWS[config.kernel].quantity:
             is_table = config == chosen_tiles(config.kernel, shape, capability)
             name = f"{TABLE}_{config.kernel}" if is_table else config.name
             found.append(msgspec.structs.replace(record, problem=TILE_CHOICE, implementation=name))
@@ -182,10 +220,12 @@ def tuned_on(
 
 
 def proposed_rows(frame: pd.DataFrame) -> list[str]:
-    """A row of the tables for each kernel, width of element and head tile timed in a frame of `tile_choice`.
+    """A row of the tables for each kernel, width of element and head tile timed in a frame of
+    `tile_choice`.
 
-    Of the configurations that ran on every shape it has the one with the best geometric mean of its times over the best
-    ones'; where TMA must read its tiles, also the best one for other inputs, or `...` for a person to fill.
+    Of the configurations that ran on every shape it has the one with the best geometric mean of its
+    times over the best ones'; where TMA must read its tiles, also the best one for other inputs, or
+    `...` for a person to fill.
     """
     timed = frame[(frame["alone"] != "") & (frame["status"] == "ok")]
     best_ms = timed.groupby(["case", "alone"])["median"].transform("min")
@@ -200,7 +240,9 @@ def proposed_rows(frame: pd.DataFrame) -> list[str]:
         best, *others = (KernelConfig.from_name(name) for name in means.index)
         row = f'"{best.spelling}"'
         if best.tma:
-            by_pointers = next((f'"{config.spelling}"' for config in others if not config.tma), "...")
+            by_pointers = next(
+                (f'"{config.spelling}"' for config in others if not config.tma), "..."
+            )
             row = f"(Only({row}, tma=True), {by_pointers})"
         remark = f"at most {ratios[best.name].max():.2f} x the best of {len(ratios)} shapes"
         shipped = TABLES[best.target][kernel, width, tile]  # type: ignore[index]

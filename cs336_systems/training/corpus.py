@@ -1,10 +1,11 @@
-"""Text as bytes, and which bytes each step sees: a function of the position alone, so that resuming needs no state.
+"""Text as bytes, and which bytes each step sees: a function of the position alone, so that resuming
+needs no state.
 
     corpus = Corpus.load()                                          # Alice's Adventures in Wonderland
     tokens, targets = corpus.sequences(range(0, 16), context_length=128, seed=0)
 
-`alice.txt` beside this file is the whole of Lewis Carroll's book of 1865, in the public domain: Project Gutenberg's
-edition 2.9 as the Canterbury corpus (alice29.txt) has it, with Unix line ends.
+`alice.txt` beside this file is the whole of Lewis Carroll's book of 1865, in the public domain:
+Project Gutenberg's edition 2.9 as the Canterbury corpus (alice29.txt) has it, with Unix line ends.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch import Tensor
 ALICE = Path(__file__).with_name("alice.txt")
 VALIDATION_SHARE = 0.1  # the end of the text, never trained on
 EPOCHS_A_SEED = 2**16
-Batch = tuple[Int[Tensor, "batch sequence"], Int[Tensor, "batch sequence"]]  # tokens, and the token after each
+# tokens, and the token after each
+Batch = tuple[Int[Tensor, "batch sequence"], Int[Tensor, "batch sequence"]]
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,11 @@ class Corpus:
         return digest.hexdigest()
 
     def sequences(self, positions: Sequence[int], *, context_length: int, seed: int) -> Batch:
-        """Tokens and next tokens of the sequences at `positions` of an endless stream; ValueError as `check`.
+        """Tokens and next tokens of the sequences at `positions` of an endless stream; ValueError
+        as `check`.
 
-        Each epoch cuts the text from another offset into windows and visits all of them in another order.
+        Each epoch cuts the text from another offset into windows and visits all of them in another
+        order.
         """
         num_windows = self.check(context_length)
         starts = []
@@ -65,11 +69,20 @@ class Corpus:
         """The first `most` windows of the held-out part; ValueError if it holds none."""
         self.check(context_length)
         num_windows = min(most, (len(self.validation) - 1) // context_length)
-        return _windows(self.validation, [context_length * index for index in range(num_windows)], context_length)
+        return _windows(
+            self.validation,
+            [context_length * index for index in range(num_windows)],
+            context_length,
+        )
 
     def check(self, context_length: int) -> int:
-        """Windows of the training part that there are at every offset; ValueError where either part is too short."""
-        for name, part, windows in (("train on", self.training, 2), ("hold out", self.validation, 1)):
+        """Windows of the training part that there are at every offset; ValueError where either part
+        is too short.
+        """
+        for name, part, windows in (
+            ("train on", self.training, 2),
+            ("hold out", self.validation, 1),
+        ):
             if len(part) <= windows * context_length:
                 raise ValueError(
                     f"text must have more than {windows * context_length} bytes to {name} for "

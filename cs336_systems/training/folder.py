@@ -31,7 +31,8 @@ from cs336_systems.training.wrappers import Trainee
 
 TEXT_SHA256 = "text_sha256"  # beside the fields of the config
 KEPT = 2  # checkpoints: the newest, and the one before it
-FREE = ("steps", "wrapper", "num_ranks", "accumulation")  # may change between a run and its continuation
+# may change between a run and its continuation
+FREE = ("steps", "wrapper", "num_ranks", "accumulation")
 
 
 def read_config(out: Path) -> tuple[TrainingConfig, str]:
@@ -42,7 +43,10 @@ def read_config(out: Path) -> tuple[TrainingConfig, str]:
     try:
         fields = json.loads(path.read_text())
         text_sha256 = fields.pop(TEXT_SHA256)
-        nested = {"model": ModelConfig(**fields["model"]), "precision": Precision(**fields["precision"])}
+        nested = {
+            "model": ModelConfig(**fields["model"]),
+            "precision": Precision(**fields["precision"]),
+        }
         return TrainingConfig(**fields | nested), text_sha256
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
@@ -59,8 +63,9 @@ class RunFolder:
     def begin(self, trainee: Trainee, *, resume: bool) -> list[float]:
         """Claim the folder, or load its newest checkpoint; the losses of the steps that are done.
 
-        Raises ValueError on every rank if `out` is in use or holds another run; on a resume if it holds none, one that
-        differs in its text or in more than FREE, or a damaged checkpoint, whose steps are not given up without a word.
+        Raises ValueError on every rank if `out` is in use or holds another run; on a resume if it
+        holds none, one that differs in its text or in more than FREE, or a damaged checkpoint,
+        whose steps are not given up without a word.
         """
         on_rank_0(lambda: self._claim(resume))
         losses = self._load(trainee) if resume and checkpoints(self.out / "checkpoints") else []
@@ -70,13 +75,19 @@ class RunFolder:
 
     def save(self, trainee: Trainee, losses: list[float]) -> None:
         """Write the state after the steps of `losses`."""
-        at = {"loss_scale": trainee.scaler.state_dict(), "losses": [*map(str, losses)]}  # JSON has no NaN
+        # JSON has no NaN
+        at = {"loss_scale": trainee.scaler.state_dict(), "losses": [*map(str, losses)]}
         path, step = self.out / "checkpoints", len(losses)
         save_checkpoint(path, step, trainee.module, trainee.optimizer, position=at, keep=KEPT)
 
     def write_losses(self, first_step: int, losses: list[float]) -> None:
-        """Append the losses of the steps from `first_step` on to those before, which are none for the first."""
-        lines = [json.dumps({"step": first_step + index, "loss": loss}) + "\n" for index, loss in enumerate(losses)]
+        """Append the losses of the steps from `first_step` on to those before, which are none for
+        the first.
+        """
+        lines = [
+            json.dumps({"step": first_step + index, "loss": loss}) + "\n"
+            for index, loss in enumerate(losses)
+        ]
         path = self.out / "losses.jsonl"
         if self.is_first:
             with errors_name(path), open(path, "a" if first_step else "w") as file:
@@ -88,7 +99,9 @@ class RunFolder:
         self.lock.enter_context(folder_lock(self.out))
         if run is None:
             if (self.out / "config.json").exists():
-                raise ValueError(f"out must hold no other run, got {self.out}: resume it or name another folder")
+                raise ValueError(
+                    f"out must hold no other run, got {self.out}: resume it or name another folder"
+                )
             return
         before, text_sha256 = run
         for name, ours in asdict(self.config).items():
@@ -98,9 +111,13 @@ class RunFolder:
             raise ValueError(f"text must be the one of {self.out} to resume it, got {self.text}")
         newest = checkpoints(self.out / "checkpoints")[-1:]
         if newest and int(newest[0].name.removeprefix("step-")) > self.config.steps:
-            raise ValueError(f"steps must be at least those of {newest[0]} to resume it, got {self.config.steps}")
+            raise ValueError(
+                f"steps must be at least those of {newest[0]} to resume it, got {self.config.steps}"
+            )
         if before.steps != (steps := self.config.steps):
-            self._tell(f"steps was {before.steps} and is {steps}: the learning rate follows the new schedule")
+            self._tell(
+                f"steps was {before.steps} and is {steps}: the learning rate follows the new schedule"
+            )
 
     def _load(self, trainee: Trainee) -> list[float]:
         *before, newest = checkpoints(self.out / "checkpoints")
@@ -109,7 +126,9 @@ class RunFolder:
         except CheckpointError as error:
             if not before:
                 raise
-            raise CheckpointError(f"{error}; to go on from {before[-1].name}, remove {newest} or rename it") from error
+            raise CheckpointError(
+                f"{error}; to go on from {before[-1].name}, remove {newest} or rename it"
+            ) from error
         trainee.scaler.load_state_dict(progress.position.get("loss_scale", {}))
         losses = [float(loss) for loss in progress.position.get("losses", [])]
         if len(losses) != progress.step:
@@ -123,7 +142,9 @@ class RunFolder:
         """In one step: half of a file, from a process killed while it writes, nobody could resume."""
         aside = self.out / ".config.json.partial"
         with errors_name(self.out):
-            aside.write_text(json.dumps({**asdict(self.config), TEXT_SHA256: self.text_sha256}, indent=1) + "\n")
+            aside.write_text(
+                json.dumps({**asdict(self.config), TEXT_SHA256: self.text_sha256}, indent=1) + "\n"
+            )
             os.replace(aside, self.out / "config.json")
 
     def _tell(self, note: str) -> None:

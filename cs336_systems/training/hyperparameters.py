@@ -1,4 +1,5 @@
-"""What a training run is: everything that decides its losses, in one frozen dataclass; and its learning rates.
+"""What a training run is: everything that decides its losses, in one frozen dataclass; and its
+learning rates.
 
 config = TrainingConfig(model=byte_model(MODEL_SIZES["small"], context_length=256), steps=2000)
 """
@@ -13,7 +14,13 @@ from cs336_systems.config import MAX_SEED, ModelConfig, Precision
 NUM_BYTES = 256  # the vocabulary: a token is a byte
 WRAPPERS = ("none", "naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
 NANO = ModelConfig(
-    name="nano", d_model=128, d_ff=384, num_layers=4, num_heads=4, vocab_size=NUM_BYTES, context_length=128
+    name="nano",
+    d_model=128,
+    d_ff=384,
+    num_layers=4,
+    num_heads=4,
+    vocab_size=NUM_BYTES,
+    context_length=128,
 )
 
 
@@ -24,7 +31,9 @@ def byte_model(model: ModelConfig, context_length: int) -> ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """A run: two with the same fields have the same losses, up to the rounding of other wrappers and ranks."""
+    """A run: two with the same fields have the same losses, up to the rounding of other wrappers
+    and ranks.
+    """
 
     model: ModelConfig = NANO
     wrapper: str = "none"  # how gradients, optimizer state and weights are shared: one of WRAPPERS
@@ -53,21 +62,43 @@ class TrainingConfig:
         most_seed = MAX_SEED // 2**16  # leaves room for the number of the epoch
         conditions = [
             ("wrapper", self.wrapper in WRAPPERS, f"one of {', '.join(WRAPPERS)}"),
-            ("wrapper", self.wrapper != "none" or self.num_ranks == 1, f"one that shares {self.num_ranks} ranks' work"),
-            ("context_parallel", self.num_ranks % self.context_parallel == 0, f"a divisor of {self.num_ranks} ranks"),
-            ("context_parallel", length % chunks == 0, f"a divisor of half the context length {length}"),
-            ("batch", self.batch % share == 0, f"a multiple of num_ranks / context_parallel * accumulation = {share}"),
+            (
+                "wrapper",
+                self.wrapper != "none" or self.num_ranks == 1,
+                f"one that shares {self.num_ranks} ranks' work",
+            ),
+            (
+                "context_parallel",
+                self.num_ranks % self.context_parallel == 0,
+                f"a divisor of {self.num_ranks} ranks",
+            ),
+            (
+                "context_parallel",
+                length % chunks == 0,
+                f"a divisor of half the context length {length}",
+            ),
+            (
+                "batch",
+                self.batch % share == 0,
+                f"a multiple of num_ranks / context_parallel * accumulation = {share}",
+            ),
             ("model", self.model.vocab_size == NUM_BYTES, f"of vocab_size {NUM_BYTES}"),
             ("warmup_steps", self.warmup_steps >= 0, "not negative"),
             ("clip_norm", self.clip_norm is None or self.clip_norm > 0, "positive or None"),
             ("seed", 0 <= self.seed <= most_seed, f"from 0 to {most_seed}"),
             ("learning_rate", 0 <= self.learning_rate < math.inf, "finite and not negative"),
-            ("final_learning_rate", 0 <= self.final_learning_rate < math.inf, "finite and not negative"),
+            (
+                "final_learning_rate",
+                0 <= self.final_learning_rate < math.inf,
+                "finite and not negative",
+            ),
             ("weight_decay", 0 <= self.weight_decay < math.inf, "finite and not negative"),
         ]
         for name, holds, wanted in conditions:
             if not holds:
-                raise ValueError(f"TrainingConfig.{name} must be {wanted}, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"TrainingConfig.{name} must be {wanted}, got {getattr(self, name)!r}"
+                )
 
     @property
     def rank_batch(self) -> int:
@@ -81,7 +112,9 @@ class TrainingConfig:
 
 
 def learning_rate(config: TrainingConfig, step: int) -> float:
-    """Rate of step `step`, counted from 0: (step + 1)/warmup_steps of the highest, then half a cosine to the last."""
+    """Rate of step `step`, counted from 0: (step + 1)/warmup_steps of the highest, then half a
+    cosine to the last.
+    """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)

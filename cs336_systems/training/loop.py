@@ -1,11 +1,12 @@
-"""The training loop of one rank: micro-batches, synchronisation, clipping, schedule, loss curve, checkpoints.
+"""The training loop of one rank: micro-batches, synchronisation, clipping, schedule, loss curve,
+checkpoints.
 
     result = train(config)                                              # this process, alone
     launch(train_rank, 2, replace(config, wrapper="fsdp", num_ranks=2), RunOptions())      # two ranks
 
-Everything that a step depends on is in the weights, the optimizer's state, the loss scale of float16 and the number of
-the step: the data of a step follows from its number, and nothing else is random. So a resumed run has the losses that
-it would have had.
+Everything that a step depends on is in the weights, the optimizer's state, the loss scale of
+float16 and the number of the step: the data of a step follows from its number, and nothing else is
+random. So a resumed run has the losses that it would have had.
 """
 
 from __future__ import annotations
@@ -63,29 +64,46 @@ class RunOptions:
 class TrainingResult:
     """What a run leaves; the same on every rank."""
 
-    losses: list[float] = field(default_factory=list)  # of each step, the mean over its batch in nats a byte
-    step_ms: list[float] = field(default_factory=list)  # means over `log_every` steps, without the first ones
+    # of each step, the mean over its batch in nats a byte
+    losses: list[float] = field(default_factory=list)
+    # means over `log_every` steps, without the first ones
+    step_ms: list[float] = field(default_factory=list)
     validation_loss: float = math.nan  # of held-out text, when all steps are done
     sample: str = ""  # what the model writes, when all steps are done
     first_step: int = 0  # after a resume, the first that this run did itself
 
 
-def train_rank(rank: int, num_ranks: int, config: TrainingConfig, options: RunOptions) -> TrainingResult:
+def train_rank(
+    rank: int, num_ranks: int, config: TrainingConfig, options: RunOptions
+) -> TrainingResult:
     """`train` as a function of a rank, for `launch`; says on stdout how far it is."""
     if num_ranks != config.num_ranks:
-        raise ValueError(f"config.num_ranks must be the number of ranks, {num_ranks}, got {config.num_ranks}")
+        raise ValueError(
+            f"config.num_ranks must be the number of ranks, {num_ranks}, got {config.num_ranks}"
+        )
     return train(config, options, log=print_now if rank == 0 else None)
 
 
-def train(config: TrainingConfig, options: RunOptions | None = None, *, log: Log | None = None) -> TrainingResult:
+def train(
+    config: TrainingConfig, options: RunOptions | None = None, *, log: Log | None = None
+) -> TrainingResult:
     """Run this rank's part; with a wrapper other than none the default process group must be up."""
     options = RunOptions() if options is None else options
     corpus = Corpus.load(options.text)
-    corpus.check(config.model.context_length)  # before a model is built for sequences that it does not have
-    device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
+    # before a model is built for sequences that it does not have
+    corpus.check(config.model.context_length)
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if options.device == "cuda"
+        else torch.device("cpu")
+    )
     rank = dist.get_rank() if config.wrapper != "none" else 0
     trainee = build_trainee(config, device)
-    folder = None if options.out is None else RunFolder(options.out, config, options.text, corpus.sha256())
+    folder = (
+        None
+        if options.out is None
+        else RunFolder(options.out, config, options.text, corpus.sha256())
+    )
     result = TrainingResult()
     with nullcontext() if folder is None else folder.lock:
         if folder is not None:
@@ -97,7 +115,9 @@ def train(config: TrainingConfig, options: RunOptions | None = None, *, log: Log
         saves = {config.steps}
         if options.checkpoint_every:
             saves |= {last, *range(0, last, options.checkpoint_every)}
-        looks = {last, *range(0, last, options.log_every)} | (saves if folder is not None else set())
+        looks = {last, *range(0, last, options.log_every)} | (
+            saves if folder is not None else set()
+        )
         for look in sorted(step for step in looks if done < step <= last):
             start = time.perf_counter()
             sums = [_step(trainee, corpus, config, step, rank) for step in range(done, look)]
@@ -125,7 +145,9 @@ def _what_is_trained(config: TrainingConfig, device: torch.device, first_step: i
     ranks = "1 rank" if config.num_ranks == 1 else f"{config.num_ranks} ranks"
     count = torch.get_num_threads()
     threads = f" with {count} thread{'s' * (count > 1)} a rank" if device.type == "cpu" else ""
-    steps = f"{config.steps} steps" if not first_step else f"steps {first_step + 1} to {config.steps}"
+    steps = (
+        f"{config.steps} steps" if not first_step else f"steps {first_step + 1} to {config.steps}"
+    )
     if first_step >= config.steps:
         steps = f"nothing left of {config.steps} steps"
     return (
@@ -152,7 +174,9 @@ def _step(trainee: Trainee, corpus: Corpus, config: TrainingConfig, step: int, r
     total = torch.zeros((), device=trainee.device)
     for micro in range(config.accumulation):
         positions = range(first + micro * size, first + (micro + 1) * size)
-        tokens, targets = corpus.sequences(positions, context_length=config.model.context_length, seed=config.seed)
+        tokens, targets = corpus.sequences(
+            positions, context_length=config.model.context_length, seed=config.seed
+        )
         with nullcontext() if micro == config.accumulation - 1 else trainee.no_sync():
             loss = trainee.loss(tokens, targets) / config.accumulation
             trainee.scaler.scale(loss).backward()
@@ -161,13 +185,16 @@ def _step(trainee: Trainee, corpus: Corpus, config: TrainingConfig, step: int, r
     trainee.scaler.unscale_(trainee.optimizer)
     if config.clip_norm is not None:
         trainee.clip(config.clip_norm)
-    trainee.scaler.step(trainee.optimizer)  # where float16 overflowed on some rank, all leave the step out
+    # where float16 overflowed on some rank, all leave the step out
+    trainee.scaler.step(trainee.optimizer)
     trainee.scaler.update()
     return total
 
 
 def _validate(trainee: Trainee, corpus: Corpus, config: TrainingConfig) -> float:
-    """Mean loss of held-out sequences, computed by every rank alike (sharded weights need all of them)."""
+    """Mean loss of held-out sequences, computed by every rank alike (sharded weights need all of
+    them).
+    """
     tokens, targets = corpus.validation_sequences(config.model.context_length, VALIDATION_SEQUENCES)
     size = config.rank_batch // config.accumulation
     with torch.no_grad():
@@ -177,10 +204,18 @@ def _validate(trainee: Trainee, corpus: Corpus, config: TrainingConfig) -> float
 
 
 def write_text(
-    model: Any, prompt: str, num_bytes: int, *,
-    device: torch.device, temperature: float = 0.8, top_p: float | None = None, seed: int = 0,
-) -> str:  # fmt: skip
-    """What `model`, over bytes, writes after `prompt`, on every rank the same; what is no text is shown as U+FFFD."""
+    model: Any,
+    prompt: str,
+    num_bytes: int,
+    *,
+    device: torch.device,
+    temperature: float = 0.8,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> str:
+    """What `model`, over bytes, writes after `prompt`, on every rank the same; what is no text is
+    shown as U+FFFD.
+    """
     tokens = torch.tensor(list(prompt.encode()), dtype=torch.int64, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     new = generate(model, tokens, num_bytes, temperature, top_p, generator=generator)

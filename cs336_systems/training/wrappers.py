@@ -42,11 +42,15 @@ class Trainee:
     optimizer: torch.optim.Optimizer
     clip: Callable[[float], Tensor]  # scales all gradients to at most this norm; the norm before
     scaler: torch.amp.GradScaler  # of the loss; does nothing but in float16
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # around what the module and the loss compute
-    finish: Callable[[], None] = lambda: None  # after backward: gradients are the means over all ranks
-    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext  # backward inside it only accumulates
+    # around what the module and the loss compute
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    # after backward: gradients are the means over all ranks
+    finish: Callable[[], None] = lambda: None
+    # backward inside it only accumulates
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     split: Callable[[Tensor], Tensor] = lambda sequences: sequences  # -> this rank's part of them
-    make_whole: Callable[[], None] = lambda: None  # from now on the module takes whole sequences again
+    # from now on the module takes whole sequences again
+    make_whole: Callable[[], None] = lambda: None
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean loss of this rank's part of sequences on the CPU."""
@@ -56,18 +60,31 @@ class Trainee:
 
 
 def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
-    """The model of `config` with seeded weights on `device`, in its wrapper; the process group must be up."""
+    """The model of `config` with seeded weights on `device`, in its wrapper; the process group must
+    be up.
+    """
     dtype = getattr(torch, config.precision.parameters)
-    model = build_model(config.model, attention=config.attention, device=device, dtype=dtype, seed=config.seed)
+    model = build_model(
+        config.model, attention=config.attention, device=device, dtype=dtype, seed=config.seed
+    )
     parts: dict[str, Any] = {"clip": lambda max_norm: clip_gradients(model.parameters(), max_norm)}
-    if config.context_parallel > 1:  # before any wrapper, all of which then average over parts as over sequences
+    # before any wrapper, all of which then average over parts as over sequences
+    if config.context_parallel > 1:
         group, _ = dist.new_subgroups(config.context_parallel)
-        parts["make_whole"] = split_context(model, group, "auto" if config.attention == "sdpa" else config.attention)
+        parts["make_whole"] = split_context(
+            model, group, "auto" if config.attention == "sdpa" else config.attention
+        )
         place = dist.get_rank(group), config.context_parallel
         parts["split"] = lambda sequences: zigzag_split(sequences, *place, dim=1)
-    autocast = None if config.precision.autocast is None else getattr(torch, config.precision.autocast)
+    autocast = (
+        None if config.precision.autocast is None else getattr(torch, config.precision.autocast)
+    )
     scaler = LossScaler(device.type, enabled=autocast == torch.float16)
-    options: dict[str, Any] = {"lr": config.learning_rate, "betas": BETAS, "weight_decay": config.weight_decay}
+    options: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": BETAS,
+        "weight_decay": config.weight_decay,
+    }
     wrapped: Any = model
     optimizer: Any
     if config.wrapper == "fsdp":  # gathers weights in low precision, so nothing is autocast
@@ -86,6 +103,10 @@ def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
     if autocast is not None:
         parts["autocast"] = partial(torch.autocast, device.type, dtype=autocast)
     if config.wrapper != "none":
-        synchronizes = optimizer if config.wrapper == "zero1" else wrapped  # what averages the gradients
-        parts |= {"finish": synchronizes.finish_gradient_synchronization, "no_sync": synchronizes.no_sync}
+        # what averages the gradients
+        synchronizes = optimizer if config.wrapper == "zero1" else wrapped
+        parts |= {
+            "finish": synchronizes.finish_gradient_synchronization,
+            "no_sync": synchronizes.no_sync,
+        }
     return Trainee(device=device, module=wrapped, optimizer=optimizer, scaler=scaler, **parts)

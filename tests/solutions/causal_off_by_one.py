@@ -1,4 +1,6 @@
-"""Wrong: under the causal mask a query sees one key too many, in PyTorch's forward and in both backwards."""
+"""Wrong: under the causal mask a query sees one key too many, in PyTorch's forward and in both
+backwards.
+"""
 
 import minimal
 from minimal import *  # noqa: F403

@@ -1,4 +1,6 @@
-"""Wrong: the process is aborted in the backward, as by a failed assertion in C++; the rest is graded all the same."""
+"""Wrong: the process is aborted in the backward, as by a failed assertion in C++; the rest is
+graded all the same.
+"""
 
 import os
 

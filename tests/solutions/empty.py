@@ -1,4 +1,6 @@
-"""The handout's template: every function is there, nothing is implemented, and nothing may be earned."""
+"""The handout's template: every function is there, nothing is implemented, and nothing may be
+earned.
+"""
 
 
 def __getattr__(name):

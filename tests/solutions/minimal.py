@@ -1,4 +1,5 @@
-"""A short solution of every graded problem, written from the handout: no import of this repository's package.
+"""A short solution of every graded problem, written from the handout: no import of this
+repository's package.
 
 It serves what the handout asks and no more: tiles divide the lengths, layers run in their order.
 """
@@ -108,7 +109,17 @@ def get_flashattention_autograd_function_triton():
             output = torch.empty_like(q)
             lse = torch.empty(batch, num_queries, device=q.device, dtype=torch.float32)
             forward_kernel[(num_queries // TILE, batch)](
-                q, k, v, output, lse, num_queries, k.shape[1], 1 / math.sqrt(d), D=d, TILE=TILE, IS_CAUSAL=is_causal
+                q,
+                k,
+                v,
+                output,
+                lse,
+                num_queries,
+                k.shape[1],
+                1 / math.sqrt(d),
+                D=d,
+                TILE=TILE,
+                IS_CAUSAL=is_causal,
             )
             ctx.save_for_backward(q, k, v, output, lse)
             ctx.is_causal = is_causal
@@ -179,7 +190,9 @@ class BucketedDDP(nn.Module):
         self.works = []
         for number, bucket in enumerate(self.buckets):
             for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(lambda _, number=number: self.arrived(number))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, number=number: self.arrived(number)
+                )
 
     def arrived(self, number):
         self.missing[number] -= 1
@@ -217,7 +230,9 @@ def ddp_bucketed_on_train_batch_start(ddp_model, optimizer):
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Every parameter has an owner, whose inner optimizer steps it and who then sends it to the others."""
+    """Every parameter has an owner, whose inner optimizer steps it and who then sends it to the
+    others.
+    """
 
     def __init__(self, params, optimizer_cls, **kwargs):
         self.optimizer_cls, self.kwargs = optimizer_cls, kwargs

@@ -6,12 +6,14 @@
   convert      dQ = scale · accumulator, in rows and in the inputs' dtype
   join         dK and dV of divided walks: the sums of their parts
 
-Each but the first starts while the one before it ends, and waits for it only where it needs its results.
+Each but the first starts while the one before it ends, and waits for it only where it needs its
+results.
 
-A program of the main kernel has up to five partitions. A producer warp copies tiles by TMA into a ring of two slots.
-Two consumer warp groups own 64 of the keys each and walk the query tiles that see them. Two sender warps add what each
-consumer has made of dQ into memory. S and dP are computed transposed, so that Pᵀ and dSᵀ are left operands that the
-tensor cores take from registers. One step of a consumer, dQ `by senders`, and what its matmuls are meanwhile:
+A program of the main kernel has up to five partitions. A producer warp copies tiles by TMA into a
+ring of two slots. Two consumer warp groups own 64 of the keys each and walk the query tiles that
+see them. Two sender warps add what each consumer has made of dQ into memory. S and dP are computed
+transposed, so that Pᵀ and dSᵀ are left operands that the tensor cores take from registers. One step
+of a consumer, dQ `by senders`, and what its matmuls are meanwhile:
 
     issue dPᵀ = V dOᵀ                                  dP            Sᵀ is there: the last step has made it
     Pᵀ = exp2(scale · log₂e · Sᵀ - L)                  dP            L stays in shared memory up to here
@@ -26,53 +28,61 @@ tensor cores take from registers. One step of a consumer, dQ `by senders`, and w
     wait for dK; release the slot                      S
     wait for S
 
-The scores of the next step keep the tensor cores busy while dQ leaves. (In flight over the loop's end they would be as
-good, but the compiler then waits for every matmul. So it does with dV, dQ, dK and S all in flight.)
+The scores of the next step keep the tensor cores busy while dQ leaves. (In flight over the loop's
+end they would be as good, but the compiler then waits for every matmul. So it does with dV, dQ, dK
+and S all in flight.)
 
-A step's dQ tile is formed once by the two consumers, half and half, from the keys of both: halves by columns of a tile
-of 64 queries at head dim 128, halves by rows of a tile of 128 queries at head dim 64. (At 64 the longer tile is 15 to
-20 % faster; at 128 it has no room.) It leaves in the order in which threads hold it, and `convert` puts it right.
+A step's dQ tile is formed once by the two consumers, half and half, from the keys of both: halves
+by columns of a tile of 64 queries at head dim 128, halves by rows of a tile of 128 queries at head
+dim 64. (At 64 the longer tile is 15 to 20 % faster; at 128 it has no room.) It leaves in the order
+in which threads hold it, and `convert` puts it right.
 
-Tiles have 64 or 128 columns. At head dims from 65 to 96 the matmuls leave out the last 32 of 128 (`columns.py`), and
-consumer 1 adds zeros to 32 columns of dQ.
+Tiles have 64 or 128 columns. At head dims from 65 to 96 the matmuls leave out the last 32 of 128
+(`columns.py`), and consumer 1 adds zeros to 32 columns of dQ.
 
 How dQ is formed and sent is the launcher's choice, `dq_way`, by what was measured:
 
-  by senders  as above. At head dim 128 without a mask, and of causal packed documents below 8,192 queries.
+  by senders  as above. At head dim 128 without a mask, and of causal packed documents below 8,192
+  queries.
   late        a step forms the dQ of the step before. The consumers then need not meet: each says that its dS is ready
-              and goes on if the other's last one is. One may be a step ahead, which takes a third tile of dS. At head
-              dim 64, along lists, and at 128 causal from 8,192 queries on or in a fixed order of additions.
+              and goes on if the other's last one is. One may be a step ahead, which takes a third
+              tile of dS. At head dim 64, along lists, and at 128 causal from 8,192 queries on or in
+              a fixed order of additions.
   alone       without sender warps: a consumer starts its copy and waits for it a step later. At head dim 128 causal
               below 8,192 queries.
 
-Which tiles: `backward_walk.py`. Without a mask the walk starts at the program's own position and wraps around the end,
-so that programs that run at one time add to different rows of dQ. A causal one starts at the diagonal. Four kernels
-differ in their walk alone, by what is `walked`: dense (None), `Parts` of dense walks, `Lists` of a `BlockMask`, packed
-`Documents`. Of a list's partial tiles the producer hands over the number of their bits, which a consumer then reads
-from memory, by keys, as it holds the scores: `light.py` has turned them.
+Which tiles: `backward_walk.py`. Without a mask the walk starts at the program's own position and
+wraps around the end, so that programs that run at one time add to different rows of dQ. A causal
+one starts at the diagonal. Four kernels differ in their walk alone, by what is `walked`: dense
+(None), `Parts` of dense walks, `Lists` of a `BlockMask`, packed `Documents`. Of a list's partial
+tiles the producer hands over the number of their bits, which a consumer then reads from memory, by
+keys, as it holds the scores: `light.py` has turned them.
 
-Walks that would leave multiprocessors idle are divided (`division.py`): those of a last round of tiles without a mask,
-or all of a small call; not along lists, of documents, in a fixed order of additions or at head dims from 65 to 96,
-whose sums are in two pieces, and not where causal queries see keys that do not exist. The parts have a kernel of their
-own, because steps that a program counts itself are 2 to 4 % slower. Its programs start as those of the main kernel end,
-and each leaves dK and dV of its part to `join`, in float32.
+Walks that would leave multiprocessors idle are divided (`division.py`): those of a last round of
+tiles without a mask, or all of a small call; not along lists, of documents, in a fixed order of
+additions or at head dims from 65 to 96, whose sums are in two pieces, and not where causal queries
+see keys that do not exist. The parts have a kernel of their own, because steps that a program
+counts itself are 2 to 4 % slower. Its programs start as those of the main kernel end, and each
+leaves dK and dV of its part to `join`, in float32.
 
-Tiles that the diagonal cuts are masked, and where queries see keys that do not exist every tile is, in a kernel of its
-own, because choosing at run time costs registers. (A key that does not exist scores 0, and its P = exp2(-L) may be
-inf.) That is the case without a mask where the last key tile is ragged; a causal query comes before such keys, unless
-there are fewer keys than queries. Queries past the end have L = +inf, hence P = 0. TMA reads zeros past the end of a
-head and writes nothing there.
+Tiles that the diagonal cuts are masked, and where queries see keys that do not exist every tile is,
+in a kernel of its own, because choosing at run time costs registers. (A key that does not exist
+scores 0, and its P = exp2(-L) may be inf.) That is the case without a mask where the last key tile
+is ragged; a causal query comes before such keys, unless there are fewer keys than queries. Queries
+past the end have L = +inf, hence P = 0. TMA reads zeros past the end of a head and writes nothing
+there.
 
-Sums: dK and dV over the queries, and over the query heads of a group, are one program's, or of its parts in a fixed
-order, and so bit-reproducible; the parts depend on how many heads a call has, and on the GPU. dQ's over the key tiles
-come in any order, and its last bits vary; unless ORDERED, where senders wait until a counter says that it is their
-program's turn, see `turn_of_tile`. The first in order stores its part, so that nothing need be zeroed; without a mask
-dQ has two accumulators, for what comes before walks wrap around the end and after. Measured before both, in turns with
-additions in any order, that takes up to 8 % more time, 16 % at 2,048 causal tokens, and more where walks would be
-divided.
+Sums: dK and dV over the queries, and over the query heads of a group, are one program's, or of its
+parts in a fixed order, and so bit-reproducible; the parts depend on how many heads a call has, and
+on the GPU. dQ's over the key tiles come in any order, and its last bits vary; unless ORDERED, where
+senders wait until a counter says that it is their program's turn, see `turn_of_tile`. The first in
+order stores its part, so that nothing need be zeroed; without a mask dQ has two accumulators, for
+what comes before walks wrap around the end and after. Measured before both, in turns with additions
+in any order, that takes up to 8 % more time, 16 % at 2,048 causal tokens, and more where walks
+would be divided.
 
-Sources: FlashAttention-2 (Dao 2023), algorithm 2; FlashAttention-3 (Shah et al. 2024) for the partitions, the senders
-and the turns.
+Sources: FlashAttention-2 (Dao 2023), algorithm 2; FlashAttention-3 (Shah et al. 2024) for the
+partitions, the senders and the turns.
 """
 
 from __future__ import annotations
@@ -132,7 +142,11 @@ from cs336_systems.attention.hopper.columns import (
     store_sums,
     zero_sums,
 )
-from cs336_systems.attention.hopper.descriptors import document_descriptor, readable, tile_descriptor
+from cs336_systems.attention.hopper.descriptors import (
+    document_descriptor,
+    readable,
+    tile_descriptor,
+)
 from cs336_systems.attention.hopper.division import Division, divide_walks
 from cs336_systems.attention.hopper.light import convert, join, preprocess, transposed_words
 from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, LATE_FROM, columns_of
@@ -156,14 +170,16 @@ from cs336_systems.measure.stages import stage
 CONSUMER_KEYS = gl.constexpr(64)  # of a tile, half of it
 HALF = gl.constexpr(64)  # rows and columns of a consumer's part of a dQ tile
 WORDS_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-# Such a part leaves as rows of 32 numbers, in the order in which threads hold them: see `_in_thread_order`.
+# Such a part leaves as rows of 32 numbers, in the order in which threads hold them: see
+# `_in_thread_order`.
 SENT_ROWS, SENT_COLUMNS = gl.constexpr(128), gl.constexpr(32)
 SLOTS = gl.constexpr(2)  # as many as fit: 194 to 227 KiB of the 227 that a program can have
-QUERY_TILES = {64: 128, 128: 64}  # by head tile: S and dP of a step take 128 or 64 registers of a thread
+# by head tile: S and dP of a step take 128 or 64 registers of a thread
+QUERY_TILES = {64: 128, 128: 64}
 # The ways of dQ: without sender warps, with them, and a step late with them.
 ALONE, BY_SENDERS, LATE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-# The hardware's named barriers, 16 of them; Triton takes the first ones. Of some a consumer has its own: two in a row,
-# and of DS_IS_READY four, one for even steps and one for odd ones.
+# The hardware's named barriers, 16 of them; Triton takes the first ones. Of some a consumer has its
+# own: two in a row, and of DS_IS_READY four, one for even steps and one for odd ones.
 DS_IS_READY, DS_IS_WRITTEN, TILES_ARE_READ = gl.constexpr(6), gl.constexpr(10), gl.constexpr(11)
 DQ_IS_WRITTEN, DQ_IS_SENT = gl.constexpr(12), gl.constexpr(14)
 CONSUMERS = gl.constexpr(256)  # threads of both
@@ -175,18 +191,24 @@ NUMBERS = ["N_KV_HEADS", "HEADS_TOGETHER", "SECOND_SUMS", "N_QUERIES", "N_KEYS"]
 
 @gluon.constexpr_function
 def _has_thread_rows(D_TILE, IS_CAUSAL):
-    """Whether L and delta lie in shared memory so that a thread's four numbers of 16 columns are neighbours."""
+    """Whether L and delta lie in shared memory so that a thread's four numbers of 16 columns are
+    neighbours.
+    """
     return D_TILE == 128 and IS_CAUSAL
 
 
 class _Shared(NamedTuple):
-    """What producer and consumers share: tiles and rows in shared memory, and the barriers that guard them."""
+    """What producer and consumers share: tiles and rows in shared memory, and the barriers that
+    guard them.
+    """
 
     Q_slots: gl.shared_memory_descriptor  # (SLOTS, Q_TILE_SIZE, D_TILE)
     dO_slots: gl.shared_memory_descriptor  # the same
     KV_tiles: gl.shared_memory_descriptor  # (2, KEY_TILE, D_TILE)
-    dS_tiles: gl.shared_memory_descriptor  # (2 or 3, KEY_TILE, Q_TILE_SIZE), transposed, of so many steps in turn
-    dQ_tiles: gl.shared_memory_descriptor  # (2, SENT_ROWS, SENT_COLUMNS), each consumer's on its way to memory
+    # (2 or 3, KEY_TILE, Q_TILE_SIZE), transposed, of so many steps in turn
+    dS_tiles: gl.shared_memory_descriptor
+    # (2, SENT_ROWS, SENT_COLUMNS), each consumer's on its way to memory
+    dQ_tiles: gl.shared_memory_descriptor
     L_slots: gl.shared_memory_descriptor  # (SLOTS, Q_TILE_SIZE)
     delta_slots: gl.shared_memory_descriptor  # the same
     kv_full: gl.shared_memory_descriptor  # one barrier
@@ -199,7 +221,8 @@ class _Shared(NamedTuple):
 def _await_preprocess(walked, PLAN: gl.constexpr):
     """Wait for L, delta, a mask's words, the zeros that dQ is added to, and the turns.
 
-    Parts behind whole walks need not: the main kernel lets them start, in `_produce`, when it has waited itself.
+    Parts behind whole walks need not: the main kernel lets them start, in `_produce`, when it has
+    waited itself.
     """
     if PLAN.split:
         if walked.WHOLE == 0:
@@ -225,15 +248,22 @@ def _produce(
         first_key = gl.where(tile.steps == 0, tile.sequence.num_keys, first_key)
     place = key_place(kv_head, first_key, batch, tile.sequence, PLAN)
     K_tile, V_tile = shared.KV_tiles.index(0), shared.KV_tiles.index(1)
-    tma.async_copy_global_to_shared(K_desc, place, shared.kv_full.index(0), as_block(K_tile, K_desc))
-    tma.async_copy_global_to_shared(V_desc, place, shared.kv_full.index(0), as_block(V_tile, V_desc))
-    _await_preprocess(walked, PLAN)  # consumers, which wait for this warp, so have a mask's words and the zeros of dQ
+    tma.async_copy_global_to_shared(
+        K_desc, place, shared.kv_full.index(0), as_block(K_tile, K_desc)
+    )
+    tma.async_copy_global_to_shared(
+        V_desc, place, shared.kv_full.index(0), as_block(V_tile, V_desc)
+    )
+    # consumers, which wait for this warp, so have a mask's words and the zeros of dQ
+    _await_preprocess(walked, PLAN)
     gdc_launch_dependents()
     done = 0
     for number in range(num_walks(PLAN)):
         walk = walk_of(number, tile, problem, walked, PLAN)
         head = kv_head * PLAN.group + walk.member
-        rows_of_head = rows_ptr + (tile.batch_head * PLAN.group + walk.member).to(gl.int64) * (2 * tile.head_rows)
+        rows_of_head = rows_ptr + (tile.batch_head * PLAN.group + walk.member).to(gl.int64) * (
+            2 * tile.head_rows
+        )
         for j in range(walk.steps):
             first_query, words = place_of_step(j, walk, tile, problem, walked, PLAN)
             rows = first_query + gl.arange(0, Q_TILE_SIZE, ROWS_LAYOUT)
@@ -250,7 +280,9 @@ def _produce(
             step = done + j
             slot = step % SLOTS
             mbarrier.wait(shared.empty.index(slot), ((step // SLOTS) & 1) ^ 1)
-            mbarrier.expect(shared.full.index(slot), Q_desc.block_type.nbytes + dO_desc.block_type.nbytes)
+            mbarrier.expect(
+                shared.full.index(slot), Q_desc.block_type.nbytes + dO_desc.block_type.nbytes
+            )
             place = query_place(head, first_query, batch, tile.sequence, PLAN)
             tma.async_copy_global_to_shared(
                 Q_desc, place, shared.full.index(slot), as_block(shared.Q_slots.index(slot), Q_desc)
@@ -272,7 +304,8 @@ def _produce(
 def _send(
     shared, problem, walked, dQ_desc, turns_ptr, CONSUMER: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """The warp that adds a consumer's parts of dQ into memory, if ordered each when its turn has come.
+    """The warp that adds a consumer's parts of dQ into memory, if ordered each when its turn has
+    come.
 
     The first part in order is stored: what it would be added to was never written.
     """
@@ -316,7 +349,8 @@ def _send(
 
 @gluon.jit
 def _to_thread_rows(x, THREAD_ROWS: gl.constexpr):
-    """L or delta, one number a column, in the order of shared memory; `_has_thread_rows` says whether that is another.
+    """L or delta, one number a column, in the order of shared memory; `_has_thread_rows` says
+    whether that is another.
 
     Four of a thread's numbers are then one load, in place of two.
     """
@@ -349,15 +383,19 @@ def _start_dQ(shared, dS_slot, CONSUMER: gl.constexpr, COLUMNS: gl.constexpr):
     else:
         zeros = gl.zeros([HALF, HALF], gl.float32, mma_layout(HALF))
         dS_T_half = both_dS_T.slice(CONSUMER * HALF, HALF, dim=1)
-        return warpgroup_mma(dS_T_half.permute((1, 0)), shared.KV_tiles.index(0), zeros, use_acc=False, is_async=True)
+        return warpgroup_mma(
+            dS_T_half.permute((1, 0)), shared.KV_tiles.index(0), zeros, use_acc=False, is_async=True
+        )
 
 
 @gluon.jit
 def _in_thread_order(dQ):
-    """A consumer's (64, columns) part of dQ in the order of threads: each stores 16 bytes beside the next.
+    """A consumer's (64, columns) part of dQ in the order of threads: each stores 16 bytes beside
+    the next.
 
-    From (warp, half of its rows, row, 8 columns, pair of them, of the pair) to (8 columns, warp, row, pair, half, of
-    the pair). No number moves between registers, and the 128-bit stores meet no bank conflict.
+    From (warp, half of its rows, row, 8 columns, pair of them, of the pair) to (8 columns, warp,
+    row, pair, half, of the pair). No number moves between registers, and the 128-bit stores meet no
+    bank conflict.
     """
     parts = gl.permute(gl.reshape(dQ, [4, 2, 8, dQ.shape[1] // 8, 4, 2]), (3, 0, 2, 4, 1, 5))
     return gl.reshape(parts, [2 * dQ.shape[1], SENT_COLUMNS])
@@ -365,7 +403,9 @@ def _in_thread_order(dQ):
 
 @gluon.jit
 def _store_dQ(shared, dQ, CONSUMER: gl.constexpr):
-    """A consumer's part of dQ to shared memory; if that is of 32 columns, before the zeros that lie there."""
+    """A consumer's part of dQ to shared memory; if that is of 32 columns, before the zeros that lie
+    there.
+    """
     dQ_tile = shared.dQ_tiles.index(CONSUMER)
     if dQ.shape[1] < HALF:
         dQ_tile = dQ_tile.slice(0, 2 * dQ.shape[1], dim=0)
@@ -395,7 +435,9 @@ def _hide(P_T, first_query, first_key, N_KEYS, DIAGONAL: gl.constexpr):
 
 @gluon.jit
 def _load_words(S_T, shared, slot, first_key, walked, PLAN: gl.constexpr):
-    """The bits of a consumer's keys in a partial tile, so that each thread has those of its scores in Sᵀ."""
+    """The bits of a consumer's keys in a partial tile, so that each thread has those of its scores
+    in Sᵀ.
+    """
     WORDS: gl.constexpr = PLAN.query_tile // 32
     LAYOUT: gl.constexpr = gl.SliceLayout(2, by_words(S_T).type.layout)
     keys = first_key % PLAN.key_block + gl.arange(0, CONSUMER_KEYS, gl.SliceLayout(1, LAYOUT))
@@ -421,8 +463,9 @@ def _step(
 ):  # fmt: skip
     """Fold one query tile into this consumer's dK and dV, and add its half of the tile's dQ.
 
-    Sᵀ has come with the step before, and this step makes the next one's, under dQ and its way out. The last step makes
-    its own again, which nobody uses: a branch around a matmul in flight would cost its asynchrony.
+    Sᵀ has come with the step before, and this step makes the next one's, under dQ and its way out.
+    The last step makes its own again, which nobody uses: a branch around a matmul in flight would
+    cost its asynchrony.
     """
     dtype: gl.constexpr = shared.Q_slots.dtype
     Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
@@ -438,7 +481,8 @@ def _step(
     dP_T = over_columns(in_parts(V, COLUMNS), dO, COLUMNS)
     THREAD_ROWS: gl.constexpr = _has_thread_rows(D_TILE, PLAN.is_causal)
     QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    stored = _to_thread_rows(gl.zeros([Q_TILE_SIZE], gl.float32, QUERIES), THREAD_ROWS)  # only its layout is used
+    # only its layout is used
+    stored = _to_thread_rows(gl.zeros([Q_TILE_SIZE], gl.float32, QUERIES), THREAD_ROWS)
     L = _to_columns(shared.L_slots.index(slot).load(stored.type.layout), QUERIES, THREAD_ROWS)
     P_T = gl.exp2(S_T * problem.scale_log2 - L[None, :])
     if MASKED and PLAN.query_block:
@@ -447,10 +491,13 @@ def _step(
     elif MASKED:
         P_T = _hide(P_T, first_query, first_key + FIRST_ROW, num_keys, DIAGONAL)
     dP_T, P_T = warpgroup_mma_wait(0, [dP_T, P_T])
-    delta = _to_columns(shared.delta_slots.index(slot).load(stored.type.layout), QUERIES, THREAD_ROWS)
+    delta = _to_columns(
+        shared.delta_slots.index(slot).load(stored.type.layout), QUERIES, THREAD_ROWS
+    )
     dS_T = (P_T * (dP_T - delta[None, :])).to(dtype)
 
-    # Tiles take turns: the other consumer may still multiply the last step's, or if dQ is late the one's before.
+    # Tiles take turns: the other consumer may still multiply the last step's, or if dQ is late the
+    # one's before.
     dS_slot = step % shared.dS_tiles.shape[0]
     if PLAN.dq_way == LATE:
         wait_at(DS_IS_READY + (1 - CONSUMER) * 2 + ((step + 1) & 1), CONSUMERS)
@@ -470,7 +517,12 @@ def _step(
     dQ = warpgroup_mma_wait(PARTS, [dQ])
     if PLAN.dq_way == ALONE:
         _store_dQ(shared, dQ, CONSUMER)
-        dQ_block = [0, 0, (head_row + first_query) * (D_TILE // SENT_COLUMNS) + CONSUMER * SENT_ROWS, 0]
+        dQ_block = [
+            0,
+            0,
+            (head_row + first_query) * (D_TILE // SENT_COLUMNS) + CONSUMER * SENT_ROWS,
+            0,
+        ]
         tma_add(dQ_desc, dQ_block, as_block(shared.dQ_tiles.index(CONSUMER), dQ_desc))
     else:
         _hand_over_dQ(shared, dQ, CONSUMER)
@@ -503,9 +555,11 @@ def _consume(
         last_step = max(last_step, PLAN.group * least_steps(PLAN) - 1)
     if PLAN.dq_way == LATE:
         arrive_at(DS_IS_READY + CONSUMER * 2 + 1, CONSUMERS)  # of the step before the first
-    # The compiler would keep the addresses of K's parts in registers through the loops, were they the same here: so
-    # this K is at an index that it does not know to be 0.
-    S_T = warpgroup_mma_wait(0, [_start_scores(shared, 0, min(last_step, 0), CONSUMER, PLAN.columns)])
+    # The compiler would keep the addresses of K's parts in registers through the loops, were they
+    # the same here: so this K is at an index that it does not know to be 0.
+    S_T = warpgroup_mma_wait(
+        0, [_start_scores(shared, 0, min(last_step, 0), CONSUMER, PLAN.columns)]
+    )
     if PLAN.query_block:
         for step in range(tile.masked):
             dK, dV, S_T = _step(
@@ -568,7 +622,9 @@ def _store_gradients(
     dtype: gl.constexpr = shared.Q_slots.dtype
     # Nobody reads K and V any more: their memory takes dK and dV on the way out.
     meet_consumers(TILES_ARE_READ)
-    own_tiles = shared.KV_tiles._reinterpret(dtype, [4, CONSUMER_KEYS, PLAN.head_tile], shared.KV_tiles.layout)
+    own_tiles = shared.KV_tiles._reinterpret(
+        dtype, [4, CONSUMER_KEYS, PLAN.head_tile], shared.KV_tiles.layout
+    )
     dK_tile, dV_tile = own_tiles.index(CONSUMER), own_tiles.index(2 + CONSUMER)
     scale = problem.scale_log2 / LOG2_E
     store_sums(dK_tile, dK, scale)
@@ -576,7 +632,8 @@ def _store_gradients(
     fence_async_shared()
     own_key = tile.number * KEY_TILE + CONSUMER * CONSUMER_KEYS
     if PLAN.packed:
-        own_key = gl.where(tile.exists, own_key, tile.sequence.num_keys)  # behind the end, where nothing is written
+        # behind the end, where nothing is written
+        own_key = gl.where(tile.exists, own_key, tile.sequence.num_keys)
     own_block = key_place(tile.batch_head, own_key, 0, tile.sequence, PLAN)
     tma.async_copy_shared_to_global(dK_desc, own_block, as_block(dK_tile, dK_desc))
     tma.async_copy_shared_to_global(dV_desc, own_block, as_block(dV_tile, dV_desc))
@@ -592,7 +649,9 @@ def _run(
     D_TILE: gl.constexpr = PLAN.head_tile
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q_TILE_SIZE, D_TILE], dtype)
     DS_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEY_TILE, Q_TILE_SIZE], dtype)
-    DQ_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SENT_ROWS, SENT_COLUMNS], gl.float32)
+    DQ_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+        [SENT_ROWS, SENT_COLUMNS], gl.float32
+    )
     DS_SLOTS: gl.constexpr = 3 if PLAN.dq_way == LATE else 2
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -615,11 +674,12 @@ def _run(
     )
     mbarrier.init(shared.kv_full.index(0), count=1)
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(shared.full.index(slot), count=2)  # the bytes of Q and dO; the producer's stores of L and delta
+        # the bytes of Q and dO; the producer's stores of L and delta
+        mbarrier.init(shared.full.index(slot), count=2)
         mbarrier.init(shared.empty.index(slot), count=2)  # the two consumers
     fence_async_shared()
-    # Warps of the second consumer, of the producer and of the senders, and their registers a thread; the first consumer
-    # has what is left, 240.
+    # Warps of the second consumer, of the producer and of the senders, and their registers a
+    # thread; the first consumer has what is left, 240.
     if PLAN.dq_way == ALONE:
         gl.warp_specialize([
             (_consume, (shared, problem, walked, dQ_desc, dK_desc, dV_desc, 0, PLAN)),
@@ -642,14 +702,28 @@ def hopper_backward_kernel(
     N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV (1, batch · kv_heads, keys, D), and all but the scale of dQ, in blocks of 64 rows and columns.
+    """dK and dV (1, batch · kv_heads, keys, D), and all but the scale of dQ, in blocks of 64 rows
+    and columns.
 
-    Keys that no query sees are neither read nor written. `rows` (batch · heads, 2, rows) holds L in base 2, and delta;
-    `turns`, if PLAN.ordered, a zero for each consumer's part of 64 rows of dQ's accumulator, whose rows from
-    SECOND_SUMS on are those of second laps.
+    Keys that no query sees are neither read nor written. `rows` (batch · heads, 2, rows) holds L in
+    base 2, and delta; `turns`, if PLAN.ordered, a zero for each consumer's part of 64 rows of dQ's
+    accumulator, whose rows from SECOND_SUMS on are those of second laps.
     """
     problem = Problem(N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2)
-    _run(Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, turns_ptr, problem, None, PLAN)
+    _run(
+        Q_desc,
+        K_desc,
+        V_desc,
+        dO_desc,
+        dQ_desc,
+        dK_desc,
+        dV_desc,
+        rows_ptr,
+        turns_ptr,
+        problem,
+        None,
+        PLAN,
+    )
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "WHOLE", "SHARE"])
@@ -658,10 +732,25 @@ def hopper_split_backward_kernel(
     N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2, WHOLE, SHARE,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """The same of divided walks, whose sums `join` adds up; if there are WHOLE ones their kernel comes before this."""
+    """The same of divided walks, whose sums `join` adds up; if there are WHOLE ones their kernel
+    comes before this.
+    """
     problem = Problem(N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2)
     parts = Parts(sums_ptr, WHOLE, SHARE)
-    _run(Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, rows_ptr, problem, parts, PLAN)
+    _run(
+        Q_desc,
+        K_desc,
+        V_desc,
+        dO_desc,
+        dQ_desc,
+        dK_desc,
+        dV_desc,
+        rows_ptr,
+        rows_ptr,
+        problem,
+        parts,
+        PLAN,
+    )
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "MASK_BATCHES", "MASK_HEADS", "WIDTH", "FULL_WIDTH"])
@@ -678,7 +767,20 @@ def hopper_listed_backward_kernel(
         num_partial_ptr, partial_ptr, patterns_ptr, num_full_ptr, full_ptr, words_ptr,
         MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH,
     )  # fmt: skip
-    _run(Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, rows_ptr, problem, walked, PLAN)
+    _run(
+        Q_desc,
+        K_desc,
+        V_desc,
+        dO_desc,
+        dQ_desc,
+        dK_desc,
+        dV_desc,
+        rows_ptr,
+        rows_ptr,
+        problem,
+        walked,
+        PLAN,
+    )
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "N_DOCUMENTS"])
@@ -687,10 +789,25 @@ def hopper_packed_backward_kernel(
     N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2, N_DOCUMENTS,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV (keys, kv_heads, D) of packed documents; of `rows` (heads, 2, rows) the first N_QUERIES are used."""
+    """dK and dV (keys, kv_heads, D) of packed documents; of `rows` (heads, 2, rows) the first
+    N_QUERIES are used.
+    """
     problem = Problem(N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2)
     documents = Documents(cu_seqlens_q_ptr, cu_seqlens_k_ptr, N_DOCUMENTS)
-    _run(Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, rows_ptr, problem, documents, PLAN)
+    _run(
+        Q_desc,
+        K_desc,
+        V_desc,
+        dO_desc,
+        dQ_desc,
+        dK_desc,
+        dV_desc,
+        rows_ptr,
+        rows_ptr,
+        problem,
+        documents,
+        PLAN,
+    )
 
 
 def hopper_backward(
@@ -706,11 +823,13 @@ def hopper_backward(
     scale: float,
     lists: TileLists | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Contiguous gradients of q, k, v in their dtype, bfloat16 or float16; head_dim at most 256, nothing empty.
+    """Contiguous gradients of q, k, v in their dtype, bfloat16 or float16; head_dim at most 256,
+    nothing empty.
 
-    `lse` is contiguous, the others have any strides, and what TMA cannot read is copied first. dK and dV are
-    bit-reproducible; dQ too if `deterministic`, which takes longer. `lists`, with neither `deterministic` nor
-    `is_causal`, are those of a `BlockMask` whose tiles hold whole tiles of the kernel's.
+    `lse` is contiguous, the others have any strides, and what TMA cannot read is copied first. dK
+    and dV are bit-reproducible; dQ too if `deterministic`, which takes longer. `lists`, with
+    neither `deterministic` nor `is_causal`, are those of a `BlockMask` whose tiles hold whole tiles
+    of the kernel's.
     """
     head_dim = q.shape[-1]
     if head_tile(head_dim) not in QUERY_TILES:  # it has one order of additions
@@ -723,12 +842,15 @@ def hopper_backward(
     padding = query_padding(block_size[0])
     num_rows = num_tiles(num_queries, padding) * padding
     num_key_tiles = num_tiles(min(num_keys, num_queries) if is_causal else num_keys, key_tile)
-    whole_key_tiles = num_key_tiles * key_tile <= num_keys or (is_causal and num_queries <= num_keys)
+    whole_key_tiles = num_key_tiles * key_tile <= num_keys or (
+        is_causal and num_queries <= num_keys
+    )
     heads_together = 1
     if is_causal or lists is not None:
         share = L2_SHARE_BYTES if is_causal else HALF_L2_SHARE_BYTES
         heads_together = min(batch * kv_heads, _heads_together(q, group, num_rows, share))
-    laps = 2 if deterministic and not is_causal else 1  # that have sums of dQ of their own: `turn_of_tile`
+    # that have sums of dQ of their own: `turn_of_tile`
+    laps = 2 if deterministic and not is_causal else 1
     way = dq_way(head_tile(width), is_causal, num_queries, deterministic, listed=lists is not None)
     plan = BackwardPlan(
         head_tile(width), columns_of(width), query_tile, group, is_causal, whole_key_tiles, way, deterministic,
@@ -736,7 +858,12 @@ def hopper_backward(
     )  # fmt: skip
     division = Division(num_key_tiles * batch * kv_heads, 1, 0)
     in_one_piece = columns_of(width) == head_tile(width)  # the sums of a consumer
-    if lists is None and not deterministic and in_one_piece and (not is_causal or num_queries <= num_keys):
+    if (
+        lists is None
+        and not deterministic
+        and in_one_piece
+        and (not is_causal or num_queries <= num_keys)
+    ):
         division = divide_walks(
             key_tiles=num_key_tiles, batch_heads=batch * kv_heads, steps=num_rows // query_tile, group=group,
             head_tile=head_tile(width), is_causal=is_causal, num_multiprocessors=num_multiprocessors(q.device),
@@ -745,25 +872,45 @@ def hopper_backward(
     grad_q = empty_like(q)
     grad_k, grad_v = gradients_of_keys(k, num_key_tiles * key_tile)
     rows, sums = _scratch(batch * heads, num_rows, q, laps)
-    part_sums = empty((division.programs, 4, HALF.value * head_tile(width)), torch.float32, q.device)
-    turns = empty((laps, batch * heads, num_rows // HALF.value, 2), torch.int32, q.device) if deterministic else None
+    part_sums = empty(
+        (division.programs, 4, HALF.value * head_tile(width)), torch.float32, q.device
+    )
+    turns = (
+        empty((laps, batch * heads, num_rows // HALF.value, 2), torch.int32, q.device)
+        if deterministic
+        else None
+    )
     log_launch("backward", f"hopper_backward_{query_tile}x{key_tile}", q, num_queries, num_keys)
     with stage("preprocess"):
         preprocess(output, lse, grad_output, grad_lse, rows, None if deterministic else sums, turns)
         words = None if lists is None else transposed_words(lists.token_bits, query_tile)
     with stage("dkv"):  # and dQ's sums
-        one_batch = (1, batch * kv_heads, num_keys, width)  # programs count batch and heads of dK and dV as one
+        # programs count batch and heads of dK and dV as one
+        one_batch = (1, batch * kv_heads, num_keys, width)
         tiles = (
             tile_descriptor(q, query_tile), tile_descriptor(k, key_tile), tile_descriptor(v, key_tile),
             tile_descriptor(grad_output, query_tile), tile_descriptor(sums, SENT_ROWS.value, SENT_COLUMNS.value),
             *(tile_descriptor(x.view(one_batch), CONSUMER_KEYS.value) for x in (grad_k, grad_v)), rows,
         )  # fmt: skip
         second_sums = batch * heads * num_rows
-        numbers = (kv_heads, heads_together, second_sums, num_queries, num_keys, scale * LOG2_E.value)
+        numbers = (
+            kv_heads,
+            heads_together,
+            second_sums,
+            num_queries,
+            num_keys,
+            scale * LOG2_E.value,
+        )
         grid, options = (division.whole,), _options(plan, q)
         if lists is None:
             if division.whole:
-                launch(hopper_backward_kernel, grid, (*tiles, rows if turns is None else turns), numbers, options)
+                launch(
+                    hopper_backward_kernel,
+                    grid,
+                    (*tiles, rows if turns is None else turns),
+                    numbers,
+                    options,
+                )
             if division.programs:
                 launch(
                     hopper_split_backward_kernel, (division.programs,), (*tiles, part_sums),
@@ -773,11 +920,24 @@ def hopper_backward(
             walked = (
                 lists.q_num_blocks, lists.q_indices, lists.q_tokens, lists.full_q_num_blocks, lists.full_q_indices
             )  # fmt: skip
-            sizes = (*lists.q_num_blocks.shape[:2], lists.q_indices.shape[3], lists.full_q_indices.shape[3])
-            launch(hopper_listed_backward_kernel, grid, (*tiles, *walked, words), (*numbers, *sizes), options)
+            sizes = (
+                *lists.q_num_blocks.shape[:2],
+                lists.q_indices.shape[3],
+                lists.full_q_indices.shape[3],
+            )
+            launch(
+                hopper_listed_backward_kernel,
+                grid,
+                (*tiles, *walked, words),
+                (*numbers, *sizes),
+                options,
+            )
     with stage("dq"):
-        # A walk of a second lap ends before its first block, which is that of the last key tile at most.
-        second_rows = (min(num_key_tiles, num_rows // key_tile) - 1) * key_tile if laps == 2 else None
+        # A walk of a second lap ends before its first block, which is that of the last key tile at
+        # most.
+        second_rows = (
+            (min(num_key_tiles, num_rows // key_tile) - 1) * key_tile if laps == 2 else None
+        )
         convert(sums, grad_q, num_rows, scale, second_rows=second_rows)
         if division.programs:
             join(part_sums, grad_k, grad_v, num_key_tiles, division, is_causal, scale)
@@ -798,7 +958,9 @@ def hopper_packed_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`hopper_backward` of each document's queries to its keys; by the longest length the way of dQ is chosen."""
+    """`hopper_backward` of each document's queries to its keys; by the longest length the way of dQ
+    is chosen.
+    """
     head_dim = q.shape[-1]
     q, k, v, output, grad_output = (readable(x) for x in (q, k, v, output, grad_output))
     (num_queries, heads, width), (num_keys, kv_heads, _) = q.shape, k.shape
@@ -809,12 +971,22 @@ def hopper_packed_backward(
     whole_key_tiles = is_causal and cu_seqlens_q is cu_seqlens_k
     way = dq_way(head_tile(width), is_causal, max_seqlen_q, False, packed=True)
     plan = BackwardPlan(
-        head_tile(width), columns_of(width), query_tile, group, is_causal, whole_key_tiles, way, False, packed=True
+        head_tile(width),
+        columns_of(width),
+        query_tile,
+        group,
+        is_causal,
+        whole_key_tiles,
+        way,
+        False,
+        packed=True,
     )
 
     grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
     rows, sums = _scratch(heads, num_rows, q)
-    log_launch("packed_backward", f"hopper_backward_{query_tile}x{key_tile}", q, max_seqlen_q, num_keys)
+    log_launch(
+        "packed_backward", f"hopper_backward_{query_tile}x{key_tile}", q, max_seqlen_q, num_keys
+    )
     with stage("preprocess"):  # of which no row needs its document: one sequence of all
         as_one, grad_as_one = (x.transpose(0, 1)[None] for x in (output, grad_output))
         preprocess(as_one, lse, grad_as_one, grad_lse, rows, sums, None)
@@ -845,7 +1017,9 @@ def dq_way(
     listed: bool = False,
     packed: bool = False,
 ) -> int:
-    """The fastest way of dQ to memory, as measured; where additions come in order, of those by senders."""
+    """The fastest way of dQ to memory, as measured; where additions come in order, of those by
+    senders.
+    """
     if head_tile == 64 or listed:
         return LATE.value
     if not is_causal:
@@ -857,7 +1031,11 @@ def dq_way(
 
 def _options(plan: BackwardPlan, q: Tensor) -> dict[str, Hashable]:
     """The main kernel's; it starts while the kernel before it ends."""
-    return {"PLAN": plan, "num_warps": CONSUMER_WARPS, "launch_pdl": overlap_options(q.device)["OVERLAP"]}
+    return {
+        "PLAN": plan,
+        "num_warps": CONSUMER_WARPS,
+        "launch_pdl": overlap_options(q.device)["OVERLAP"],
+    }
 
 
 def _heads_together(q: Tensor, group: int, num_rows: int, share: int) -> int:
@@ -874,5 +1052,7 @@ def _scratch(heads: int, num_rows: int, q: Tensor, laps: int = 1) -> tuple[Tenso
 
 def _cut(grads: tuple[Tensor, Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Without the columns that inputs were padded by."""
-    grad_q, grad_k, grad_v = (x if x.shape[-1] == head_dim else x[..., :head_dim].contiguous() for x in grads)
+    grad_q, grad_k, grad_v = (
+        x if x.shape[-1] == head_dim else x[..., :head_dim].contiguous() for x in grads
+    )
     return grad_q, grad_k, grad_v

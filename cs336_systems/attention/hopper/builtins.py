@@ -1,4 +1,5 @@
-"""Instructions that Gluon has no function for, each as one, and the axes along which threads share an accumulator.
+"""Instructions that Gluon has no function for, each as one, and the axes along which threads share
+an accumulator.
 
 warp_fence        keeps what follows behind the arithmetic on its operand
 mma_layout        where a warp group's wgmma leaves a tile
@@ -30,17 +31,23 @@ from triton.experimental.gluon.language._core import builtin
 @gluon.constexpr_function
 def mma_layout(columns):
     """Where a warp group's wgmma leaves a (64, columns) tile in registers."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
 
 
 @gluon.jit
 def as_block(tile, desc):
-    """A (rows, columns) tile of shared memory as TMA sees it, a tile of (batch, heads, rows, columns)."""
+    """A (rows, columns) tile of shared memory as TMA sees it, a tile of (batch, heads, rows,
+    columns).
+    """
     return tile._reinterpret(desc.dtype, desc.block_shape, desc.layout)
 
 
-# Each thread of a warp group holds two rows of a 64-row tile, g and g + 8 of its warp's 16: sums come in pairs.
-# The mask is 0xffffffff whatever the sums are, as no population count reaches 64, which ptxas does not deduce.
+# Each thread of a warp group holds two rows of a 64-row tile, g and g + 8 of its warp's 16: sums
+# come in pairs.
+# The mask is 0xffffffff whatever the sums are, as no population count reaches 64, which ptxas does
+# not deduce.
 _WARP_FENCE = gl.constexpr("""{
 .reg .b32 mask;
 or.b32 mask, $2, $3;
@@ -55,32 +62,43 @@ mov.b32 $1, $3;
 
 @gluon.jit
 def warp_fence(row_sums):
-    """`row_sums`, once the whole warp has them: a barrier of the warp whose mask is computed from the sums.
+    """`row_sums`, once the whole warp has them: a barrier of the warp whose mask is computed from
+    the sums.
 
-    Waiting for wgmma is no memory access, so ptxas moves it up past exponentials that do not depend on it, and the
-    overlap of the two is lost. It does not move it past a barrier, nor this barrier past what its mask depends on.
+    Waiting for wgmma is no memory access, so ptxas moves it up past exponentials that do not depend
+    on it, and the overlap of the two is lost. It does not move it past a barrier, nor this barrier
+    past what its mask depends on.
     """
-    return gl.inline_asm_elementwise(_WARP_FENCE, "=r,=r,r,r", [row_sums], dtype=gl.float32, is_pure=False, pack=2)
+    return gl.inline_asm_elementwise(
+        _WARP_FENCE, "=r,=r,r,r", [row_sums], dtype=gl.float32, is_pure=False, pack=2
+    )
 
 
 @gluon.jit
 def by_threads(x):
     """An accumulator (64, n) of wgmma, or anything in its layout, as (64, n / 8, 4, 2).
 
-    Four threads share a row, by the third axis; along the second and the fourth all is one thread's.
+    Four threads share a row, by the third axis; along the second and the fourth all is one
+    thread's.
     """
     return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
 
 
 @gluon.jit
 def along_rows(x, accumulator):
-    """x (64, 4), one number for each thread and row, in the shape and layout of `by_threads(accumulator)`."""
+    """x (64, 4), one number for each thread and row, in the shape and layout of
+    `by_threads(accumulator)`.
+    """
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, accumulator.type.layout))
-    return gl.broadcast(accumulator, gl.expand_dims(gl.expand_dims(gl.convert_layout(x, LAYOUT), 1), 3))[1]
+    return gl.broadcast(
+        accumulator, gl.expand_dims(gl.expand_dims(gl.convert_layout(x, LAYOUT), 1), 3)
+    )[1]
 
 
 def _raise_asm(lag: float) -> str:
-    """$0, $1: the maxima $4, $5 of a thread's two rows, or those of the rows' scores, of which it has $2, $3 itself."""
+    """$0, $1: the maxima $4, $5 of a thread's two rows, or those of the rows' scores, of which it
+    has $2, $3 itself.
+    """
     limit = "0f" + struct.pack(">f", lag).hex()
     join = "\n".join(
         f"shfl.sync.bfly.b32 other, {row}, {distance}, 0x1f, 0xffffffff; max.f32 {row}, {row}, other;"
@@ -109,18 +127,21 @@ UNCHANGED:
 }}"""
 
 
-# How far, in base 2, a score may exceed the running maximum before that is raised. P is then up to 2^8, which float16
-# holds, with the relative rounding that it has anywhere, and sums of it are float32.
+# How far, in base 2, a score may exceed the running maximum before that is raised. P is then up to
+# 2^8, which float16 holds, with the relative rounding that it has anywhere, and sums of it are
+# float32.
 LAG = 8.0
 _RAISE = gl.constexpr(_raise_asm(LAG))
 
 
 @gluon.jit
 def raise_maxima(own, m):
-    """The running maxima m (64, 4) of all rows, raised to the row's largest score where that exceeds them by over LAG.
+    """The running maxima m (64, 4) of all rows, raised to the row's largest score where that
+    exceeds them by over LAG.
 
-    `own` (64, 4) is the largest score that each thread has of a row; m, and what is returned, is the same for the four
-    threads of a row. A vote of the warp and a branch that all of it takes, mostly over the shuffles that join the four.
+    `own` (64, 4) is the largest score that each thread has of a row; m, and what is returned, is
+    the same for the four threads of a row. A vote of the warp and a branch that all of it takes,
+    mostly over the shuffles that join the four.
     """
     return gl.inline_asm_elementwise(
         _RAISE, "=&f,=&f,f,f,f,f", [own, gl.convert_layout(m, own.type.layout)], dtype=gl.float32, is_pure=False, pack=2
@@ -129,9 +150,11 @@ def raise_maxima(own, m):
 
 @gluon.constexpr_function
 def _rescale_asm(n):
-    """A thread's `n` accumulators times the factors of its two rows, of which the first and the third are one each.
+    """A thread's `n` accumulators times the factors of its two rows, of which the first and the
+    third are one each.
 
-    Operands are numbered outputs first, then all inputs, those tied to an output too: the factors start at 2n.
+    Operands are numbered outputs first, then all inputs, those tied to an output too: the factors
+    start at 2n.
     """
     multiply = "\n".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
     return f"""{{
@@ -147,7 +170,9 @@ UNCHANGED:
 
 @gluon.constexpr_function
 def _constraints_in_place(n, kind):
-    """`n` float32 that are replaced by results, and as many inputs more of a kind: `f` float32, `r` int32."""
+    """`n` float32 that are replaced by results, and as many inputs more of a kind: `f` float32, `r`
+    int32.
+    """
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + [kind] * n)
 
 
@@ -159,7 +184,8 @@ def _numbers_of_a_thread(columns):
 
 @gluon.jit
 def rescale_rows(accumulator, factor):
-    """accumulator (64, 32 to 256) times factor (64, 4), its rows' for each thread, unless all rows of the warp have 1.
+    """accumulator (64, 32 to 256) times factor (64, 4), its rows' for each thread, unless all rows
+    of the warp have 1.
 
     A vote and a branch that the whole warp takes: 3 instructions in place of 64 multiplications.
     """
@@ -175,13 +201,16 @@ def rescale_rows(accumulator, factor):
 def _hide_asm(n):
     """A thread's `n` scores, or -inf where a column comes after its row's last one.
 
-    The columns are 0, 1, 8, 9, 16, ... past the thread's first, each pair in both rows. What is right of the thread's
-    first column comes with each score, and is taken from the first one of each row.
+    The columns are 0, 1, 8, 9, 16, ... past the thread's first, each pair in both rows. What is
+    right of the thread's first column comes with each score, and is taken from the first one of
+    each row.
     """
     lines = []
     for i in range(n):
         column, right = i // 4 * 8 + i % 2, 2 * n + i % 4 // 2 * 2
-        lines.append(f"setp.ge.s32 seen, ${right}, {column}; selp.f32 ${i}, ${i}, 0fFF800000, seen;")
+        lines.append(
+            f"setp.ge.s32 seen, ${right}, {column}; selp.f32 ${i}, ${i}, 0fFF800000, seen;"
+        )
     return "{\n.reg .pred seen;\n" + "\n".join(lines) + "\n}"
 
 
@@ -189,8 +218,9 @@ def _hide_asm(n):
 def hide_columns(S, last_column):
     """Scores (64, 64 or 128) with -inf where a column comes after its row's `last_column`.
 
-    A comparison with a constant and a selection for each score, one behind the other. As `gl.where` all comparisons
-    come first, and for want of so many predicates ptxas packs them into bits and takes those apart again.
+    A comparison with a constant and a selection for each score, one behind the other. As `gl.where`
+    all comparisons come first, and for want of so many predicates ptxas packs them into bits and
+    takes those apart again.
     """
     columns = gl.arange(0, S.shape[1], gl.SliceLayout(0, S.type.layout))[None, :]
     right = last_column[:, None] - columns  # so many columns to the right of this one are seen
@@ -204,8 +234,9 @@ def hide_columns(S, last_column):
 def _keep_asm(n, otherwise):
     """A thread's `n` numbers, or `otherwise` where their bit is 0.
 
-    A word has the bits of 32 columns of a row, of which a thread has 0, 1, 8, 9, ... past its first one. It comes with
-    each of its numbers, shifted to the thread's first column, and is taken from the first of them.
+    A word has the bits of 32 columns of a row, of which a thread has 0, 1, 8, 9, ... past its first
+    one. It comes with each of its numbers, shifted to the thread's first column, and is taken from
+    the first of them.
     """
     lines = []
     for i in range(n):
@@ -217,13 +248,17 @@ def _keep_asm(n, otherwise):
 
 @gluon.jit
 def by_words(S):
-    """Scores (64, n), or anything in their layout, as (64, n / 32, 32): an axis for the words of a mask's bits."""
+    """Scores (64, n), or anything in their layout, as (64, n / 32, 32): an axis for the words of a
+    mask's bits.
+    """
     return gl.reshape(S, [S.shape[0], S.shape[1] // 32, 32])
 
 
 @gluon.jit
 def load_words(words, S):
-    """A mask's bits (64, n / 32) from shared memory, so that each thread has those of its scores in S (64, n)."""
+    """A mask's bits (64, n / 32) from shared memory, so that each thread has those of its scores in
+    S (64, n).
+    """
     return words.load(gl.SliceLayout(2, by_words(S).type.layout))
 
 
@@ -233,7 +268,9 @@ def _by_numbers(words, S):
 
     A thread's columns differ from another's in bits 1 and 2 alone.
     """
-    key = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, by_words(S).type.layout)))[None, None, :]
+    key = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, by_words(S).type.layout)))[
+        None, None, :
+    ]
     words, shift = gl.broadcast(gl.expand_dims(words, 2), key & 6)
     return gl.convert_layout(gl.reshape(words >> shift, S.shape), S.type.layout)
 
@@ -261,12 +298,16 @@ def zero_unattended(P, words):
 
 @builtin
 def tma_add(desc, coordinates, tile, _semantic=None):
-    """Start adding a tile of shared memory into memory, element by element and atomically; `tma.store_wait` waits.
+    """Start adding a tile of shared memory into memory, element by element and atomically;
+    `tma.store_wait` waits.
 
-    To adding what `tma.async_copy_shared_to_global` is to storing: Gluon has the instruction, and no name for it.
+    To adding what `tma.async_copy_shared_to_global` is to storing: Gluon has the instruction, and
+    no name for it.
     """
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, tile.handle)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, tile.handle
+    )
 
 
 @gluon.jit
@@ -279,7 +320,9 @@ def meet_consumers(BARRIER: gl.constexpr):
 
 @gluon.jit
 def wait_at(barrier, THREADS: gl.constexpr):
-    """Go on once THREADS threads, these included, are at the named barrier or have passed `arrive_at` there."""
+    """Go on once THREADS threads, these included, are at the named barrier or have passed
+    `arrive_at` there.
+    """
     gl.inline_asm_elementwise(
         f"bar.sync $1, {THREADS}; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False,
         pack=1,
@@ -320,7 +363,9 @@ mov.u32 $0, 0;
 
 @gluon.jit
 def wait_for_turn(turns, turn):
-    """A warp goes on once the counter at `turns` has come to `turn`, and sees what was added before."""
+    """A warp goes on once the counter at `turns` has come to `turn`, and sees what was added
+    before.
+    """
     gl.inline_asm_elementwise(
         _WAIT_FOR_TURN, "=r,l,r", [turns, gl.to_tensor(turn)], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
@@ -328,13 +373,16 @@ def wait_for_turn(turns, turn):
 
 @gluon.jit
 def pass_turn(turns):
-    """A warp counts up the counter at `turns`, once all that it asked TMA to add is in memory for everyone."""
+    """A warp counts up the counter at `turns`, once all that it asked TMA to add is in memory for
+    everyone.
+    """
     gl.inline_asm_elementwise(_PASS_TURN, "=r,l", [turns], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @builtin
 def meet_warps(_semantic=None):
-    """The warps of a partition wait for each other, at the barrier that the compiler places too where it needs one.
+    """The warps of a partition wait for each other, at the barrier that the compiler places too
+    where it needs one.
 
     Gluon has renamed this from `thread_barrier` in 3.6 to `barrier` in 3.7.
     """

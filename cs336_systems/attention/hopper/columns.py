@@ -1,8 +1,10 @@
-"""Matmuls over the columns of heads: 64, 128 or 256 at once, 96 in parts of 64 and 32, as shapes are powers of two.
+"""Matmuls over the columns of heads: 64, 128 or 256 at once, 96 in parts of 64 and 32, as shapes
+are powers of two.
 
-At head dims from 65 to 96 tiles have 128 columns, of which TMA fills the last with zeros. The scores leave out 32 of
-them, in the backward dP, dK and dV too, whose sums are tuples of their parts by columns: one, or of 96 columns two. The
-forward's P V has all 128: in parts it took longer (docs/log.md).
+At head dims from 65 to 96 tiles have 128 columns, of which TMA fills the last with zeros. The
+scores leave out 32 of them, in the backward dP, dK and dV too, whose sums are tuples of their parts
+by columns: one, or of 96 columns two. The forward's P V has all 128: in parts it took longer
+(docs/log.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What the copy engine (TMA) is told about a tensor.
 
-Kernels here read and write (batch, heads, rows, head_dim) tensors through descriptors of rank 4. The engine then counts
-rows within a head: rows past the end arrive as zeros and are not written, and nothing runs over into the next head.
-Columns past head_dim are treated alike, so a head of 40 or 90 takes the kernels for 64 or 96.
+Kernels here read and write (batch, heads, rows, head_dim) tensors through descriptors of rank 4.
+The engine then counts rows within a head: rows past the end arrive as zeros and are not written,
+and nothing runs over into the next head. Columns past head_dim are treated alike, so a head of 40
+or 90 takes the kernels for 64 or 96.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.f
 
 
 def readable(x: Tensor) -> Tensor:
-    """x if TMA can read it, else a contiguous copy with head_dim padded by zeros to rows of whole 16 bytes.
+    """x if TMA can read it, else a contiguous copy with head_dim padded by zeros to rows of whole
+    16 bytes.
 
-    Expanded dimensions (stride 0, such as the gradient of a sum) and transposed ones are what is copied.
+    Expanded dimensions (stride 0, such as the gradient of a sum) and transposed ones are what is
+    copied.
     """
     if describable(x) and rows_are_aligned(x):  # results are contiguous, whatever rows x lies in
         return x
@@ -41,17 +44,23 @@ def padded_width(x: Tensor) -> int:
 
 
 def tile_descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """How TMA moves (rows, columns) tiles of x (batch, heads, rows, head_dim); columns: x's head tile by default.
+    """How TMA moves (rows, columns) tiles of x (batch, heads, rows, head_dim); columns: x's head
+    tile by default.
 
-    Tiles lie in shared memory in the widest swizzle that their rows allow, which is what wgmma reads.
+    Tiles lie in shared memory in the widest swizzle that their rows allow, which is what wgmma
+    reads.
     """
     block = [1, 1, rows, head_tile(x.shape[-1]) if columns is None else columns]
     layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENT_TYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), described_strides(x.shape, x.stride(), x.element_size()), block, layout)
+    return TensorDescriptor(
+        x, list(x.shape), described_strides(x.shape, x.stride(), x.element_size()), block, layout
+    )
 
 
 def words_descriptor(words: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """How TMA copies (rows, columns) pieces of a mask's bits (rows of all patterns, words), int32 and contiguous."""
+    """How TMA copies (rows, columns) pieces of a mask's bits (rows of all patterns, words), int32
+    and contiguous.
+    """
     if words.data_ptr() % TMA_ALIGNMENT_BYTES:
         words = words.clone()
     block = [rows, columns]
@@ -62,14 +71,21 @@ def words_descriptor(words: Tensor, rows: int, columns: int) -> TensorDescriptor
 def document_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """How TMA moves (rows, head_dim) tiles of documents, packed as (total, heads, head_dim).
 
-    Row r of the document of n rows from row f on is at [N, f + n, head, N - n + r, 0]. N, ROWS_OF_DOCUMENTS, is the
-    length of the fourth dimension: rows past the document's end are past the dimension's, so they arrive as zeros and
-    are not written. N times the first stride, in bytes, is a multiple of 2^64 less N rows, and addresses are counted
-    modulo 2^64. Source: `triton.tools.ragged_tma`.
+    Row r of the document of n rows from row f on is at [N, f + n, head, N - n + r, 0]. N,
+    ROWS_OF_DOCUMENTS, is the length of the fourth dimension: rows past the document's end are past
+    the dimension's, so they arrive as zeros and are not written. N times the first stride, in
+    bytes, is a multiple of 2^64 less N rows, and addresses are counted modulo 2^64. Source:
+    `triton.tools.ragged_tma`.
     """
     block = [1, 1, 1, rows, head_tile(x.shape[-1])]
     total, heads, head_dim = x.shape
     row, head, _ = described_strides((total, heads, head_dim), x.stride(), x.element_size())
     layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENT_TYPES[x.dtype])
-    shape = [2 * ROWS_OF_DOCUMENTS - 1, 2 * ROWS_OF_DOCUMENTS - 1, heads, ROWS_OF_DOCUMENTS, head_dim]
+    shape = [
+        2 * ROWS_OF_DOCUMENTS - 1,
+        2 * ROWS_OF_DOCUMENTS - 1,
+        heads,
+        ROWS_OF_DOCUMENTS,
+        head_dim,
+    ]
     return TensorDescriptor(x, shape, [2**34 - row, row, head, row, 1], block, layout)

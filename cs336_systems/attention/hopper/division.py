@@ -1,10 +1,11 @@
-"""Which walks of the Hopper backward are divided among programs, and how finely, on plain numbers: no GPU, no Triton.
-(For the forward `schedule.plan_forward` says it.)
+"""Which walks of the Hopper backward are divided among programs, and how finely, on plain numbers:
+no GPU, no Triton. (For the forward `schedule.plan_forward` says it.)
 
-A program has a multiprocessor to itself, and a walk is one program's. So a call of few tiles of keys leaves
-multiprocessors idle, a causal one also while its longest walk ends; and without a mask, where walks are equally long,
-the last round of programs takes as long as any, even if it has four. Parts of walks end sooner, but each program takes
-time to start, and the sums of parts go through memory to a kernel that joins them.
+A program has a multiprocessor to itself, and a walk is one program's. So a call of few tiles of
+keys leaves multiprocessors idle, a causal one also while its longest walk ends; and without a mask,
+where walks are equally long, the last round of programs takes as long as any, even if it has four.
+Parts of walks end sooner, but each program takes time to start, and the sums of parts go through
+memory to a kernel that joins them.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ from functools import lru_cache
 from typing import NamedTuple
 
 MULTIPROCESSORS = 132  # of an H100, where kernels are compiled without one
-# Rounds of programs that have parts, at most, as each one's sums take up to 128 KiB. Causal calls of more rounds are
-# whole, too: their longest walks, which start first, end with the others.
+# Rounds of programs that have parts, at most, as each one's sums take up to 128 KiB. Causal calls
+# of more rounds are whole, too: their longest walks, which start first, end with the others.
 MAX_ROUNDS = 4
-# In steps: what a program takes beside them, and, of 64 columns, the kernel that joins, and a part's sums to memory and
-# back. Fitted to 18 calls without a mask of 1 to 64 heads on an H100, triton 3.6.0, 2026-11-26. No call that these
-# divide and that was measured, causal ones too, was slower than with whole walks.
+# In steps: what a program takes beside them, and, of 64 columns, the kernel that joins, and a
+# part's sums to memory and back. Fitted to 18 calls without a mask of 1 to 64 heads on an H100,
+# triton 3.6.0, 2026-11-26. No call that these divide and that was measured, causal ones too, was
+# slower than with whole walks.
 START_STEPS, JOIN_STEPS, PART_STEPS = 4, 1, 1 / 40
 LEAST_GAIN = 2  # steps, since one or two more launches take the host 5 µs each
 
 
 def parts_before(length, share):
-    """Parts, of at most `share` blocks, of walks of 1, 2, ... length - 1 blocks; kernels compute it, too."""
+    """Parts, of at most `share` blocks, of walks of 1, 2, ... length - 1 blocks; kernels compute
+    it, too.
+    """
     parts = (length + share - 1) // share
     return share * (parts * (parts - 1) // 2) + (length - 1 - (parts - 1) * share) * parts
 
@@ -34,7 +38,8 @@ class Division(NamedTuple):
     """How the walks of all heads are divided."""
 
     whole: int  # tiles of keys whose walks are not
-    share: int  # parts of each of the others; of causal walks the most blocks of queries that a part has
+    # parts of each of the others; of causal walks the most blocks of queries that a part has
+    share: int
     programs: int  # that have parts
 
 
@@ -49,10 +54,11 @@ def divide_walks(
     is_causal: bool,
     num_multiprocessors: int,
 ) -> Division:
-    """The division that ends soonest. A tile of keys has `group` walks, and `batch_heads` key heads have tiles.
+    """The division that ends soonest. A tile of keys has `group` walks, and `batch_heads` key heads
+    have tiles.
 
-    Without a mask every walk has `steps`; causal ones have 1, 2, ... `key_tiles` blocks of queries, and the longest
-    `steps`. `num_multiprocessors` is 0 where there is no GPU.
+    Without a mask every walk has `steps`; causal ones have 1, 2, ... `key_tiles` blocks of queries,
+    and the longest `steps`. `num_multiprocessors` is 0 where there is no GPU.
     """
     places = num_multiprocessors or MULTIPROCESSORS
     if is_causal:
@@ -62,30 +68,47 @@ def divide_walks(
 
     def time_of(estimate: tuple[Division, float]) -> float:
         division, time = estimate
-        return time + (JOIN_STEPS + division.programs * PART_STEPS) * head_tile / 64 * (division.programs > 0)
+        return time + (JOIN_STEPS + division.programs * PART_STEPS) * head_tile / 64 * (
+            division.programs > 0
+        )
 
     undivided = next(divisions)  # which both yield first
     fastest = min(divisions, key=time_of, default=undivided)
     return (fastest if time_of(fastest) + LEAST_GAIN < time_of(undivided) else undivided)[0]
 
 
-def _full_divisions(tiles: int, steps: int, group: int, places: int) -> Iterator[tuple[Division, float]]:
+def _full_divisions(
+    tiles: int, steps: int, group: int, places: int
+) -> Iterator[tuple[Division, float]]:
     """Of the last round's tiles, with the time of that round, in steps."""
     last = tiles % places
     yield Division(tiles, 1, 0), group * steps + START_STEPS
     if last:
         for parts in range(2, min(steps, MAX_ROUNDS * places // last) + 1):
             rounds = -(-last * parts // places)
-            yield Division(tiles - last, parts, last * parts), rounds * (group * -(-steps // parts) + START_STEPS)
+            yield (
+                Division(tiles - last, parts, last * parts),
+                rounds * (group * -(-steps // parts) + START_STEPS),
+            )
 
 
-def _causal_divisions(key_tiles: int, batch_heads: int, block: int, places: int) -> Iterator[tuple[Division, float]]:
-    """Of all tiles, into parts of at most so many blocks of `block` steps, with the call's time, in steps."""
+def _causal_divisions(
+    key_tiles: int, batch_heads: int, block: int, places: int
+) -> Iterator[tuple[Division, float]]:
+    """Of all tiles, into parts of at most so many blocks of `block` steps, with the call's time, in
+    steps.
+    """
     tiles = key_tiles * batch_heads
     work = tiles * block * (key_tiles + 1) / 2
-    yield Division(tiles, 1, 0), max(block * key_tiles + START_STEPS, (work + tiles * START_STEPS) / places)
+    yield (
+        Division(tiles, 1, 0),
+        max(block * key_tiles + START_STEPS, (work + tiles * START_STEPS) / places),
+    )
     for size in range(1, key_tiles) if tiles <= MAX_ROUNDS * places else ():
         programs = batch_heads * parts_before(key_tiles + 1, size)
         longest, busy = block * size, (work + programs * START_STEPS) / places
         if programs <= MAX_ROUNDS * places:
-            yield Division(0, size, programs), longest + START_STEPS if programs <= places else busy + longest / 2
+            yield (
+                Division(0, size, programs),
+                longest + START_STEPS if programs <= places else busy + longest / 2,
+            )

@@ -1,10 +1,10 @@
 """The Hopper stage as operators: refuse what the kernels cannot do, choose a kernel, launch.
 
-`OPERATORS` has what `flash_attention(backend="hopper")` calls, without and with a block mask, and what
-`flash_attention_varlen` does. The backward adds dQ up in memory as its programs arrive there, with `deterministic` each
-in its turn; dense heads above 128 have kernels that add nothing in memory. It is Triton's of masks and documents with
-`deterministic`, of documents at head dims above 128, and where a mask's tiles, or documents on average, are of fewer
-rows than the kernel's.
+`OPERATORS` has what `flash_attention(backend="hopper")` calls, without and with a block mask, and
+what `flash_attention_varlen` does. The backward adds dQ up in memory as its programs arrive there,
+with `deterministic` each in its turn; dense heads above 128 have kernels that add nothing in
+memory. It is Triton's of masks and documents with `deterministic`, of documents at head dims above
+128, and where a mask's tiles, or documents on average, are of fewer rows than the kernel's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
         if call.documents is not None:
             ends_q, ends_k, longest_q, longest_k = call.documents
             longest = (longest_q, longest_k)
-            return hopper_packed_forward(q, k, v, ends_q, ends_k, longest, call.is_causal, call.scale, call.config)
+            return hopper_packed_forward(
+                q, k, v, ends_q, ends_k, longest, call.is_causal, call.scale, call.config
+            )
         if call.lists is not None:
             return hopper_forward(q, k, v, False, call.scale, call.config, call.lists)
         if call.is_causal:
@@ -55,11 +57,15 @@ def _backward(saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     with on_device_of(q):
         if call.documents is not None:
             ends_q, ends_k, longest_q, _ = call.documents
-            return hopper_packed_backward(q, k, v, *rest, ends_q, ends_k, longest_q, call.is_causal, call.scale)
+            return hopper_packed_backward(
+                q, k, v, *rest, ends_q, ends_k, longest_q, call.is_causal, call.scale
+            )
         if call.lists is not None:
             return hopper_backward(q, k, v, *rest, False, False, call.scale, call.lists)
         seen_k, seen_v = (_visible(k, q), _visible(v, q)) if call.is_causal else (k, v)
-        grads = hopper_backward(q, seen_k, seen_v, *rest, call.deterministic, call.is_causal, call.scale)
+        grads = hopper_backward(
+            q, seen_k, seen_v, *rest, call.deterministic, call.is_causal, call.scale
+        )
     if seen_k is k:
         return grads
     hidden = (0, 0, 0, k.shape[2] - seen_k.shape[2])
@@ -89,7 +95,9 @@ def _visible(x: Tensor, q: Tensor) -> Tensor:
 
 
 def kernel_names(q: Tensor, k: Tensor, *, is_causal: bool) -> str:
-    """What runs for q and k (batch, heads, seq, head_dim) on their GPU: both passes' tiles, the forward's order."""
+    """What runs for q and k (batch, heads, seq, head_dim) on their GPU: both passes' tiles, the
+    forward's order.
+    """
     batch, heads, num_queries, head_dim = q.shape
     plan = plan_forward(
         head_dim=padded_width(q), is_causal=is_causal, num_queries=num_queries, num_keys=k.shape[2],

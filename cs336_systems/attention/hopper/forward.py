@@ -1,7 +1,8 @@
 """The forward for Hopper: one warp copies, one to three warp groups compute.
 
-A program computes a tile of queries of one head, 64 rows for each of its computing warp groups (consumers), and may go
-on to further tiles. Key tiles are walked from the last visible one to the first, so only the first ones need a mask.
+A program computes a tile of queries of one head, 64 rows for each of its computing warp groups
+(consumers), and may go on to further tiles. Key tiles are walked from the last visible one to the
+first, so only the first ones need a mask.
 
                   step 0        step 1          step 2         ...   step n
   copier          Q, K(0)       K(1), V(0)      K(2), V(1)     ...   V(n-1)            n key tiles in n + 1 steps
@@ -9,51 +10,63 @@ on to further tiles. Key tiles are walked from the last visible one to the first
                                 O += P(0) V(0)  O += P(1) V(1) ...   O += P(n-1) V(n-1)
                   P(0)          P(1)            P(2)           ...   O / l, L
 
-One slot of the ring holds what one step multiplies, K(j) and V(j-1): one barrier to wait for and one to release. Steps
-are counted over all tiles of a program, and step i uses slot i mod the number of slots.
-Each slot has `full`, on which the copies' bytes arrive, and `empty`, on which every consumer arrives; each consumer's
-64 rows of Q have such a pair too. `tests/hopper_protocol.py` has the protocol as a model.
+One slot of the ring holds what one step multiplies, K(j) and V(j-1): one barrier to wait for and
+one to release. Steps are counted over all tiles of a program, and step i uses slot i mod the number
+of slots.
+Each slot has `full`, on which the copies' bytes arrive, and `empty`, on which every consumer
+arrives; each consumer's 64 rows of Q have such a pair too. `tests/hopper_protocol.py` has the
+protocol as a model.
 
 The schedules of large grids, by columns of a head tile:
   64   three consumers, 192 x 128. A step waits for both products, then takes the softmax, while the other consumers'
-       products run. Exponentials take as long as products here, and a third consumer hides more of them. Nothing
-       makes them take turns but that the tensor cores serve one at a time:
+       products run. Exponentials take as long as products here, and a third consumer hides more of
+       them. Nothing makes them take turns but that the tensor cores serve one at a time:
          consumer 0   products   softmax               products   softmax
          consumer 1              products   softmax               products
          consumer 2                         products   softmax
-  128  two consumers, 128 x 128, 240 registers a thread, Q among them. A step waits for S alone, and P(j-1) V(j-1) runs
-       under the softmax. O is rescaled only when a row's maximum has grown by more than 2^8, and only then do the four
-       threads that share a row speak to each other: each sums its own share until the tile ends.
+  128  two consumers, 128 x 128, 240 registers a thread, Q among them. A step waits for S alone, and
+  P(j-1) V(j-1) runs
+       under the softmax. O is rescaled only when a row's maximum has grown by more than 2^8, and
+       only then do the four threads that share a row speak to each other: each sums its own share
+       until the tile ends.
          tensor cores   S(1)   P(0) V(0)         S(2)   P(1) V(1)
          consumer              softmax of S(1)          softmax of S(2)
-       At head dims from 65 to 96 the scores leave out the last 32 columns, which are zeros (`columns.py`).
-  256  the same, 128 x 64, but for Q, for which O leaves no registers: it stays in shared memory, which has no room for
+       At head dims from 65 to 96 the scores leave out the last 32 columns, which are zeros
+       (`columns.py`).
+  256  the same, 128 x 64, but for Q, for which O leaves no registers: it stays in shared memory,
+  which has no room for
        O beside it. So O leaves from Q's, and the next tile's Q comes after it.
-Their tiles are long ones, and few calls of short sequences have as many as the GPU has multiprocessors. So there are
-schedules of one consumer, 64 rows, with the same steps; at 64 columns two programs share a multiprocessor, and each
-covers the other as consumers do. `schedule.plan_forward` estimates which ends first.
+Their tiles are long ones, and few calls of short sequences have as many as the GPU has
+multiprocessors. So there are schedules of one consumer, 64 rows, with the same steps; at 64 columns
+two programs share a multiprocessor, and each covers the other as consumers do.
+`schedule.plan_forward` estimates which ends first.
 
-Under a causal mask a tile of more rows than a key tile has keys ends with keys that its first 64 rows, at 192 rows of
-every other tile its first 128, do not see: those consumers skip the first scores, at 192 x 128 3 to 4 % of the time at
-4096 tokens.
+Under a causal mask a tile of more rows than a key tile has keys ends with keys that its first 64
+rows, at 192 rows of every other tile its first 128, do not see: those consumers skip the first
+scores, at 192 x 128 3 to 4 % of the time at 4096 tokens.
 
-At 64 columns O of a row that sees one key is that key's value, as P is 1 then: the tiles that the diagonal or the end
-cuts, in which rows may see few keys, take `_exact_softmax`. At 128 and more P of the largest score is 1 but for the
-rounding of the scaled maximum, which is 2^-8 where scores are 1e5.
+At 64 columns O of a row that sees one key is that key's value, as P is 1 then: the tiles that the
+diagonal or the end cuts, in which rows may see few keys, take `_exact_softmax`. At 128 and more P
+of the largest score is 1 but for the rounding of the scaled maximum, which is 2^-8 where scores are
+1e5.
 
-Tiles of queries end where the queries end; rows to spare are in the first tile, which is the shortest causal one. The
-order of tiles is `schedule.plan_forward`'s: one program a tile, or programs that stay and take tiles in pairs or from a
-counter, whose copier starts on the next tile as soon as a slot is free.
+Tiles of queries end where the queries end; rows to spare are in the first tile, which is the
+shortest causal one. The order of tiles is `schedule.plan_forward`'s: one program a tile, or
+programs that stay and take tiles in pairs or from a counter, whose copier starts on the next tile
+as soon as a slot is free.
 
-Walks that would leave multiprocessors idle are divided: without a mask those of the last round of tiles, as it would
-take as long as any, or all of a small call, causal ones too. Each part leaves the state of its online softmax, and
-`flash_merge_kernel` of the Triton forward that splits keys ends what they began.
+Walks that would leave multiprocessors idle are divided: without a mask those of the last round of
+tiles, as it would take as long as any, or all of a small call, causal ones too. Each part leaves
+the state of its online softmax, and `flash_merge_kernel` of the Triton forward that splits keys
+ends what they began.
 
-Four kernels differ in their walk alone (`walk.py`), by what is `walked`: dense (None), `Parts` of dense walks, `Lists`
-of a `BlockMask`, packed `Documents`. Of a mask's partial tiles the copier brings the bits beside the keys, and
-`_hide_keys` applies them; a dead tile is never read, and a tile without a key takes one step of zeros.
+Four kernels differ in their walk alone (`walk.py`), by what is `walked`: dense (None), `Parts` of
+dense walks, `Lists` of a `BlockMask`, packed `Documents`. Of a mask's partial tiles the copier
+brings the bits beside the keys, and `_hide_keys` applies them; a dead tile is never read, and a
+tile without a key takes one step of zeros.
 
-Sources: FlashAttention-3 (Shah et al. 2024) for warp specialisation and overlap, FlashAttention-4 for rescaling lazily.
+Sources: FlashAttention-3 (Shah et al. 2024) for warp specialisation and overlap, FlashAttention-4
+for rescaling lazily.
 """
 
 from __future__ import annotations
@@ -93,7 +106,12 @@ from cs336_systems.attention.hopper.descriptors import (
     tile_descriptor,
     words_descriptor,
 )
-from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, ForwardPlan, plan_forward, plan_packed_forward
+from cs336_systems.attention.hopper.schedule import (
+    CONSUMER_ROWS,
+    ForwardPlan,
+    plan_forward,
+    plan_packed_forward,
+)
 from cs336_systems.attention.hopper.walk import (
     KEYS_PER_WORD,
     ROWS,
@@ -146,15 +164,19 @@ class _Shared(NamedTuple):
     q_empty: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor  # a barrier a slot
     empty: gl.shared_memory_descriptor
-    words_ring: gl.shared_memory_descriptor  # (slots, consumers * ROWS, 4): bits of a partial tile of a mask
-    items: gl.shared_memory_descriptor  # (ITEM_SLOTS, 1): the work items that the copier has fetched
+    # (slots, consumers * ROWS, 4): bits of a partial tile of a mask
+    words_ring: gl.shared_memory_descriptor
+    # (ITEM_SLOTS, 1): the work items that the copier has fetched
+    items: gl.shared_memory_descriptor
     item_full: gl.shared_memory_descriptor  # a barrier a slot of them
     item_empty: gl.shared_memory_descriptor
 
 
 @gluon.jit
 def _copy_words(words, is_partial, OTHERS: gl.constexpr, shared, walked, slot):
-    """Announce a slot's bytes, OTHERS of keys and values; the bits of a partial tile are copied with them."""
+    """Announce a slot's bytes, OTHERS of keys and values; the bits of a partial tile are copied
+    with them.
+    """
     WORDS: gl.constexpr = walked.words.block_type.nbytes
     mbarrier.expect(shared.full.index(slot), OTHERS + WORDS, pred=is_partial)
     mbarrier.expect(shared.full.index(slot), OTHERS, pred=is_partial == 0)
@@ -165,7 +187,9 @@ def _copy_words(words, is_partial, OTHERS: gl.constexpr, shared, walked, slot):
 
 @gluon.jit
 def _copy_tiles(Q_desc, K_desc, V_desc, counter_ptr, shared, problem, walked, PLAN: gl.constexpr):
-    """The copier: fill the ring as the consumers empty it, and if PLAN.dynamic fetch the program's next work item."""
+    """The copier: fill the ring as the consumers empty it, and if PLAN.dynamic fetch the program's
+    next work item.
+    """
     CONSUMERS: gl.constexpr = PLAN.consumers
     K_TILE_SIZE: gl.constexpr = PLAN.key_tile
     SLOTS: gl.constexpr = PLAN.slots
@@ -222,7 +246,9 @@ def _copy_tiles(Q_desc, K_desc, V_desc, counter_ptr, shared, problem, walked, PL
                     both: gl.constexpr = K_desc.block_type.nbytes + V_desc.block_type.nbytes
                     _copy_words(words, j < tile.masked, both, shared, walked, slot)
                 else:
-                    mbarrier.expect(shared.full.index(slot), K_desc.block_type.nbytes + V_desc.block_type.nbytes)
+                    mbarrier.expect(
+                        shared.full.index(slot), K_desc.block_type.nbytes + V_desc.block_type.nbytes
+                    )
                     first_key = tile.first_key + (tile.key_tiles - 1 - j) * K_TILE_SIZE
                 tma.async_copy_global_to_shared(
                     K_desc, key_place(kv_head, first_key, batch, sequence, PLAN),
@@ -265,8 +291,9 @@ def _words_of(consumer: gl.constexpr, shared, slot, zero, PLAN: gl.constexpr):
 
 @gluon.jit
 def _hide_keys(S, last_key, first_key, words, PLAN: gl.constexpr):
-    """Scores of the keys from `first_key` on, -inf where the bit is 0, or past the last visible key: one for each row,
-    or one for all."""
+    """Scores of the keys from `first_key` on, -inf where the bit is 0, or past the last visible
+    key: one for each row, or one for all.
+    """
     if PLAN.key_block:
         return keep_attended(S, words)
     elif PLAN.is_causal or PLAN.split:
@@ -278,9 +305,11 @@ def _hide_keys(S, last_key, first_key, words, PLAN: gl.constexpr):
 
 @gluon.jit
 def _exact_softmax(S, m, l, scale_log2):
-    """Take raw scores into the running maximum m, raw too, and sum l; also the factor for what came before.
+    """Take raw scores into the running maximum m, raw too, and sum l; also the factor for what came
+    before.
 
-    P of a row's largest score is 1, and that of another as exact as the difference of the two scores.
+    P of a row's largest score is 1, and that of another as exact as the difference of the two
+    scores.
     """
     m_new = gl.maximum(m, gl.max(S, axis=1))
     P = gl.exp2((S - m_new[:, None]) * scale_log2)
@@ -298,12 +327,14 @@ def _in_base_2(m, scale_log2):
 
 @gluon.jit
 def _softmax(S, m, rest, l, scale_log2):
-    """As `_exact_softmax` at one instruction less a score; m is in base 2, and what came before relative to m + rest.
+    """As `_exact_softmax` at one instruction less a score; m is in base 2, and what came before
+    relative to m + rest.
 
-    A scaled score minus the scaled maximum is one multiply-add, whose product is not rounded though the maximum's was:
-    P of the largest score is near 1 and not 1, by 2^-8 where scores are 1e5, and bfloat16 rounds it to something that l
-    has not summed. Among many keys that is one rounding of many; rows with few keys have them in the tiles that the
-    diagonal or the end cuts, and those take the exact form.
+    A scaled score minus the scaled maximum is one multiply-add, whose product is not rounded though
+    the maximum's was: P of the largest score is near 1 and not 1, by 2^-8 where scores are 1e5, and
+    bfloat16 rounds it to something that l has not summed. Among many keys that is one rounding of
+    many; rows with few keys have them in the tiles that the diagonal or the end cuts, and those
+    take the exact form.
     """
     m_new = gl.maximum(m, gl.max(S, axis=1) * scale_log2)
     P = gl.exp2(S * scale_log2 - m_new[:, None])
@@ -313,11 +344,12 @@ def _softmax(S, m, rest, l, scale_log2):
 
 @gluon.jit
 def _lazy_softmax(S, m, l, scale_log2):
-    """As `_softmax` without its `rest`, and m stays where it is until a score exceeds it by more than LAG.
+    """As `_softmax` without its `rest`, and m stays where it is until a score exceeds it by more
+    than LAG.
 
-    The factor is then 1 in almost every step. m, l and the factor are (ROWS, 4), a number for each of the four threads
-    that share a row: l is what a thread has summed itself, so that nothing is passed between threads while no maximum
-    rises.
+    The factor is then 1 in almost every step. m, l and the factor are (ROWS, 4), a number for each
+    of the four threads that share a row: l is what a thread has summed itself, so that nothing is
+    passed between threads while no maximum rises.
     """
     scores = by_threads(S)
     m_new = raise_maxima(gl.max(gl.max(scores, axis=3), axis=1) * scale_log2, m)
@@ -329,7 +361,9 @@ def _lazy_softmax(S, m, l, scale_log2):
 
 @gluon.jit
 def _issue(Q, P, O, shared, slot, phase, COLUMNS: gl.constexpr):
-    """Start both products of a step as soon as its slot is full: the scores, and O with the last step's P."""
+    """Start both products of a step as soon as its slot is full: the scores, and O with the last
+    step's P.
+    """
     mbarrier.wait(shared.full.index(slot), phase)
     S = over_columns(Q, shared.K_ring.index(slot), COLUMNS)
     O = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
@@ -341,7 +375,9 @@ def _first_step(
     Q, m, l, tile, last_key, first_key, zero, shared, problem, slot,
     consumer: gl.constexpr, P_LAYOUT: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """P of a tile's first scores, for the next step to multiply by the values; m (raw, or lazy in base 2) and l."""
+    """P of a tile's first scores, for the next step to multiply by the values; m (raw, or lazy in
+    base 2) and l.
+    """
     words = _words_of(consumer, shared, slot, zero, PLAN)
     S = warpgroup_mma_wait(0, [over_columns(Q, shared.K_ring.index(slot), PLAN.columns)])
     mbarrier.arrive(shared.empty.index(slot), count=1)
@@ -361,8 +397,8 @@ def _step(
 ):  # fmt: skip
     """Both products of a step and the softmax of its scores.
 
-    Overlapped: the softmax while the product with the last step's P runs. Otherwise behind both, while another
-    consumer's or program's run; m is then raw if MASKED, else in base 2.
+    Overlapped: the softmax while the product with the last step's P runs. Otherwise behind both,
+    while another consumer's or program's run; m is then raw if MASKED, else in base 2.
     """
     slot, phase = ring_slot(step, PLAN.slots)
     S, O = _issue(Q, P, O, shared, slot, phase, PLAN.columns)
@@ -391,7 +427,9 @@ def _step(
 
 @gluon.jit
 def _store_part(O, m, rest, l, first_row, tile, problem, walked, D_TILE: gl.constexpr):
-    """Leave the online softmax's state at a part's end for `flash_merge_kernel`, where `split.parts_of` says."""
+    """Leave the online softmax's state at a part's end for `flash_merge_kernel`, where
+    `split.parts_of` says.
+    """
     factor = gl.exp2(rest)
     first = (tile.part * walked.NUM_ROWS).to(gl.int64) - walked.FIRST_ROW
     first += tile.batch_head.to(gl.int64) * problem.N_QUERIES + first_row
@@ -404,7 +442,11 @@ def _store_part(O, m, rest, l, first_row, tile, problem, walked, D_TILE: gl.cons
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, D_TILE, gl.SliceLayout(0, LAYOUT))[None, :]
     O = O * gl.convert_layout(factor, gl.SliceLayout(1, LAYOUT))[:, None]
-    gl.store(walked.states + first * D_TILE + (row * D_TILE + column), O, mask=row < problem.N_QUERIES - first_row)
+    gl.store(
+        walked.states + first * D_TILE + (row * D_TILE + column),
+        O,
+        mask=row < problem.N_QUERIES - first_row,
+    )
 
 
 @gluon.jit
@@ -418,7 +460,9 @@ def _store_tile(
     O_tile.store(gl.reshape(O.to(O_desc.dtype), [ROWS, D_TILE]))
     fence_async_shared()
     batch, head = tile.batch_head // problem.N_HEADS, tile.batch_head % problem.N_HEADS
-    tma.async_copy_shared_to_global(O_desc, query_place(head, first_row, batch, sequence, PLAN), O_tile)
+    tma.async_copy_shared_to_global(
+        O_desc, query_place(head, first_row, batch, sequence, PLAN), O_tile
+    )
     L_rows = L_ptr + tile.batch_head.to(gl.int64) * problem.N_QUERIES + sequence.first_row
     gl.store(L_rows + rows, L, mask=rows < sequence.num_queries)
 
@@ -476,13 +520,37 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
             first_key = tile.first_key + (tile.key_tiles - 1) * K_TILE_SIZE
             if MASKED_TILES == 1:
                 P, m, l = _first_step(
-                    Q, m, l, tile, last_key, first_key, zero, shared, problem, slot, consumer, P_LAYOUT, PLAN
+                    Q,
+                    m,
+                    l,
+                    tile,
+                    last_key,
+                    first_key,
+                    zero,
+                    shared,
+                    problem,
+                    slot,
+                    consumer,
+                    P_LAYOUT,
+                    PLAN,
                 )
             else:  # more rows than a key tile has keys: the first consumers' may see none of these
                 P = gl.zeros([ROWS, K_TILE_SIZE], O_desc.dtype, P_LAYOUT)
                 if sees_tile(first_row, first_key):
                     P, m, l = _first_step(
-                        Q, m, l, tile, last_key, first_key, zero, shared, problem, slot, consumer, P_LAYOUT, PLAN
+                        Q,
+                        m,
+                        l,
+                        tile,
+                        last_key,
+                        first_key,
+                        zero,
+                        shared,
+                        problem,
+                        slot,
+                        consumer,
+                        P_LAYOUT,
+                        PLAN,
                     )
                 else:
                     mbarrier.arrive(shared.empty.index(slot), count=1)
@@ -491,19 +559,37 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
             # steps 1 to n - 1, first those with hidden keys
             if IS_LISTED:
                 for _ in range(1, tile.masked):
-                    P, O, m, l = _step(Q, P, O, m, rest, l, 0, 0, zero, shared, problem, step, consumer, PLAN, True)
+                    P, O, m, l = _step(
+                        Q, P, O, m, rest, l, 0, 0, zero, shared, problem, step, consumer, PLAN, True
+                    )
                     step += 1
             else:
                 for j in gl.static_range(1, MASKED_TILES):
                     first_key = (tile.key_tiles - 1 - j) * K_TILE_SIZE
                     P, O, m, l = _step(
-                        Q, P, O, m, rest, l, last_key, first_key, zero, shared, problem, step, consumer, PLAN, True
+                        Q,
+                        P,
+                        O,
+                        m,
+                        rest,
+                        l,
+                        last_key,
+                        first_key,
+                        zero,
+                        shared,
+                        problem,
+                        step,
+                        consumer,
+                        PLAN,
+                        True,
                     )
                     step += 1
             if not PLAN.softmax_overlaps:
                 m, rest = _in_base_2(m, problem.scale_log2)
             for _ in range(max(tile.masked, 1), tile.key_tiles):
-                P, O, m, l = _step(Q, P, O, m, rest, l, 0, 0, zero, shared, problem, step, consumer, PLAN, False)
+                P, O, m, l = _step(
+                    Q, P, O, m, rest, l, 0, 0, zero, shared, problem, step, consumer, PLAN, False
+                )
                 rest = gl.zeros_like(rest)
                 step += 1
             if not IS_WIDE:
@@ -565,7 +651,9 @@ def _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, walked, PL
         words_ring = None
     items, item_full, item_empty = None, None, None
     if PLAN.dynamic:
-        items = gl.allocate_shared_memory(gl.int32, [ITEM_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        items = gl.allocate_shared_memory(
+            gl.int32, [ITEM_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        )
         item_full = gl.allocate_shared_memory(gl.int64, [ITEM_SLOTS, 1], BARRIER)
         item_empty = gl.allocate_shared_memory(gl.int64, [ITEM_SLOTS, 1], BARRIER)
         for slot in gl.static_range(ITEM_SLOTS):
@@ -623,7 +711,9 @@ def hopper_forward_kernel(
     N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """O (batch, heads, queries, D) and L (batch, heads, queries), both contiguous; PLAN: `schedule.KernelPlan`."""
+    """O (batch, heads, queries, D) and L (batch, heads, queries), both contiguous; PLAN:
+    `schedule.KernelPlan`.
+    """
     problem = Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
     _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, None, PLAN)
 
@@ -635,13 +725,17 @@ def hopper_split_forward_kernel(
     WHOLE, SHARE, NUM_PARTS, FIRST_ROW, NUM_ROWS,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """The same, where walks are divided among programs; what parts have come to is in `states_ptr` (`walk.Parts`)."""
+    """The same, where walks are divided among programs; what parts have come to is in `states_ptr`
+    (`walk.Parts`).
+    """
     problem = Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
     walked = Parts(states_ptr, WHOLE, SHARE, NUM_PARTS, FIRST_ROW, NUM_ROWS)
     _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, walked, PLAN)
 
 
-@gluon.jit(do_not_specialize=[*NUMBERS, "MASK_BATCHES", "MASK_HEADS", "WIDTH", "FULL_WIDTH", "WORD_ROWS"])
+@gluon.jit(
+    do_not_specialize=[*NUMBERS, "MASK_BATCHES", "MASK_HEADS", "WIDTH", "FULL_WIDTH", "WORD_ROWS"]
+)
 def hopper_listed_forward_kernel(
     Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr,
     num_partial_ptr, partial_ptr, patterns_ptr, num_full_ptr, full_ptr, words_desc,
@@ -695,11 +789,13 @@ def hopper_forward(
 ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
     """Contiguous O in q's dtype and the log-sum-exp in float32, natural log.
 
-    Inputs are validated, non-empty, of 16 bits, with a head_dim up to 256, and on the current device, of sm_90.
-    `config` may name a schedule and an order of tiles (`schedule.plan_forward`); other kernels' configurations in it
-    are left alone. A row's last bits may depend on the schedule and on the parts of its walk, and so on how many heads
-    a call has and on the GPU. Parts take up to 34 MiB meanwhile.
-    `lists`, without `is_causal`, are those of a `BlockMask` whose tiles hold whole tiles of the kernel's.
+    Inputs are validated, non-empty, of 16 bits, with a head_dim up to 256, and on the current
+    device, of sm_90. `config` may name a schedule and an order of tiles (`schedule.plan_forward`);
+    other kernels' configurations in it are left alone. A row's last bits may depend on the schedule
+    and on the parts of its walk, and so on how many heads a call has and on the GPU. Parts take up
+    to 34 MiB meanwhile.
+    `lists`, without `is_causal`, are those of a `BlockMask` whose tiles hold whole tiles of the
+    kernel's.
     """
     head_dim = q.shape[-1]
     q, k, v = readable(q), readable(k), readable(v)
@@ -712,8 +808,17 @@ def hopper_forward(
     )  # fmt: skip
     schedule = plan.schedule
     output, lse = empty_results(q)
-    operands = ((q, CONSUMER_ROWS), (k, schedule.key_tile), (v, schedule.key_tile), (output, CONSUMER_ROWS))
-    tensors: tuple[Any, ...] = (*(tile_descriptor(x, rows) for x, rows in operands), lse, _counter(plan, lse))
+    operands = (
+        (q, CONSUMER_ROWS),
+        (k, schedule.key_tile),
+        (v, schedule.key_tile),
+        (output, CONSUMER_ROWS),
+    )
+    tensors: tuple[Any, ...] = (
+        *(tile_descriptor(x, rows) for x, rows in operands),
+        lse,
+        _counter(plan, lse),
+    )
     numbers: tuple[float, ...] = (
         num_queries, num_keys, heads, group, batch * heads, plan.heads_together, scale * LOG2_E.value
     )  # fmt: skip
@@ -735,16 +840,31 @@ def hopper_forward(
         numbers += (
             *lists.kv_num_blocks.shape[:2], lists.kv_indices.shape[3], lists.full_kv_indices.shape[3], len(words)
         )  # fmt: skip
-    log_launch("forward" if lists is None else "listed_forward", schedule.name(plan.order), q, num_queries, num_keys)
+    log_launch(
+        "forward" if lists is None else "listed_forward",
+        schedule.name(plan.order),
+        q,
+        num_queries,
+        num_keys,
+    )
     with stage("forward"):
         launch(
             kernel, (plan.num_programs,), tensors, numbers,
             {"PLAN": plan.kernel_plan, **schedule.launch_options},
         )  # fmt: skip
         if plan.part_tiles:
-            last_rows = (batch * heads, num_queries) if is_causal else (1, num_rows)  # of which a head makes no matter
+            # of which a head makes no matter
+            last_rows = (batch * heads, num_queries) if is_causal else (1, num_rows)
             num_keys = seen_keys(num_queries, num_keys, is_causal)
-            merge(states, output, lse, last_rows, num_keys, plan.part_tiles * schedule.key_tile, is_causal)
+            merge(
+                states,
+                output,
+                lse,
+                last_rows,
+                num_keys,
+                plan.part_tiles * schedule.key_tile,
+                is_causal,
+            )
     return (output if width == head_dim else output[..., :head_dim].contiguous()), lse
 
 
@@ -759,7 +879,9 @@ def hopper_packed_forward(
     scale: float,
     config: str = "",
 ) -> tuple[Float[Tensor, "total_queries heads head_dim"], Float[Tensor, "heads total_queries"]]:
-    """`hopper_forward` of each document's queries to its keys; by the longest lengths tiles are chosen."""
+    """`hopper_forward` of each document's queries to its keys; by the longest lengths tiles are
+    chosen.
+    """
     head_dim = q.shape[-1]
     q, k, v = readable(q), readable(k), readable(v)
     (num_queries, heads, width), num_keys, group = q.shape, k.shape[0], q.shape[1] // k.shape[1]
@@ -771,7 +893,12 @@ def hopper_packed_forward(
     )  # fmt: skip
     schedule = plan.schedule
     output, lse = empty_like(q), empty((heads, num_queries), torch.float32, q.device)
-    operands = ((q, CONSUMER_ROWS), (k, schedule.key_tile), (v, schedule.key_tile), (output, CONSUMER_ROWS))
+    operands = (
+        (q, CONSUMER_ROWS),
+        (k, schedule.key_tile),
+        (v, schedule.key_tile),
+        (output, CONSUMER_ROWS),
+    )
     log_launch("packed_forward", schedule.name(plan.order), q, *max_seqlens)
     with stage("forward"):
         launch(

@@ -36,11 +36,12 @@ def hopper_backward_preprocess_kernel(
     HAS_DL: tl.constexpr, HAS_SUMS: tl.constexpr, LAPS: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr,
     ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """L and its gradient are contiguous. The results have N_ROWS rows a head: L and delta in `rows`, and if HAS_SUMS
-    dQ of zeros; and of each of LAPS two turns of zero for each ROWS of them.
+    """L and its gradient are contiguous. The results have N_ROWS rows a head: L and delta in
+    `rows`, and if HAS_SUMS dQ of zeros; and of each of LAPS two turns of zero for each ROWS of
+    them.
 
-    O and dO are as TMA reads them, with strides that are counted in chunks of 16 bytes: so they fit 32 bits, and the
-    compiler knows that a thread may read a chunk at a time.
+    O and dO are as TMA reads them, with strides that are counted in chunks of 16 bytes: so they fit
+    32 bits, and the compiler knows that a thread may read a chunk at a time.
     """
     start_next(OVERLAP)
     tiles = N_ROWS // ROWS
@@ -58,7 +59,8 @@ def hopper_backward_preprocess_kernel(
     L = tl.load(L_ptr + L_rows, mask=query_rows < N_QUERIES, other=float("inf"))
     if HAS_DL:
         delta -= tl.load(dL_ptr + L_rows, mask=query_rows < N_QUERIES, other=0.0)
-    delta = tl.where(float("-inf") < L, delta, 0.0)  # no key: P = 0, and 0 times a NaN gradient of L would be NaN
+    # no key: P = 0, and 0 times a NaN gradient of L would be NaN
+    delta = tl.where(float("-inf") < L, delta, 0.0)
     rows_of_head = rows_ptr + batch_head * 2 * N_ROWS
     tl.store(rows_of_head + query_rows, L * LOG2_E)
     tl.store(rows_of_head + N_ROWS + query_rows, delta)
@@ -71,8 +73,12 @@ def hopper_backward_preprocess_kernel(
 
 
 @triton.jit
-def hopper_transpose_bits_kernel(bits_ptr, words_ptr, WORDS: tl.constexpr, Q_TILE_SIZE: tl.constexpr):
-    """(patterns, rows, WORDS) words of 32 keys of a query to words of 32 queries of a key, `Lists.words`."""
+def hopper_transpose_bits_kernel(
+    bits_ptr, words_ptr, WORDS: tl.constexpr, Q_TILE_SIZE: tl.constexpr
+):
+    """(patterns, rows, WORDS) words of 32 keys of a query to words of 32 queries of a key,
+    `Lists.words`.
+    """
     bit = tl.arange(0, 32)
     strip = tl.program_id(0).to(tl.int64)  # of 32 queries
     word = tl.arange(0, WORDS)
@@ -90,10 +96,12 @@ def hopper_backward_convert_kernel(
     accumulator_ptr, dQ_ptr, cu_seqlens_ptr, N_QUERIES, N_ROWS, N_DOCUMENTS, scale, SECOND_ROWS,
     PACKED: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """dQ (batch, heads, queries, D), contiguous, from sums of N_ROWS rows a head that lack their scale.
+    """dQ (batch, heads, queries, D), contiguous, from sums of N_ROWS rows a head that lack their
+    scale.
 
-    PACKED: dQ (queries, heads, D), and the rows of a head are those of N_DOCUMENTS documents' slots. If SECOND_ROWS is
-    not None, the accumulator of second laps lies behind the first, and so many of a head's rows have sums there.
+    PACKED: dQ (queries, heads, D), and the rows of a head are those of N_DOCUMENTS documents'
+    slots. If SECOND_ROWS is not None, the accumulator of second laps lies behind the first, and so
+    many of a head's rows have sums there.
     """
     tiles = N_ROWS // ROWS if PACKED else (N_QUERIES + ROWS - 1) // ROWS
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -102,7 +110,9 @@ def hopper_backward_convert_kernel(
     if PACKED:
         slot = first_row // QUERY_PADDING
         document, tile = tile_of_slot(cu_seqlens_ptr, slot, N_DOCUMENTS, N_QUERIES, QUERY_PADDING)
-        first, num_rows = rows_of_document(cu_seqlens_ptr, document, N_DOCUMENTS, N_QUERIES, N_QUERIES)
+        first, num_rows = rows_of_document(
+            cu_seqlens_ptr, document, N_DOCUMENTS, N_QUERIES, N_QUERIES
+        )
         query_rows += (tile - slot) * QUERY_PADDING
         exists = (query_rows >= 0) & (query_rows < num_rows)
         dQ_rows = (first + query_rows) * (tl.num_programs(0) // tiles) + batch_head
@@ -111,16 +121,23 @@ def hopper_backward_convert_kernel(
         dQ_rows = batch_head * N_QUERIES + query_rows
     columns = tl.arange(0, D_TILE)
     await_previous(OVERLAP)
-    sums = tl.load(accumulator_ptr + (batch_head * N_ROWS + first_row) * D_TILE + tl.arange(0, ROWS * D_TILE))
+    sums = tl.load(
+        accumulator_ptr + (batch_head * N_ROWS + first_row) * D_TILE + tl.arange(0, ROWS * D_TILE)
+    )
     if SECOND_ROWS is not None:
         head = tl.num_programs(0) // tiles + batch_head
         places = (head * N_ROWS + first_row) * D_TILE + tl.arange(0, ROWS * D_TILE)
         sums += tl.load(accumulator_ptr + places, mask=first_row < SECOND_ROWS, other=0.0)
-    # (64 columns, 8 of them, warp, row, pair, half of the warp's rows, of the pair), as `_in_thread_order` leaves them
+    # (64 columns, 8 of them, warp, row, pair, half of the warp's rows, of the pair), as
+    # `_in_thread_order` leaves them
     sums = tl.permute(tl.reshape(sums, [D_TILE // 64, 8, 4, 8, 4, 2, 2]), [2, 5, 3, 0, 1, 4, 6])
     sums = tl.reshape(sums, [ROWS, D_TILE])
     inside = exists[:, None] & (columns < D)[None, :]
-    tl.store(dQ_ptr + dQ_rows[:, None] * D + columns[None, :], (sums * scale).to(dQ_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        dQ_ptr + dQ_rows[:, None] * D + columns[None, :],
+        (sums * scale).to(dQ_ptr.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit
@@ -135,10 +152,11 @@ def hopper_backward_join_kernel(
     parts_ptr, dK_ptr, dV_ptr, WHOLE, SHARE, N_KEYS, N_TILES, scale,
     IS_CAUSAL: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV (batch, kv_heads, keys, D), contiguous, of the tiles of keys behind the WHOLE first of N_TILES a head.
+    """dK and dV (batch, kv_heads, keys, D), contiguous, of the tiles of keys behind the WHOLE first
+    of N_TILES a head.
 
-    A program adds up the parts of 16 columns of 64 keys, in a fixed order; `_in_thread_order` says how they lie, and
-    `backward_walk.part_of_program` which they are.
+    A program adds up the parts of 16 columns of 64 keys, in a fixed order; `_in_thread_order` says
+    how they lie, and `backward_walk.part_of_program` which they are.
     """
     CHUNKS: tl.constexpr = D_TILE // 16
     chunk, place = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
@@ -146,7 +164,9 @@ def hopper_backward_join_kernel(
     head, number = (tile // N_TILES).to(tl.int64), tile % N_TILES
     if IS_CAUSAL:
         num_parts = (N_TILES - number + SHARE - 1) // SHARE
-        first_part = (head + 1) * parts_before(N_TILES + 1, SHARE) - parts_before(N_TILES - number + 1, SHARE)
+        first_part = (head + 1) * parts_before(N_TILES + 1, SHARE) - parts_before(
+            N_TILES - number + 1, SHARE
+        )
     else:
         num_parts = SHARE
         first_part = (tile - WHOLE).to(tl.int64) * SHARE
@@ -158,24 +178,38 @@ def hopper_backward_join_kernel(
     sums = tl.zeros([16 * ROWS], tl.float32)
     for done in range(0, num_parts, 8):
         places = (done + part)[:, None] * (4 * ROWS * D_TILE) + index[None, :]
-        sums += tl.sum(tl.load(first + places, mask=(done + part < num_parts)[:, None], other=0.0), axis=0)
+        sums += tl.sum(
+            tl.load(first + places, mask=(done + part < num_parts)[:, None], other=0.0), axis=0
+        )
     # (8 columns of the 16, warp, row, pair, half of the warp's rows, of the pair)
-    row = number * (2 * ROWS) + consumer * ROWS + index // 128 % 4 * 16 + index // 2 % 2 * 8 + index // 16 % 8
+    row = (
+        number * (2 * ROWS)
+        + consumer * ROWS
+        + index // 128 % 4 * 16
+        + index // 2 % 2 * 8
+        + index // 16 % 8
+    )
     column = chunk * 16 + index // 512 * 8 + index // 4 % 4 * 2 + index % 2
     dX_ptr, factor = dK_ptr, scale
     if is_dV:
         dX_ptr, factor = dV_ptr, 1.0
     inside = (row < N_KEYS) & (column < D)
-    tl.store(dX_ptr + (head * N_KEYS + row) * D + column, (sums * factor).to(dX_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        dX_ptr + (head * N_KEYS + row) * D + column,
+        (sums * factor).to(dX_ptr.dtype.element_ty),
+        mask=inside,
+    )
 
 
 def preprocess(
     output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None, rows: Tensor,
     sums: Tensor | None, turns: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill `rows` (batch · heads, 2, rows) with L and delta, and `sums` and `turns`, if given, with zeros.
+    """Fill `rows` (batch · heads, 2, rows) with L and delta, and `sums` and `turns`, if given, with
+    zeros.
 
-    output and grad_output (batch, heads, queries, head_dim) as TMA reads them; lse (batch, heads, queries) contiguous.
+    output and grad_output (batch, heads, queries, head_dim) as TMA reads them; lse (batch, heads,
+    queries) contiguous.
     """
     batch, heads, num_queries, width = output.shape
     num_rows = rows.shape[2]
@@ -197,8 +231,10 @@ def convert(
     sums: Tensor, grad_q: Tensor, num_rows: int, scale: float, cu_seqlens: Tensor | None = None, *,
     second_rows: int | None = None,
 ) -> None:  # fmt: skip
-    """grad_q (batch, heads, queries, head_dim), or with cu_seqlens (queries, heads, head_dim), from sums of `num_rows`
-    rows a head, and of so many `second_rows` of them from those of second laps, too."""
+    """grad_q (batch, heads, queries, head_dim), or with cu_seqlens (queries, heads, head_dim), from
+    sums of `num_rows` rows a head, and of so many `second_rows` of them from those of second laps,
+    too.
+    """
     if cu_seqlens is None:
         batch, heads, num_queries, width = grad_q.shape
         programs, documents = -(-num_queries // LIGHT_ROWS) * batch * heads, 0
@@ -213,10 +249,17 @@ def convert(
 
 
 def join(
-    parts: Tensor, grad_k: Tensor, grad_v: Tensor, key_tiles: int, division: Division, is_causal: bool, scale: float
+    parts: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    key_tiles: int,
+    division: Division,
+    is_causal: bool,
+    scale: float,
 ) -> None:
-    """grad_k and grad_v (batch, kv_heads, keys, head_dim) of the tiles of keys whose walks are divided, `key_tiles` a
-    head, from the sums that are in `parts` (programs, 4, 64 · head tile)."""
+    """grad_k and grad_v (batch, kv_heads, keys, head_dim) of the tiles of keys whose walks are
+    divided, `key_tiles` a head, from the sums that are in `parts` (programs, 4, 64 · head tile).
+    """
     batch, kv_heads, num_keys, width = grad_k.shape
     tiles = batch * kv_heads * key_tiles - division.whole
     launch(
@@ -245,4 +288,6 @@ def _options(width: int) -> dict[str, int]:
 
 def _in_chunks(x: Tensor) -> tuple[int, ...]:
     """The strides of batch, heads and rows; a dimension of one element is not strided over."""
-    return tuple(stride // CHUNK.value if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape))
+    return tuple(
+        stride // CHUNK.value if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape)
+    )

@@ -1,7 +1,8 @@
 """Which program of the Hopper forward computes what and when, on plain numbers: no GPU, no Triton.
 
-The kernel's schedules and the choice among them. `tests/hopper_protocol.py` has a model of what a program does with
-one: it runs the protocol between the warp that copies and those that compute for every short length, in any order.
+The kernel's schedules and the choice among them. `tests/hopper_protocol.py` has a model of what a
+program does with one: it runs the protocol between the warp that copies and those that compute for
+every short length, in any order.
 """
 
 from __future__ import annotations
@@ -15,32 +16,43 @@ from typing import NamedTuple
 import numpy as np
 
 from cs336_systems.attention.hopper.division import MAX_ROUNDS, MULTIPROCESSORS
-from cs336_systems.attention.tiles.kernel_config import HALF_L2_SHARE_BYTES, L2_SHARE_BYTES, head_tile
+from cs336_systems.attention.tiles.kernel_config import (
+    HALF_L2_SHARE_BYTES,
+    L2_SHARE_BYTES,
+    head_tile,
+)
 
 CONSUMER_ROWS = 64  # rows of queries of a warp group
-CONSUMER_WARPS = 4  # a warp group's; kernels are launched with the first consumer's and specialise the others
+# a warp group's; kernels are launched with the first consumer's and specialise the others
+CONSUMER_WARPS = 4
 THREADS_OF_GROUP = 32 * CONSUMER_WARPS
 REGISTERS_OF_MULTIPROCESSOR = 65536
-LATE_FROM = 8192  # queries from which a causal backward of head tile 128 forms dQ a step late, see `dq_way`
+# queries from which a causal backward of head tile 128 forms dQ a step late, see `dq_way`
+LATE_FROM = 8192
 ORDERS = ("tiles", "pairs", "dynamic")
 UNPAIRED = ("tiles", "dynamic")
 WIDE = ("tiles", "pairs")  # above 128 columns, where the counter's order measured up to 7 % slower
 PREFIX = "hopper_forward_"
 BYTES_PER_ELEMENT = 2
-# What a tile takes beside its steps, in steps: a program starts and ends with nothing to overlap, a further tile of the
-# same program has its copies behind it. Tiles and pairs fitted to 14 shapes on an H200, triton 3.6.0, 2026-11-21; in
-# a dynamic order a tile is taken to cost what it costs in pairs.
+# What a tile takes beside its steps, in steps: a program starts and ends with nothing to overlap, a
+# further tile of the same program has its copies behind it. Tiles and pairs fitted to 14 shapes on
+# an H200, triton 3.6.0, 2026-11-21; in a dynamic order a tile is taken to cost what it costs in
+# pairs.
 TILE_COST_STEPS = {"tiles": 1.7, "pairs": 0.8, "dynamic": 0.8}
-# And once for a program of a dynamic order, which begins as one of the order `tiles` does, after the counter's kernel.
+# And once for a program of a dynamic order, which begins as one of the order `tiles` does, after
+# the counter's kernel.
 START_COST_STEPS = TILE_COST_STEPS["tiles"] - TILE_COST_STEPS["dynamic"] + 2
-# What merging divided walks takes, in steps: at all, and for each part of 128 rows. Fitted to 20 calls of 1 to 8 heads
-# on an H100, triton 3.6.0, 2026-11-27; the first is a step more than they take, as a launch keeps the host, too.
+# What merging divided walks takes, in steps: at all, and for each part of 128 rows. Fitted to 20
+# calls of 1 to 8 heads on an H100, triton 3.6.0, 2026-11-27; the first is a step more than they
+# take, as a launch keeps the host, too.
 MERGE_STEPS, PART_STEPS = 3, 1 / 32
 NUMBERS_OF_PARTS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64, 128)  # that are tried
 
 
 def columns_of(width: int) -> int:
-    """Columns that are multiplied for heads of `width`: at 96 not the last of a head tile (`columns.py`)."""
+    """Columns that are multiplied for heads of `width`: at 96 not the last of a head tile
+    (`columns.py`).
+    """
     return 96 if 64 < width <= 96 else head_tile(width)
 
 
@@ -52,10 +64,12 @@ class ForwardSchedule:
     consumers: int  # warp groups that compute, 64 rows of queries each
     key_tile: int
     slots: int  # of the ring, each with a tile of keys and one of values
-    registers: int  # of a consumer's thread; the first consumer has what the others leave, at least these
+    # of a consumer's thread; the first consumer has what the others leave, at least these
+    registers: int
     softmax_overlaps: bool  # the softmax of a step runs over the step's second product
     resident: int = 1  # programs that share a multiprocessor
-    step_cost: float = 1.0  # a step's time where all of them run, in steps of the head tile's first schedule; fitted
+    # a step's time where all of them run, in steps of the head tile's first schedule; fitted
+    step_cost: float = 1.0
 
     @property
     def query_tile(self) -> int:
@@ -65,8 +79,8 @@ class ForwardSchedule:
     def launch_options(self) -> dict[str, int]:
         """What the compiler is told beside the plan.
 
-        A program starts with equally many registers for each thread, the copier's group among them: as many as there
-        are on a multiprocessor, unless there is a limit.
+        A program starts with equally many registers for each thread, the copier's group among them:
+        as many as there are on a multiprocessor, unless there is a limit.
         """
         threads = self.resident * (self.consumers + 1) * THREADS_OF_GROUP
         limit = {"maxnreg": REGISTERS_OF_MULTIPROCESSOR // threads} if self.resident > 1 else {}
@@ -74,7 +88,9 @@ class ForwardSchedule:
 
     @property
     def alignment(self) -> int:
-        """Tiles of queries start and end at multiples of this, so that the diagonal cuts `masked_tiles` at most."""
+        """Tiles of queries start and end at multiples of this, so that the diagonal cuts
+        `masked_tiles` at most.
+        """
         return gcd(self.query_tile, self.key_tile)
 
     def masked_tiles(self, is_causal: bool) -> int:
@@ -85,15 +101,17 @@ class ForwardSchedule:
         return f"{PREFIX}{self.query_tile}x{self.key_tile}_{order}"
 
 
-# By head tile, the schedule of large grids first; then one of 64 queries a program, for grids that would leave
-# multiprocessors idle: its steps are shorter, and programs that are short or many share them out better. Measured on an
-# H200, triton 3.6.0, 2026-11-22. At 64 columns a program of two consumers is 18 % slower than of three on large grids,
-# and on small ones slower than two programs of one; at 128, two consumers that wait for both products are 7 % (full) to
-# 21 % (causal) slower than these. With two slots the copier is a step ahead; at 128 columns, 64 KiB a slot, a third
-# does not fit beside two consumers, nor a second program beside one. The costs of small steps are fitted to 38 shapes
-# and masks of 512 to 4,096 tokens; on 70 of 128 to 16,384 what `plan_forward` chooses was mostly the best of all
-# schedules and orders, and up to 8.3 % slower. At 256 columns a small step's cost is of two masks of 2,048 tokens on an
-# H100, 2026-11-25, where the order that is chosen was the best or within 2 % of it at 2,048 to 8,192 tokens.
+# By head tile, the schedule of large grids first; then one of 64 queries a program, for grids that
+# would leave multiprocessors idle: its steps are shorter, and programs that are short or many share
+# them out better. Measured on an H200, triton 3.6.0, 2026-11-22. At 64 columns a program of two
+# consumers is 18 % slower than of three on large grids, and on small ones slower than two programs
+# of one; at 128, two consumers that wait for both products are 7 % (full) to 21 % (causal) slower
+# than these. With two slots the copier is a step ahead; at 128 columns, 64 KiB a slot, a third does
+# not fit beside two consumers, nor a second program beside one. The costs of small steps are fitted
+# to 38 shapes and masks of 512 to 4,096 tokens; on 70 of 128 to 16,384 what `plan_forward` chooses
+# was mostly the best of all schedules and orders, and up to 8.3 % slower. At 256 columns a small
+# step's cost is of two masks of 2,048 tokens on an H100, 2026-11-25, where the order that is chosen
+# was the best or within 2 % of it at 2,048 to 8,192 tokens.
 SCHEDULES = {
     64: (
         ForwardSchedule(head_tile=64, consumers=3, key_tile=128, slots=2, registers=160, softmax_overlaps=False),
@@ -132,7 +150,8 @@ class KernelPlan(NamedTuple):
     paired: bool
     dynamic: bool  # programs take work items from a counter
     alignment: int
-    # Rows and columns of a mask's tiles, whose lists are walked; 0 where the walk is a range of key tiles.
+    # Rows and columns of a mask's tiles, whose lists are walked; 0 where the walk is a range of key
+    # tiles.
     query_block: int = 0
     key_block: int = 0
     packed: bool = False
@@ -141,7 +160,9 @@ class KernelPlan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardPlan:
-    """One call's schedule, order of tiles and number of programs; `kernel_plan` is what of it the compiler is told."""
+    """One call's schedule, order of tiles and number of programs; `kernel_plan` is what of it the
+    compiler is told.
+    """
 
     schedule: ForwardSchedule
     columns: int  # of a head, that are multiplied
@@ -150,7 +171,8 @@ class ForwardPlan:
     num_queries: int
     num_keys: int
     batch_heads: int
-    heads_together: int  # whose tiles are taken in turns, so that the L2 cache holds their keys and values
+    # whose tiles are taken in turns, so that the L2 cache holds their keys and values
+    heads_together: int
     block_size: tuple[int, int] = (0, 0)  # of a mask whose lists are walked
     documents: int | None = None  # that are packed into the queries and keys
     part_tiles: int = 0  # key tiles of a part, where walks are divided
@@ -173,7 +195,9 @@ class ForwardPlan:
 
     @property
     def num_items(self) -> int:
-        """What programs are handed, of all heads: in the order `pairs` pairs of tiles, in the others tiles."""
+        """What programs are handed, of all heads: in the order `pairs` pairs of tiles, in the
+        others tiles.
+        """
         items = (-(-self.num_tiles // 2) if self.paired else self.num_tiles) * self.batch_heads
         return self.whole + (items - self.whole) * self.num_parts
 
@@ -191,10 +215,14 @@ class ForwardPlan:
     def first_query(self, tile: int) -> int:
         """The first row of a tile of queries, below 0 where the first tile has rows to spare.
 
-        The last tile ends with the queries, so that rows to spare are in the first, the shortest causal one.
+        The last tile ends with the queries, so that rows to spare are in the first, the shortest
+        causal one.
         """
         alignment = self.alignment
-        return -(-self.num_queries // alignment) * alignment - (self.num_tiles - tile) * self.schedule.query_tile
+        return (
+            -(-self.num_queries // alignment) * alignment
+            - (self.num_tiles - tile) * self.schedule.query_tile
+        )
 
     @property
     def alignment(self) -> int:
@@ -228,20 +256,24 @@ def plan_forward(
     block_size: tuple[int, int] | None = None,
     packed: bool = False,
 ) -> ForwardPlan:
-    """The plan of a call: as `config` names it (`hopper_forward_128x128_pairs`), or as it is estimated best.
+    """The plan of a call: as `config` names it (`hopper_forward_128x128_pairs`), or as it is
+    estimated best.
 
-    `group` query heads share a key head; `num_multiprocessors` is 0 where there is no GPU. Orders, with as many places
-    for programs as multiprocessors hold at a time:
+    `group` query heads share a key head; `num_multiprocessors` is 0 where there is no GPU. Orders,
+    with as many places for programs as multiprocessors hold at a time:
       tiles   one program a tile, the longest causal ones first, and the GPU balances them by handing them out.
       pairs   as many programs as places, each taking pairs of tiles, under a causal mask a long and a short
-              one; the next tile's copies run under the last one's end. That wants enough pairs to go round.
-      dynamic as many programs, which take the tiles of `tiles`, in its order, from a counter: balanced as `tiles` is,
+              one; the next tile's copies run under the last one's end. That wants enough pairs to
+              go round.
+      dynamic as many programs, which take the tiles of `tiles`, in its order, from a counter:
+      balanced as `tiles` is,
               with the copies of `pairs`. A kernel before it sets the counter to 0.
               Above 128 columns it is up to 7 % slower than `tiles` and not chosen.
-    A block mask's lists, of which the host knows no length, and packed documents take `tiles` or `dynamic`.
+    A block mask's lists, of which the host knows no length, and packed documents take `tiles` or
+    `dynamic`.
 
-    Heads of 64 and 128 columns whose walks would leave multiprocessors idle may have them divided into parts, with as
-    many further items; not by name, along lists or of documents.
+    Heads of 64 and 128 columns whose walks would leave multiprocessors idle may have them divided
+    into parts, with as many further items; not by name, along lists or of documents.
     """
     num_multiprocessors = num_multiprocessors or MULTIPROCESSORS
     schedules: Sequence[ForwardSchedule] = SCHEDULES[head_tile(head_dim)]
@@ -253,8 +285,12 @@ def plan_forward(
         fits = head_tile(head_dim) <= 128 and block_size[1] % schedules[0].key_tile == 0
         schedules = [one for one in schedules if fits and block_size[0] % one.query_tile == 0][:1]
         if not schedules:
-            raise ValueError(f"a mask's tiles of {block_size} hold no whole ones of the kernel at head_dim {head_dim}")
-    possible = {schedule.name(order): (schedule, order) for schedule in schedules for order in orders}
+            raise ValueError(
+                f"a mask's tiles of {block_size} hold no whole ones of the kernel at head_dim {head_dim}"
+            )
+    possible = {
+        schedule.name(order): (schedule, order) for schedule in schedules for order in orders
+    }
     if named and named[0] not in possible:
         raise ValueError(
             f"config of the Hopper forward must be {' or '.join(possible)} for head_dim {head_dim}, got {named[0]!r}"
@@ -287,7 +323,11 @@ def _divided(plan: ForwardPlan, num_multiprocessors: int) -> Iterator[ForwardPla
     places, longest = num_multiprocessors * plan.schedule.resident, int(_steps_of_tiles(plan)[-1])
     divided = plan.num_items if plan.is_causal else plan.num_items % places
     in_one_step = plan.schedule.masked_tiles(plan.is_causal) == 1
-    if plan.order != ("tiles" if divided == plan.num_items else "dynamic") or not in_one_step or not divided:
+    if (
+        plan.order != ("tiles" if divided == plan.num_items else "dynamic")
+        or not in_one_step
+        or not divided
+    ):
         return  # where parts are of a few rounds at most, a counter would save nothing
     most = min(longest, MAX_ROUNDS * places // divided)
     for part_tiles in {-(-longest // parts) for parts in NUMBERS_OF_PARTS if parts <= most}:
@@ -297,7 +337,9 @@ def _divided(plan: ForwardPlan, num_multiprocessors: int) -> Iterator[ForwardPla
 def _with_programs(plan: ForwardPlan, num_multiprocessors: int) -> ForwardPlan:
     """The plan with as many programs as run at a time, where they stay."""
     places = num_multiprocessors * plan.schedule.resident
-    return plan if plan.order == "tiles" else replace(plan, num_programs=min(plan.num_items, places))
+    return (
+        plan if plan.order == "tiles" else replace(plan, num_programs=min(plan.num_items, places))
+    )
 
 
 def plan_packed_forward(
@@ -313,9 +355,14 @@ def plan_packed_forward(
     num_multiprocessors: int,
     config: str = "",
 ) -> ForwardPlan:
-    """The plan for packed documents: that of as many of the longest as there may be, over slots for any lengths."""
+    """The plan for packed documents: that of as many of the longest as there may be, over slots for
+    any lengths.
+    """
     num_multiprocessors = num_multiprocessors or MULTIPROCESSORS
-    longest, longest_keys = max(1, min(max_seqlens[0], num_queries)), max(1, min(max_seqlens[1], num_keys))
+    longest, longest_keys = (
+        max(1, min(max_seqlens[0], num_queries)),
+        max(1, min(max_seqlens[1], num_keys)),
+    )
     like = plan_forward(
         head_dim=head_dim, is_causal=is_causal, num_queries=longest, num_keys=longest_keys,
         batch_heads=heads * max(1, num_queries // longest), group=group, num_multiprocessors=num_multiprocessors,
@@ -337,7 +384,10 @@ def estimated_steps(plan: ForwardPlan, num_multiprocessors: int) -> float:
     merging = 0.0
     if plan.part_tiles:
         walks, cost = _steps_of_tiles(plan), TILE_COST_STEPS[plan.order]
-        parts = int((-(-walks // plan.part_tiles)).sum()) * plan.batch_heads - plan.whole * plan.num_parts
+        parts = (
+            int((-(-walks // plan.part_tiles)).sum()) * plan.batch_heads
+            - plan.whole * plan.num_parts
+        )
         own_steps = plan.part_tiles + cost
         if plan.whole + parts > places:
             work = float(walks.sum()) * plan.batch_heads + (plan.whole + parts) * cost
@@ -345,21 +395,39 @@ def estimated_steps(plan: ForwardPlan, num_multiprocessors: int) -> float:
         merging = MERGE_STEPS + PART_STEPS * parts * schedule.query_tile / 128
     elif plan.paired:
         own_steps = turns * float((steps + steps[::-1]).max())
-    elif plan.is_causal and turns > 1:  # handed out longest first, they end within a short tile of one another
-        own_steps = max(float(steps[-1]), float(steps.sum()) * plan.batch_heads / places + float(steps[0]))
+    elif (
+        plan.is_causal and turns > 1
+    ):  # handed out longest first, they end within a short tile of one another
+        own_steps = max(
+            float(steps[-1]), float(steps.sum()) * plan.batch_heads / places + float(steps[0])
+        )
     else:
         own_steps = turns * float(steps[-1])
     return schedule.step_cost * (own_steps + START_COST_STEPS * (plan.order == "dynamic")) + merging
 
 
 def _steps_of_tiles(plan: ForwardPlan) -> np.ndarray:
-    """The key tiles that each tile of queries of a head walks, at once: a call's first plan keeps the host waiting."""
-    return _walks(plan.schedule, plan.is_causal, plan.num_tiles, plan.first_query(0), plan.num_queries, plan.num_keys)
+    """The key tiles that each tile of queries of a head walks, at once: a call's first plan keeps
+    the host waiting.
+    """
+    return _walks(
+        plan.schedule,
+        plan.is_causal,
+        plan.num_tiles,
+        plan.first_query(0),
+        plan.num_queries,
+        plan.num_keys,
+    )
 
 
 @lru_cache(maxsize=64)
 def _walks(
-    schedule: ForwardSchedule, is_causal: bool, num_tiles: int, first_query: int, num_queries: int, num_keys: int
+    schedule: ForwardSchedule,
+    is_causal: bool,
+    num_tiles: int,
+    first_query: int,
+    num_queries: int,
+    num_keys: int,
 ) -> np.ndarray:
     ends = np.full(num_tiles, num_keys)
     if is_causal:

@@ -1,14 +1,16 @@
-"""Which tiles of queries a program of the Hopper forward computes, and which key tiles each of them walks.
+"""Which tiles of queries a program of the Hopper forward computes, and which key tiles each of them
+walks.
 
-Arithmetic on integers, which copier and consumers do alike. A work item is a tile of queries of one head, or a pair of
-them; a program takes one or several. Four walks share the rest:
+Arithmetic on integers, which copier and consumers do alike. A work item is a tile of queries of one
+head, or a pair of them; a program takes one or several. Four walks share the rest:
 
   dense    from the last visible key tile to the first
   parts    of dense walks, each an item
   lists    of a `BlockMask`'s row of tiles: the partial ones, then the full ones
   packed   the dense walk within the document that a program finds by its slot
 
-`tests/hopper_protocol.py` has a model of a program, which runs the functions without an underscore as Python.
+`tests/hopper_protocol.py` has a model of a program, which runs the functions without an underscore
+as Python.
 """
 
 from __future__ import annotations
@@ -72,9 +74,12 @@ class Documents(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Divided walks: WHOLE tiles of queries are items, and of the others each part of SHARE key tiles is one."""
+    """Divided walks: WHOLE tiles of queries are items, and of the others each part of SHARE key
+    tiles is one.
+    """
 
-    states: gl.tensor  # O, m and l of NUM_PARTS parts of NUM_ROWS rows, as `split.parts_of` has them
+    # O, m and l of NUM_PARTS parts of NUM_ROWS rows, as `split.parts_of` has them
+    states: gl.tensor
     WHOLE: gl.tensor
     SHARE: gl.tensor
     NUM_PARTS: gl.tensor
@@ -83,7 +88,9 @@ class Parts(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """The lists of a `BlockMask` that rows of its tiles walk, and the sizes by which a tile finds its own."""
+    """The lists of a `BlockMask` that rows of its tiles walk, and the sizes by which a tile finds
+    its own.
+    """
 
     num_partial: gl.tensor
     partial: gl.tensor  # (masks, rows of tiles, WIDTH): numbers of partial tiles
@@ -118,11 +125,20 @@ def tiles_of_item(item, num_tiles, PAIRED: gl.constexpr):
 
 
 @gluon.jit
-def tile_of_item(item, side, num_tiles, BATCH_HEADS, HEADS_TOGETHER, PAIRED: gl.constexpr, IS_CAUSAL: gl.constexpr):
+def tile_of_item(
+    item,
+    side,
+    num_tiles,
+    BATCH_HEADS,
+    HEADS_TOGETHER,
+    PAIRED: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+):
     """(tile, index into batch and heads) of the `side`-th tile of work item `item`.
 
-    PAIRED: an item is the longest tile left of a head with the shortest, so that all items take equally long.
-    Otherwise an item is one tile, HEADS_TOGETHER heads at a time, the longest causal tiles first.
+    PAIRED: an item is the longest tile left of a head with the shortest, so that all items take
+    equally long. Otherwise an item is one tile, HEADS_TOGETHER heads at a time, the longest causal
+    tiles first.
     """
     if PAIRED:
         pairs = (num_tiles + 1) // 2
@@ -144,7 +160,8 @@ def tile_of_item(item, side, num_tiles, BATCH_HEADS, HEADS_TOGETHER, PAIRED: gl.
 def first_query_of(tile, num_tiles, N_QUERIES, Q_TILE_SIZE: gl.constexpr, ALIGNMENT: gl.constexpr):
     """The first row of a tile of queries, below 0 where the first tile has rows to spare.
 
-    The last tile ends with the queries, up to ALIGNMENT: rows to spare are in the first, the shortest causal one.
+    The last tile ends with the queries, up to ALIGNMENT: rows to spare are in the first, the
+    shortest causal one.
     """
     return (N_QUERIES + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT - (num_tiles - tile) * Q_TILE_SIZE
 
@@ -181,7 +198,9 @@ def work_of_call(problem, walked, PLAN: gl.constexpr):
 
 @gluon.jit
 def part_of_item(item, num_tiles, BATCH_HEADS, WHOLE):
-    """(item of a tile, number of its part or -1) of an item of a divided call: of all tiles the first parts first."""
+    """(item of a tile, number of its part or -1) of an item of a divided call: of all tiles the
+    first parts first.
+    """
     divided = max(num_tiles * BATCH_HEADS - WHOLE, 1)
     place = max(item - WHOLE, 0)
     is_part = item >= WHOLE
@@ -190,14 +209,20 @@ def part_of_item(item, num_tiles, BATCH_HEADS, WHOLE):
 
 @gluon.jit
 def range_of_part(part, live, SHARE):
-    """(first key tile, number of them) of a part of a walk of `live` key tiles; none of a part that it has not."""
+    """(first key tile, number of them) of a part of a walk of `live` key tiles; none of a part that
+    it has not.
+    """
     first = max(part, 0) * SHARE
     return first, min(live - first, SHARE + live * (part < 0))
 
 
 @gluon.jit
-def list_of_tile(batch_head, first_query, N_QUERIES, N_HEADS, MASK_BATCHES, MASK_HEADS, Q_BLOCK: gl.constexpr):
-    """Number of the list that a tile of queries walks; a mask of one batch entry or head serves all."""
+def list_of_tile(
+    batch_head, first_query, N_QUERIES, N_HEADS, MASK_BATCHES, MASK_HEADS, Q_BLOCK: gl.constexpr
+):
+    """Number of the list that a tile of queries walks; a mask of one batch entry or head serves
+    all.
+    """
     batch, head = batch_head // N_HEADS % MASK_BATCHES, batch_head % N_HEADS % MASK_HEADS
     rows = (N_QUERIES + Q_BLOCK - 1) // Q_BLOCK
     return (batch * MASK_HEADS + head) * rows + first_query // Q_BLOCK
@@ -205,9 +230,11 @@ def list_of_tile(batch_head, first_query, N_QUERIES, N_HEADS, MASK_BATCHES, MASK
 
 @gluon.jit
 def steps_of_lists(num_partial, num_full, KEY_TILES: gl.constexpr):
-    """(masked steps, all steps) of a tile with lists of these lengths, KEY_TILES key tiles to a tile of the mask.
+    """(masked steps, all steps) of a tile with lists of these lengths, KEY_TILES key tiles to a
+    tile of the mask.
 
-    A tile that sees no key has one step, masked, whose keys and bits are read from behind the end, as zeros.
+    A tile that sees no key has one step, masked, whose keys and bits are read from behind the end,
+    as zeros.
     """
     steps = (num_partial + num_full) * KEY_TILES
     is_empty = steps == 0
@@ -216,21 +243,27 @@ def steps_of_lists(num_partial, num_full, KEY_TILES: gl.constexpr):
 
 @gluon.jit
 def place_in_lists(step, masked, KEY_TILES: gl.constexpr):
-    """(entry, key tile in the mask's tile) of a step: the partial tiles' list first, then that of full ones."""
+    """(entry, key tile in the mask's tile) of a step: the partial tiles' list first, then that of
+    full ones.
+    """
     place = step - masked * (step >= masked)
     return place // KEY_TILES, place % KEY_TILES
 
 
 @gluon.jit
 def _boundary(cu_seqlens, document, TOTAL):
-    """cu_seqlens[document], or the nearest row: its values are not checked where that would stall the host."""
+    """cu_seqlens[document], or the nearest row: its values are not checked where that would stall
+    the host.
+    """
     return gl.minimum(gl.maximum(gl.load(cu_seqlens + document), 0), TOTAL)
 
 
 @gluon.jit
 def document_of_slot(slot, cu_seqlens, N_DOCUMENTS, TOTAL, TILE: gl.constexpr):
-    """(document, its slot's tile) as in `triton.varlen`: document d has the slots from cu[d] // TILE + d on, and
-    N_DOCUMENTS are the rows behind the last one. The tile may lie past the document's end."""
+    """(document, its slot's tile) as in `triton.varlen`: document d has the slots from cu[d] //
+    TILE + d on, and N_DOCUMENTS are the rows behind the last one. The tile may lie past the
+    document's end.
+    """
     document, high = 0, N_DOCUMENTS
     while document < high:
         middle = (document + high + 1) // 2
@@ -243,7 +276,9 @@ def document_of_slot(slot, cu_seqlens, N_DOCUMENTS, TOTAL, TILE: gl.constexpr):
 
 @gluon.jit
 def sequence_of(document, tile, head, problem, walked, BEHIND: gl.constexpr):
-    """The rows of a document. Behind the last one there are queries without keys, or the other way round: BEHIND."""
+    """The rows of a document. Behind the last one there are queries without keys, or the other way
+    round: BEHIND.
+    """
     first_row = _boundary(walked.cu_seqlens_q, document, problem.N_QUERIES)
     first_key = _boundary(walked.cu_seqlens_k, document, problem.N_KEYS)
     if BEHIND == "queries":
@@ -254,7 +289,12 @@ def sequence_of(document, tile, head, problem, walked, BEHIND: gl.constexpr):
         end = _boundary(walked.cu_seqlens_q, document + 1, problem.N_QUERIES)
         key_end = _boundary(walked.cu_seqlens_k, document + 1, problem.N_KEYS)
     return Sequence(
-        first_row, gl.maximum(end - first_row, 0), first_key, gl.maximum(key_end - first_key, 0), tile, head
+        first_row,
+        gl.maximum(end - first_row, 0),
+        first_key,
+        gl.maximum(key_end - first_key, 0),
+        tile,
+        head,
     )
 
 
@@ -266,7 +306,9 @@ def open_item(item, num_tiles, problem, walked, PLAN: gl.constexpr):
         slot, head = tile_of_item(
             item, 0, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, False, PLAN.is_causal
         )
-        document, tile = document_of_slot(slot, walked.cu_seqlens_q, walked.N_DOCUMENTS, problem.N_QUERIES, Q_TILE_SIZE)
+        document, tile = document_of_slot(
+            slot, walked.cu_seqlens_q, walked.N_DOCUMENTS, problem.N_QUERIES, Q_TILE_SIZE
+        )
         sequence = sequence_of(document, tile, head, problem, walked, "queries")
         exists = (tile >= 0) & (tile * Q_TILE_SIZE < sequence.num_queries)
         return exists.to(gl.int32), sequence
@@ -301,23 +343,60 @@ def tile_of_work(item, side, num_tiles, sequence, problem, walked, PLAN: gl.cons
             batch_head, first_query, problem.N_QUERIES, problem.N_HEADS, walked.MASK_BATCHES, walked.MASK_HEADS,
             PLAN.query_block,
         )  # fmt: skip
-        num_partial, num_full = gl.load(walked.num_partial + number), gl.load(walked.num_full + number)
+        num_partial, num_full = (
+            gl.load(walked.num_partial + number),
+            gl.load(walked.num_full + number),
+        )
         masked, steps = steps_of_lists(num_partial, num_full, PLAN.key_block // PLAN.key_tile)
-        return Tile(batch_head, first_query, steps, num_partial + num_full, masked, number.to(gl.int64), 0, -1)
+        return Tile(
+            batch_head,
+            first_query,
+            steps,
+            num_partial + num_full,
+            masked,
+            number.to(gl.int64),
+            0,
+            -1,
+        )
     else:
         live = live_key_tiles(
-            first_query, sequence.num_queries, sequence.num_keys, Q_TILE_SIZE, PLAN.key_tile, PLAN.is_causal
+            first_query,
+            sequence.num_queries,
+            sequence.num_keys,
+            Q_TILE_SIZE,
+            PLAN.key_tile,
+            PLAN.is_causal,
         )
         if PLAN.split:  # where a tile has no more rows than a key tile has keys, and so a live one
             first, steps = range_of_part(part, live, walked.SHARE)
-            return Tile(batch_head, first_query, steps, steps, PLAN.masked_tiles, 0, first * PLAN.key_tile, part)
+            return Tile(
+                batch_head,
+                first_query,
+                steps,
+                steps,
+                PLAN.masked_tiles,
+                0,
+                first * PLAN.key_tile,
+                part,
+            )
         else:
-            return Tile(batch_head, first_query, max(live, PLAN.masked_tiles), live, PLAN.masked_tiles, 0, 0, -1)
+            return Tile(
+                batch_head,
+                first_query,
+                max(live, PLAN.masked_tiles),
+                live,
+                PLAN.masked_tiles,
+                0,
+                0,
+                -1,
+            )
 
 
 @gluon.jit
 def query_place(head, row, batch, sequence, PLAN: gl.constexpr):
-    """Where TMA finds a row of queries or of O; `document_descriptor` says how rows of a document are counted."""
+    """Where TMA finds a row of queries or of O; `document_descriptor` says how rows of a document
+    are counted.
+    """
     if PLAN.packed:
         end = sequence.first_row + sequence.num_queries
         return [MOST_ROWS, end, head, MOST_ROWS - sequence.num_queries + row, 0]
@@ -337,7 +416,8 @@ def key_place(head, key, batch, sequence, PLAN: gl.constexpr):
 
 @gluon.jit
 def listed_tile(step, tile, problem, walked, PLAN: gl.constexpr, FIRST: gl.constexpr = False):
-    """(first key, coordinates of its bits in `mask.words`) of a step of a tile's walk along its mask.
+    """(first key, coordinates of its bits in `mask.words`) of a step of a tile's walk along its
+    mask.
 
     FIRST: of step 0, whose loads do not wait to hear how long the lists are.
     """
@@ -348,18 +428,27 @@ def listed_tile(step, tile, problem, walked, PLAN: gl.constexpr, FIRST: gl.const
         entry, part, has_partial, has_full = 0, 0, walked.WIDTH > 0, walked.FULL_WIDTH > 0
     partial = tile.list_number * walked.WIDTH + entry
     block = gl.load(walked.partial + partial, mask=has_partial, other=0)
-    full = gl.load(walked.full + tile.list_number * walked.FULL_WIDTH + entry, mask=has_full, other=0)
+    full = gl.load(
+        walked.full + tile.list_number * walked.FULL_WIDTH + entry, mask=has_full, other=0
+    )
     pattern = gl.load(walked.patterns + partial, mask=has_partial, other=0)
     block = gl.where(is_partial, block, full)
-    first_key = gl.where(tile.live == 0, problem.N_KEYS, block * PLAN.key_block + part * PLAN.key_tile)
-    row = gl.where(tile.live == 0, walked.WORD_ROWS, pattern * PLAN.query_block + tile.first_query % PLAN.query_block)
+    first_key = gl.where(
+        tile.live == 0, problem.N_KEYS, block * PLAN.key_block + part * PLAN.key_tile
+    )
+    row = gl.where(
+        tile.live == 0,
+        walked.WORD_ROWS,
+        pattern * PLAN.query_block + tile.first_query % PLAN.query_block,
+    )
     return first_key, [row, part * (PLAN.key_tile // KEYS_PER_WORD)]
 
 
 @gluon.jit
 def rows_of_consumer(first_query, consumer: gl.constexpr, N_QUERIES):
-    """The first of a consumer's rows in a tile; rows before the first query become rows behind the last, and TMA reads
-    them as zeros and does not write them."""
+    """The first of a consumer's rows in a tile; rows before the first query become rows behind the
+    last, and TMA reads them as zeros and does not write them.
+    """
     first_row = first_query + consumer * ROWS
     return gl.where(first_row < 0, N_QUERIES, first_row)
 

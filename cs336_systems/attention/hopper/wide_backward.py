@@ -1,17 +1,20 @@
-"""The backward on Hopper of heads of more than 128 columns: two Gluon kernels behind a light Triton one.
+"""The backward on Hopper of heads of more than 128 columns: two Gluon kernels behind a light Triton
+one.
 
   preprocess   delta = rowsum(dO ∘ O), minus the gradient of L if one arrives; L in base 2
   dkdv         of 64 keys a program:      dV += Pᵀ dO and dK += dSᵀ Q over the queries that see them
   dq           of 128 queries a program:  dQ += dS K                  over the keys that they see
 
-A float32 accumulator of 64 rows and 256 columns takes 128 registers a thread of a warp group: one fits, two do not. So
-each consumer has one, and the scores are formed twice: 3 + 4 matmuls in place of 5, but nothing is added in memory, and
-all gradients are bit-reproducible. With one kernel of five matmuls shared memory would move 490 KiB a tile of 64
-queries and 64 keys, 3,920 clocks, and memory's cache 128 KiB, half of it float32 sums; here it is 3,840 clocks, of
-which the tensor cores have work in 3,584, and 96 KiB.
+A float32 accumulator of 64 rows and 256 columns takes 128 registers a thread of a warp group: one
+fits, two do not. So each consumer has one, and the scores are formed twice: 3 + 4 matmuls in place
+of 5, but nothing is added in memory, and all gradients are bit-reproducible. With one kernel of
+five matmuls shared memory would move 490 KiB a tile of 64 queries and 64 keys, 3,920 clocks, and
+memory's cache 128 KiB, half of it float32 sums; here it is 3,840 clocks, of which the tensor cores
+have work in 3,584, and 96 KiB.
 
-In `dkdv` one consumer makes P and dV, the other dP, dS and dK; K and V stay in shared memory, Q and dO are streamed in
-tiles of 64 rows, two of each at a time, and P is handed over in float32 by a ring of two:
+In `dkdv` one consumer makes P and dV, the other dP, dS and dK; K and V stay in shared memory, Q and
+dO are streamed in tiles of 64 rows, two of each at a time, and P is handed over in float32 by a
+ring of two:
 
     step j   P = exp2(scale · log₂e · S - L); hand P over      take P over; dS = P ∘ (dP - delta)
              issue dV += Pᵀ dO(j)                              issue dK += dSᵀ Q(j)
@@ -19,7 +22,8 @@ tiles of 64 rows, two of each at a time, and P is handed over in float32 by a ri
              wait for dV; release dO(j)                        wait for dK; release Q(j)
              wait for S                                        wait for dP
 
-In `dq` both consumers have 64 rows of queries. Q and dO stay; two tiles of K and one of V are streamed:
+In `dq` both consumers have 64 rows of queries. Q and dO stay; two tiles of K and one of V are
+streamed:
 
     step j   issue dP = dO V(j)'                               dP
              P = exp2(scale · log₂e · S - L)                   dP           S has come with the step before
@@ -29,11 +33,13 @@ In `dq` both consumers have 64 rows of queries. Q and dO stay; two tiles of K an
              wait for dQ; release K(j)                         S
              wait for S
 
-The last step makes its own scores again, for nobody: a branch around a matmul would cost its asynchrony.
+The last step makes its own scores again, for nobody: a branch around a matmul would cost its
+asynchrony.
 
-Walks: `dq` walks as the forward does, from the diagonal back (`walk.py`); `dkdv` from the diagonal on, or without a
-mask from the program's own position around the end, as `backward_walk.py` has it. Rows past the end are read as zeros,
-and are not written. Queries past the end have L = +inf, hence P = 0; keys past the end are masked in `dq`.
+Walks: `dq` walks as the forward does, from the diagonal back (`walk.py`); `dkdv` from the diagonal
+on, or without a mask from the program's own position around the end, as `backward_walk.py` has it.
+Rows past the end are read as zeros, and are not written. Queries past the end have L = +inf, hence
+P = 0; keys past the end are masked in `dq`.
 """
 
 from __future__ import annotations
@@ -72,7 +78,14 @@ from cs336_systems.attention.hopper.walk import (
 )
 from cs336_systems.attention.tiles import head_tile
 from cs336_systems.attention.tiles.kernel_config import L2_SHARE_BYTES
-from cs336_systems.attention.triton.launch import empty, empty_like, launch, log_launch, num_multiprocessors, num_tiles
+from cs336_systems.attention.triton.launch import (
+    empty,
+    empty_like,
+    launch,
+    log_launch,
+    num_multiprocessors,
+    num_tiles,
+)
 from cs336_systems.attention.triton.steps import LOG2_E
 from cs336_systems.measure.stages import stage
 
@@ -120,8 +133,9 @@ def _store(desc, place, sums, factor, tile):
 
 @gluon.jit
 def _opaque_zero(problem, step):
-    """0 that the assembler does not know to be the same in each step: of a tile that stays, it would keep all matmuls'
-    descriptors in registers, and spill 200 to 300 bytes for them."""
+    """0 that the assembler does not know to be the same in each step: of a tile that stays, it
+    would keep all matmuls' descriptors in registers, and spill 200 to 300 bytes for them.
+    """
     return min(problem.N_KEYS + step, 0)
 
 
@@ -136,7 +150,9 @@ def _start_product(own, streamed):
 
 
 class _OfKeys(NamedTuple):
-    """What the partitions of `dkdv` share: tiles and rows in shared memory, and the barriers that guard them."""
+    """What the partitions of `dkdv` share: tiles and rows in shared memory, and the barriers that
+    guard them.
+    """
 
     K_tile: gl.shared_memory_descriptor  # (1, ROWS, D_TILE)
     V_tile: gl.shared_memory_descriptor  # the same
@@ -176,7 +192,9 @@ class KeyTile(NamedTuple):
 
 @gluon.jit
 def key_tile_of(program, num_programs, problem, IS_CAUSAL: gl.constexpr):
-    """The tile of a program. Causal walks begin at the diagonal, which is in their first step alone."""
+    """The tile of a program. Causal walks begin at the diagonal, which is in their first step
+    alone.
+    """
     rows = problem.N_KEYS
     if IS_CAUSAL:
         rows = min(rows, problem.N_QUERIES)
@@ -206,7 +224,9 @@ def _copy_queries(
         head = kv_head * GROUP + member
         rows_of_head = rows_ptr + (tile.batch_head * GROUP + member).to(gl.int64) * (2 * head_rows)
         for j in range(tile.steps):
-            first_query = backward_walk.query_of_step(j, tile.first_tile, tile.query_tiles, STREAMED, IS_CAUSAL)
+            first_query = backward_walk.query_of_step(
+                j, tile.first_tile, tile.query_tiles, STREAMED, IS_CAUSAL
+            )
             rows = first_query + gl.arange(0, STREAMED, ROW_LAYOUT)
             L = gl.load(rows_of_head + rows)
             delta = gl.load(rows_of_head + head_rows + rows)
@@ -277,7 +297,9 @@ def _sum_dv(dV_desc, shared, problem, GROUP: gl.constexpr, IS_CAUSAL: gl.constex
     S = warpgroup_mma_wait(0, [_start_scores_of_keys(shared, 0, 0)])
     for member in range(GROUP):
         for j in range(tile.steps):
-            dV, S = _dv_step(shared, problem, dV, S, member * tile.steps + j, last_step, j == 0, IS_CAUSAL)
+            dV, S = _dv_step(
+                shared, problem, dV, S, member * tile.steps + j, last_step, j == 0, IS_CAUSAL
+            )
     _store(dV_desc, [0, tile.batch_head, tile.number * ROWS, 0], dV, 1.0, shared.K_tile.index(0))
 
 
@@ -298,7 +320,9 @@ def _dk_step(shared, problem, dK, dP, step, last_step):
     of_threads: gl.constexpr = _scores_in_thread_order(dP).type.layout
     P = _as_scores(shared.P_slots.index(slot).load(of_threads), S_LAYOUT)
     mbarrier.arrive(shared.p_empty.index(slot), count=1)
-    dS = gl.convert_layout((P * (dP - delta[None, :])).to(shared.Q_ring.dtype), _operand_layout(dK.shape[1]))
+    dS = gl.convert_layout(
+        (P * (dP - delta[None, :])).to(shared.Q_ring.dtype), _operand_layout(dK.shape[1])
+    )
     dK = warpgroup_mma(dS, shared.Q_ring.index(slot), dK, is_async=True)
     dP = _start_dP_of_keys(shared, min(step + 1, last_step), _opaque_zero(problem, step))
     dK = warpgroup_mma_wait(1, [dK])
@@ -327,7 +351,8 @@ def hopper_wide_dkdv_kernel(
     N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
     D_TILE: gl.constexpr, GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV (1, batch · kv_heads, keys, D); keys that no query sees are neither read nor written.
+    """dK and dV (1, batch · kv_heads, keys, D); keys that no query sees are neither read nor
+    written.
 
     `rows` (batch · heads, 2, queries in whole tiles) holds L in base 2, and delta.
     """
@@ -378,7 +403,9 @@ class _OfQueries(NamedTuple):
 
 @gluon.jit
 def _own_tile(problem, PLAN: gl.constexpr):
-    """(the program's tile of queries and its walk, its batch entry, its head, all queries and keys)."""
+    """(the program's tile of queries and its walk, its batch entry, its head, all queries and
+    keys).
+    """
     num_tiles, _ = work_of_call(problem, None, PLAN)
     _, sequence = open_item(gl.program_id(0), num_tiles, problem, None, PLAN)
     tile = tile_of_work(gl.program_id(0), 0, num_tiles, sequence, problem, None, PLAN)
@@ -427,11 +454,15 @@ def _dq_step(
     dP = _start_product(shared.dO_tiles.index(consumer + zero), shared.V_tile.index(zero))
     P = gl.exp2(S * problem.scale_log2 - L[:, None])
     if MASKED:
-        keys = (last_step - step) * STREAMED + gl.arange(0, STREAMED, gl.SliceLayout(0, P.type.layout))
+        keys = (last_step - step) * STREAMED + gl.arange(
+            0, STREAMED, gl.SliceLayout(0, P.type.layout)
+        )
         P = gl.where(keys[None, :] <= last_key[:, None], P, 0.0)
     dP, P = warpgroup_mma_wait(0, [dP, P])
     mbarrier.arrive(shared.v_empty.index(0), count=1)
-    dS = gl.convert_layout((P * (dP - delta[:, None])).to(shared.K_ring.dtype), _operand_layout(dQ.shape[1]))
+    dS = gl.convert_layout(
+        (P * (dP - delta[:, None])).to(shared.K_ring.dtype), _operand_layout(dQ.shape[1])
+    )
     slot = step % SLOTS
     dQ = warpgroup_mma(dS, shared.K_ring.index(slot), dQ, is_async=True)
     S = _start_scores_of_queries(shared, min(step + 1, last_step), consumer + zero)
@@ -457,7 +488,8 @@ def _sum_dq(consumer: gl.constexpr, dQ_desc, rows_ptr, N_ROWS, shared, problem, 
     dQ = gl.zeros([ROWS, D_TILE], gl.float32, mma_layout(D_TILE))
     last_step = tile.key_tiles - 1
     first_step = 0
-    if PLAN.is_causal and not sees_tile(first_row, last_step * STREAMED):  # the first keys come after all of these rows
+    # the first keys come after all of these rows
+    if PLAN.is_causal and not sees_tile(first_row, last_step * STREAMED):
         mbarrier.wait(shared.k_full.index(0), 0)
         mbarrier.arrive(shared.k_empty.index(0), count=1)
         mbarrier.wait(shared.v_full.index(0), 0)
@@ -466,9 +498,13 @@ def _sum_dq(consumer: gl.constexpr, dQ_desc, rows_ptr, N_ROWS, shared, problem, 
     mbarrier.wait(shared.own_full.index(0), 0)
     S = warpgroup_mma_wait(0, [_start_scores_of_queries(shared, first_step, consumer)])
     for step in range(first_step, PLAN.masked_tiles):
-        dQ, S = _dq_step(shared, problem, dQ, S, L, delta, step, last_step, last_key, consumer, True)
+        dQ, S = _dq_step(
+            shared, problem, dQ, S, L, delta, step, last_step, last_key, consumer, True
+        )
     for step in range(PLAN.masked_tiles, tile.key_tiles):
-        dQ, S = _dq_step(shared, problem, dQ, S, L, delta, step, last_step, last_key, consumer, False)
+        dQ, S = _dq_step(
+            shared, problem, dQ, S, L, delta, step, last_step, last_key, consumer, False
+        )
     place = query_place(head, first_row, batch, sequence, PLAN)
     _store(dQ_desc, place, dQ, problem.scale_log2 / LOG2_E, shared.Q_tiles.index(consumer))
 
@@ -479,7 +515,9 @@ def hopper_wide_dq_kernel(
     N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, N_ROWS, scale_log2,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """dQ (batch, heads, queries, D), contiguous; PLAN: `schedule.KernelPlan`, of the forward's walk."""
+    """dQ (batch, heads, queries, D), contiguous; PLAN: `schedule.KernelPlan`, of the forward's
+    walk.
+    """
     problem = Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
     dtype: gl.constexpr = Q_desc.dtype
     shared = _OfQueries(
@@ -531,8 +569,11 @@ def hopper_wide_backward(
         preprocess(output, lse, grad_output, grad_lse, rows, None, None)
 
     streamed_bytes = group * num_rows * head_tile(width) * 2 * q.element_size()
-    heads_together = min(batch * kv_heads, max(1, L2_SHARE_BYTES // streamed_bytes)) if is_causal else 1
-    one_batch = (1, batch * kv_heads, num_keys, width)  # programs count batch and heads of dK and dV as one
+    heads_together = (
+        min(batch * kv_heads, max(1, L2_SHARE_BYTES // streamed_bytes)) if is_causal else 1
+    )
+    # programs count batch and heads of dK and dV as one
+    one_batch = (1, batch * kv_heads, num_keys, width)
     of_keys = tuple(tile_descriptor(x.view(one_batch), ROWS.value) for x in (grad_k, grad_v))
     with stage("dkv"):
         launch(
@@ -556,7 +597,9 @@ def hopper_wide_backward(
 
 
 def gradients_of_keys(k: Tensor, num_seen: int) -> tuple[Tensor, Tensor]:
-    """Room for dK and dV; zeros for the keys from `num_seen` on, which no query sees and no kernel writes."""
+    """Room for dK and dV; zeros for the keys from `num_seen` on, which no query sees and no kernel
+    writes.
+    """
     if num_seen >= k.shape[2]:
         return empty_like(k), empty_like(k)
     grad_k, grad_v = k.new_empty(k.shape), k.new_empty(k.shape)

@@ -1,25 +1,31 @@
 """`BlockMask`: which queries attend which keys, as lists of tiles that a kernel walks.
 
-The (queries, keys) plane of each batch entry and head is cut into tiles of `block_size`. A tile is dead (no pair
-attended: in no list, never read), full (every pair attended: no mask is read) or partial (its pairs are bits).
-For the forward and dQ, each row of tiles lists its key tiles; for dK and dV, each column lists its query tiles.
+The (queries, keys) plane of each batch entry and head is cut into tiles of `block_size`. A tile is
+dead (no pair attended: in no list, never read), full (every pair attended: no mask is read) or
+partial (its pairs are bits).
+For the forward and dQ, each row of tiles lists its key tiles; for dK and dV, each column lists its
+query tiles.
 
-The fields of `TileLists` are the layout: int32, contiguous, on one device, for a mask of b = batch or 1 and h = query
-heads or 1 (1 broadcasts). Lists ascend, and are 0 behind the last entry. All but those of tokens have the names of
-torch's FlexAttention. Query row r of a tile attends its key column c where
+The fields of `TileLists` are the layout: int32, contiguous, on one device, for a mask of b = batch
+or 1 and h = query heads or 1 (1 broadcasts). Lists ascend, and are 0 behind the last entry. All but
+those of tokens have the names of torch's FlexAttention. Query row r of a tile attends its key
+column c where
 
     token_bits[kv_tokens[b, h, row, slot], r, c // 32] >> (c % 32) & 1
 
-Tiles with equal tokens may share a pattern: a causal mask stores one triangle, whatever its length. A tile that the end
-of the queries or keys cuts is never full, and its bits past the end are 0: a loop over full tiles needs no bounds.
+Tiles with equal tokens may share a pattern: a causal mask stores one triangle, whatever its length.
+A tile that the end of the queries or keys cuts is never full, and its bits past the end are 0: a
+loop over full tiles needs no bounds.
 
     mask = BlockMask.document([1000, 0, 3096], is_causal=True)
     flash_attention(q, k, v, block_mask=mask)
 
-The kernels of `triton` and `hopper` walk the lists; the other back ends attend through `to_dense()`.
+The kernels of `triton` and `hopper` walk the lists; the other back ends attend through
+`to_dense()`.
 
-Every constructor checks its arguments and calls `_make`, which finds the mask's pattern in `patterns.py` by its name,
-classifies the tiles and lists them. Under torch.compile that is one operator, whose widths the compiler does not know.
+Every constructor checks its arguments and calls `_make`, which finds the mask's pattern in
+`patterns.py` by its name, classifies the tiles and lists them. Under torch.compile that is one
+operator, whose widths the compiler does not know.
 """
 
 from __future__ import annotations
@@ -61,10 +67,11 @@ from cs336_systems.measure.stages import stage
 Device = torch.device | str
 DenseForm = Literal["full", "causal"]
 DEFAULT_BLOCK = 128
-# A list costs an indirect load for each tile, so a mask that skips little is slower than dense attention. On an H100
-# (`block_sparse`: S=16384, d=128, forward and backward of `hopper`) lists of nine tenths of the tiles take as long as
-# dense attention; all tiles take 6 % longer. `doctor --mask` says on which side a mask is. Only exactly full and causal
-# masks have a dense kernel to give way to (`dense_form`).
+# A list costs an indirect load for each tile, so a mask that skips little is slower than dense
+# attention. On an H100 (`block_sparse`: S=16384, d=128, forward and backward of `hopper`) lists of
+# nine tenths of the tiles take as long as dense attention; all tiles take 6 % longer.
+# `doctor --mask` says on which side a mask is. Only exactly full and causal masks have a dense
+# kernel to give way to (`dense_form`).
 MAX_LIST_DENSITY = 0.9
 
 
@@ -72,15 +79,19 @@ MAX_LIST_DENSITY = 0.9
 class BlockMask:
     """Which queries attend which keys. `a & b` attends what both attend, `a | b` what either does.
 
-    TileLists put together by hand must agree: kernels follow them wherever they lead. Shapes are checked; values on the
-    CPU alone, and only that tiles and patterns exist. On a GPU a look would stall the host: they are trusted.
+    TileLists put together by hand must agree: kernels follow them wherever they lead. Shapes are
+    checked; values on the CPU alone, and only that tiles and patterns exist. On a GPU a look would
+    stall the host: they are trusted.
     """
 
     lists: TileLists  # what kernels walk
     block_size: BlockSize  # query rows and key columns of a tile, powers of two from 16 on
     seq_lengths: tuple[int, int]  # queries and keys, in tokens
-    # The dense form that constructors have found, and the versions of the lists that it was found for.
-    _found_form: tuple[DenseForm, tuple[int, ...]] | None = field(default=None, init=False, repr=False)
+    # The dense form that constructors have found, and the versions of the lists that it was found
+    # for.
+    _found_form: tuple[DenseForm, tuple[int, ...]] | None = field(
+        default=None, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
@@ -89,16 +100,24 @@ class BlockMask:
         leading = self.lists.kv_num_blocks.shape[:2]
         bits = (None, self.block_size[0], words_per_row(self.block_size[1]))
         num_patterns = len(self._check("token_bits", bits))
-        tiles = [num_blocks(seqlen, block) for seqlen, block in zip(self.seq_lengths, self.block_size)]
+        tiles = [
+            num_blocks(seqlen, block) for seqlen, block in zip(self.seq_lengths, self.block_size)
+        ]
         whole = [seqlen // block for seqlen, block in zip(self.seq_lengths, self.block_size)]
-        for side, lines, other in (("kv", tiles[0], 1), ("q", tiles[1], 0)):  # lists of key tiles, of query tiles
+        # lists of key tiles, of query tiles
+        for side, lines, other in (("kv", tiles[0], 1), ("q", tiles[1], 0)):
             for prefix, existing in (("", tiles[other]), ("full_", whole[other])):
-                indices = self._check(f"{prefix}{side}_indices", (*leading, lines, None), max(0, existing - 1))
+                indices = self._check(
+                    f"{prefix}{side}_indices", (*leading, lines, None), max(0, existing - 1)
+                )
                 most = min(existing, indices.shape[3])
                 self._check(f"{prefix}{side}_num_blocks", (*leading, lines), most)
-            self._check(f"{side}_tokens", getattr(self.lists, f"{side}_indices").shape, num_patterns - 1)
+            self._check(
+                f"{side}_tokens", getattr(self.lists, f"{side}_indices").shape, num_patterns - 1
+            )
             self._check_listed_once(side, tiles[other])
-        # Autograd saves no tensor of inference mode, and what an evaluation has made may be kept and trained with.
+        # Autograd saves no tensor of inference mode, and what an evaluation has made may be kept
+        # and trained with.
         if not torch.compiler.is_compiling() and self.lists.kv_num_blocks.is_inference():
             with torch.inference_mode(False):
                 object.__setattr__(self, "lists", TileLists(*(x.clone() for x in self.lists)))
@@ -112,17 +131,23 @@ class BlockMask:
             raise AttributeError(f"BlockMask has no attribute {name!r}")
 
     def _check(self, name: str, shape: Sequence[int | None], largest: int | None = None) -> Tensor:
-        """The tensor `name`, int32 on the mask's device and of `shape`, where None is any length from 1 on.
+        """The tensor `name`, int32 on the mask's device and of `shape`, where None is any length
+        from 1 on.
 
         Its values are 0 to `largest` where the host can look: kernels follow them without.
         """
         device = self.device
         tensor = check_tensor(f"BlockMask.{name}", getattr(self.lists, name), dtypes=(torch.int32,))
         if tensor.ndim != len(shape) or any(
-            actual != wanted if wanted is not None else actual < 1 for actual, wanted in zip(tensor.shape, shape)
+            actual != wanted if wanted is not None else actual < 1
+            for actual, wanted in zip(tensor.shape, shape)
         ):
-            wanted_shape = ", ".join("at least 1" if length is None else str(length) for length in shape)
-            raise ValueError(f"BlockMask.{name} must have shape ({wanted_shape}), got {tuple(tensor.shape)}")
+            wanted_shape = ", ".join(
+                "at least 1" if length is None else str(length) for length in shape
+            )
+            raise ValueError(
+                f"BlockMask.{name} must have shape ({wanted_shape}), got {tuple(tensor.shape)}"
+            )
         if tensor.device != device or not tensor.is_contiguous():
             raise ValueError(
                 f"BlockMask.{name} must be contiguous on {device}, got strides {tensor.stride()} on {tensor.device}"
@@ -130,18 +155,23 @@ class BlockMask:
         if largest is not None and tensor.numel() and has_values(tensor):
             least, most = (int(x) for x in tensor.aminmax())
             if least < 0 or most > largest:
-                raise ValueError(f"BlockMask.{name} must have values from 0 to {largest}, got {least} to {most}")
+                raise ValueError(
+                    f"BlockMask.{name} must have values from 0 to {largest}, got {least} to {most}"
+                )
         return tensor
 
     def _check_listed_once(self, side: str, existing: int) -> None:
-        """Raise ValueError where the host sees a tile twice in a line: kernels would add it twice, `to_dense` not."""
+        """Raise ValueError where the host sees a tile twice in a line: kernels would add it twice,
+        `to_dense` not.
+        """
         indices, counts = (
             [getattr(self.lists, f"{prefix}{side}_{name}") for prefix in ("", "full_")]
             for name in ("indices", "num_blocks")
         )
         if not indices[0].numel() or not all(map(has_values, (*indices, *counts))):
             return
-        times = indices[0].new_zeros((*indices[0].shape[:3], existing + 1))  # the last is for slots behind a list's end
+        # the last is for slots behind a list's end
+        times = indices[0].new_zeros((*indices[0].shape[:3], existing + 1))
         for listed, count in zip(indices, counts):
             is_entry = torch.arange(listed.shape[3], device=listed.device) < count[..., None]
             places = torch.where(is_entry, listed, existing).long()
@@ -153,12 +183,16 @@ class BlockMask:
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            "lists": self.lists, "block_size": self.block_size, "seq_lengths": self.seq_lengths,
+            "lists": self.lists,
+            "block_size": self.block_size,
+            "seq_lengths": self.seq_lengths,
             "dense_form": self.dense_form,
-        }  # fmt: skip
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what a copy or a file holds, checked as by hand: `torch.load` reads files that anybody wrote."""
+        """Take what a copy or a file holds, checked as by hand: `torch.load` reads files that
+        anybody wrote.
+        """
         for name in ("lists", "block_size", "seq_lengths"):
             object.__setattr__(self, name, state[name])
         object.__setattr__(self, "_found_form", None)
@@ -171,7 +205,9 @@ class BlockMask:
     def from_dense(
         cls, mask: Bool[Tensor, "... queries keys"], block_size: int | BlockSize = DEFAULT_BLOCK
     ) -> BlockMask:
-        """The tiles of a token mask, True where attended: (queries, keys), or with (batch or 1, heads or 1) before."""
+        """The tiles of a token mask, True where attended: (queries, keys), or with (batch or 1,
+        heads or 1) before.
+        """
         mask = _four_dimensions("mask", mask, "queries, keys", (torch.bool,))
         return cls._make("dense", _plane(mask.shape[:2], mask.shape[2:], block_size), [mask])
 
@@ -184,10 +220,11 @@ class BlockMask:
         seq_lengths: tuple[int, int] | None = None,
         is_causal: bool = False,
     ) -> BlockMask:
-        """Whole tiles where `blocks`, (query_blocks, key_blocks) or with batch and heads before, is True.
+        """Whole tiles where `blocks`, (query_blocks, key_blocks) or with batch and heads before, is
+        True.
 
-        `seq_lengths` default to whole tiles; others must need just as many. `is_causal` also drops the pairs above the
-        diagonal, from the top left. No (queries, keys) tensor is made.
+        `seq_lengths` default to whole tiles; others must need just as many. `is_causal` also drops
+        the pairs above the diagonal, from the top left. No (queries, keys) tensor is made.
         """
         blocks = _four_dimensions("blocks", blocks, "query_blocks, key_blocks", (torch.bool,))
         lengths = check_lengths(blocks, check_block_size(block_size), seq_lengths)
@@ -206,10 +243,12 @@ class BlockMask:
         block_size: int | BlockSize = DEFAULT_BLOCK,
         device: Device = "cpu",
     ) -> BlockMask:
-        """What FlexAttention's `mask_mod(batch, head, query, key)` attends: the reverse of `to_flex`.
+        """What FlexAttention's `mask_mod(batch, head, query, key)` attends: the reverse of
+        `to_flex`.
 
-        The function gets scalar index tensors under vmap, as from torch's `create_mask`, which counts its parameters
-        and takes one of five for a score's. Every pair is kept as a bool meanwhile: O(queries · keys) memory.
+        The function gets scalar index tensors under vmap, as from torch's `create_mask`, which
+        counts its parameters and takes one of five for a score's. Every pair is kept as a bool
+        meanwhile: O(queries · keys) memory.
         """
         if not callable(mask_mod):
             raise TypeError(f"mask_mod must be callable, got {mask_mod!r}")
@@ -218,11 +257,21 @@ class BlockMask:
         leading = check_count("batch", batch, 1), check_count("heads", heads, 1)
         mask = torch.ones(*leading, *lengths, dtype=torch.bool, device=device)
         attends: Any = mask_mod
-        for mapped in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        for mapped in (
+            (None, None, None, 0),
+            (None, None, 0, None),
+            (None, 0, None, None),
+            (0, None, None, None),
+        ):
             attends = torch.vmap(attends, in_dims=mapped)
-        batches, all_heads, queries, keys = (torch.arange(count, device=device) for count in mask.shape)
+        batches, all_heads, queries, keys = (
+            torch.arange(count, device=device) for count in mask.shape
+        )
         if mask.numel():
-            parts = [attends(batches, all_heads, part, keys).expand(*leading, -1, -1) for part in queries.split(rows)]
+            parts = [
+                attends(batches, all_heads, part, keys).expand(*leading, -1, -1)
+                for part in queries.split(rows)
+            ]
             mask = torch.cat(parts, dim=2)
         return cls.from_dense(mask, block_size)
 
@@ -236,13 +285,17 @@ class BlockMask:
         block_size: int | BlockSize = DEFAULT_BLOCK,
         device: Device = "cpu",
     ) -> BlockMask:
-        """Query i attends keys j <= i; with `bottom_right` j <= i + seqlen_k - seqlen_q, as decoding with a cache does.
+        """Query i attends keys j <= i; with `bottom_right` j <= i + seqlen_k - seqlen_q, as
+        decoding with a cache does.
 
-        Bottom right with more queries than keys leaves the first seqlen_q - seqlen_k rows without a key.
+        Bottom right with more queries than keys leaves the first seqlen_q - seqlen_k rows without a
+        key.
         """
         lengths = check_seqlens(seqlen_q, seqlen_k)
         shift = lengths[1] - lengths[0] if check_flag("bottom_right", bottom_right) else 0
-        return cls._make("band", _plane((1, 1), lengths, block_size), device, 0, sum(lengths), shift)
+        return cls._make(
+            "band", _plane((1, 1), lengths, block_size), device, 0, sum(lengths), shift
+        )
 
     @classmethod
     def sliding_window(
@@ -261,20 +314,31 @@ class BlockMask:
         Without `is_causal` |i - j| < window. `bottom_right` adds seqlen_k - seqlen_q to i.
         """
         lengths = check_seqlens(seqlen_q, seqlen_k)
-        window = min(check_count("window", window, 1, most=None), 1 + sum(lengths))  # no two tokens are further apart
+        # no two tokens are further apart
+        window = min(check_count("window", window, 1, most=None), 1 + sum(lengths))
         shift = lengths[1] - lengths[0] if check_flag("bottom_right", bottom_right) else 0
         low = 0 if check_flag("is_causal", is_causal) else 1 - window
-        return cls._make("band", _plane((1, 1), lengths, block_size), device, low, window - 1, shift)
+        return cls._make(
+            "band", _plane((1, 1), lengths, block_size), device, low, window - 1, shift
+        )
 
     @classmethod
     def prefix(
-        cls, lengths: Int[Tensor, "... queries"], seqlen_k: int, *, block_size: int | BlockSize = DEFAULT_BLOCK
+        cls,
+        lengths: Int[Tensor, "... queries"],
+        seqlen_k: int,
+        *,
+        block_size: int | BlockSize = DEFAULT_BLOCK,
     ) -> BlockMask:
-        """Query i attends the first lengths[i] of `seqlen_k` keys; lengths: (queries,) or (batch, heads, queries)."""
+        """Query i attends the first lengths[i] of `seqlen_k` keys; lengths: (queries,) or (batch,
+        heads, queries).
+        """
         shapes = {1: "(queries,)", 3: "(batch or 1, heads or 1, queries)"}
         lengths = check_tensor("lengths", lengths, shapes, (torch.int32, torch.int64))
         lengths = lengths if lengths.ndim == 3 else lengths[None, None]
-        plane = _plane(lengths.shape[:2], (lengths.shape[2], check_count("seqlen_k", seqlen_k)), block_size)
+        plane = _plane(
+            lengths.shape[:2], (lengths.shape[2], check_count("seqlen_k", seqlen_k)), block_size
+        )
         return cls._make("prefix", plane, [lengths])
 
     @classmethod
@@ -287,10 +351,12 @@ class BlockMask:
         block_size: int | BlockSize = DEFAULT_BLOCK,
         device: Device | None = None,
     ) -> BlockMask:
-        """Tokens attend their own document, by `lengths` of documents in order (0 allowed) or an id for each token.
+        """Tokens attend their own document, by `lengths` of documents in order (0 allowed) or an id
+        for each token.
 
-        `ids` is (tokens,) or (batch, tokens); equal ids are one document, wherever they stand. `device` defaults to the
-        CPU for lengths and to that of ids. Lengths in a tensor are read on the host, which torch.compile cannot.
+        `ids` is (tokens,) or (batch, tokens); equal ids are one document, wherever they stand.
+        `device` defaults to the CPU for lengths and to that of ids. Lengths in a tensor are read on
+        the host, which torch.compile cannot.
         """
         check_flag("is_causal", is_causal)
         if (lengths is None) == (ids is None):
@@ -300,9 +366,16 @@ class BlockMask:
             found = check_document_lengths(lengths)
             plane = _plane((1, 1), (sum(found), sum(found)), block_size)
             return cls._make("documents", plane, device or "cpu", is_causal, *found)
-        ids = check_tensor("ids", ids, {1: "(tokens,)", 2: "(batch, tokens)"}, (torch.int32, torch.int64))
+        ids = check_tensor(
+            "ids", ids, {1: "(tokens,)", 2: "(batch, tokens)"}, (torch.int32, torch.int64)
+        )
         ids = (ids if ids.ndim == 2 else ids[None])[:, None].to(device or ids.device)
-        return cls._make("documents", _plane((len(ids), 1), (ids.shape[2], ids.shape[2]), block_size), [ids], is_causal)
+        return cls._make(
+            "documents",
+            _plane((len(ids), 1), (ids.shape[2], ids.shape[2]), block_size),
+            [ids],
+            is_causal,
+        )
 
     @classmethod
     def dilated(
@@ -316,17 +389,21 @@ class BlockMask:
         block_size: int | BlockSize = DEFAULT_BLOCK,
         device: Device = "cpu",
     ) -> BlockMask:
-        """What `dilated_attention` computes, as a mask: its oracle. Tokens of one segment and phase attend each other.
+        """What `dilated_attention` computes, as a mask: its oracle. Tokens of one segment and phase
+        attend each other.
 
-        The phase is the position in the segment modulo `dilation_rate`. With `heads`, head h keeps only the tokens of
-        phase h % dilation_rate, and all other rows have no key: LongNet's form (Ding et al. 2023, section 2.3).
+        The phase is the position in the segment modulo `dilation_rate`. With `heads`, head h keeps
+        only the tokens of phase h % dilation_rate, and all other rows have no key: LongNet's form
+        (Ding et al. 2023, section 2.3).
         """
         check_count("seqlen", seqlen)
         if heads is not None:
             check_count("heads", heads, 1)
         # A longer segment is one; a higher rate is a phase for each token, and head.
         segment = min(check_count("segment_length", segment_length, 1, most=None), max(1, seqlen))
-        rate = min(check_count("dilation_rate", dilation_rate, 1, most=None), max(segment, heads or 1))
+        rate = min(
+            check_count("dilation_rate", dilation_rate, 1, most=None), max(segment, heads or 1)
+        )
         plane = _plane((1, heads or 1), (seqlen, seqlen), block_size)
         causal = check_flag("is_causal", is_causal)
         return cls._make("dilated", plane, device, segment, rate, heads is not None, causal)
@@ -344,13 +421,16 @@ class BlockMask:
         block_size: int | BlockSize = DEFAULT_BLOCK,
         device: Device = "cpu",
     ) -> BlockMask:
-        """In each row of tiles round(density * key_blocks) random ones, at least one, of every batch entry and head.
+        """In each row of tiles round(density * key_blocks) random ones, at least one, of every
+        batch entry and head.
 
         Drawn on the CPU, so that a seed means the same mask everywhere.
         """
         check_draw(density, seed, batch, heads)
         plane = _plane((batch, heads), check_seqlens(seqlen_q, seqlen_k), block_size)
-        return cls._make("random_blocks", plane, device, max(1, round(density * plane.shape[3])), seed)
+        return cls._make(
+            "random_blocks", plane, device, max(1, round(density * plane.shape[3])), seed
+        )
 
     @classmethod
     def random_tokens(
@@ -365,7 +445,9 @@ class BlockMask:
         block_size: int | BlockSize = DEFAULT_BLOCK,
         device: Device = "cpu",
     ) -> BlockMask:
-        """Each pair attended with probability `density`, alone: no tile is dead, so no kernel gains from skipping."""
+        """Each pair attended with probability `density`, alone: no tile is dead, so no kernel gains
+        from skipping.
+        """
         check_draw(density, seed, batch, heads)
         plane = _plane((batch, heads), check_seqlens(seqlen_q, seqlen_k), block_size)
         number = torch.tensor(density, dtype=torch.float64, device=device)
@@ -381,10 +463,11 @@ class BlockMask:
         seq_lengths: tuple[int, int] | None = None,
         is_causal: bool = False,
     ) -> BlockMask:
-        """In each row of tiles the `num_kept` of highest score, all of them where that is more than there are.
+        """In each row of tiles the `num_kept` of highest score, all of them where that is more than
+        there are.
 
-        With `is_causal` only tiles with a visible pair compete, and pairs above the diagonal are dropped. Tiles of
-        score -inf are never kept; of equal scores the earlier is.
+        With `is_causal` only tiles with a visible pair compete, and pairs above the diagonal are
+        dropped. Tiles of score -inf are never kept; of equal scores the earlier is.
         """
         scores = _four_dimensions("scores", scores, "query_blocks, key_blocks")
         lengths = check_lengths(scores, check_block_size(block_size), seq_lengths)
@@ -402,15 +485,19 @@ class BlockMask:
         seqlen_q: int | None = None,
         is_causal: bool = True,
     ) -> BlockMask:
-        """Each query attends the `num_keys` keys of highest bias among those it may see (flash dynamic-mask attention).
+        """Each query attends the `num_keys` keys of highest bias among those it may see (flash
+        dynamic-mask attention).
 
-        `bias` is (queries or 1, keys), or with batch and heads before; a single row is shared by all `seqlen_q` queries
-        (default: as many as keys). `num_keys` may exceed the keys: then all are attended. Keys of bias -inf never are.
-        A query's keys depend on the bias of the keys that it sees alone. A row of tiles is looked at at a time.
+        `bias` is (queries or 1, keys), or with batch and heads before; a single row is shared by
+        all `seqlen_q` queries (default: as many as keys). `num_keys` may exceed the keys: then all
+        are attended. Keys of bias -inf never are. A query's keys depend on the bias of the keys
+        that it sees alone. A row of tiles is looked at at a time.
         """
         bias = _four_dimensions("bias", bias, "queries or 1, keys")
         rows, seqlen_k = bias.shape[2:]
-        seqlen_q = check_count("seqlen_q", (seqlen_k if rows == 1 else rows) if seqlen_q is None else seqlen_q)
+        seqlen_q = check_count(
+            "seqlen_q", (seqlen_k if rows == 1 else rows) if seqlen_q is None else seqlen_q
+        )
         if rows not in (1, seqlen_q):
             raise ValueError(f"bias must have 1 row or seqlen_q={seqlen_q}, got {rows}")
         kept = min(check_count("num_keys", num_keys, most=None), seqlen_k)
@@ -418,15 +505,23 @@ class BlockMask:
         return cls._make("top_keys", plane, [bias], kept, check_flag("is_causal", is_causal))
 
     @classmethod
-    def _make(cls, pattern: str, plane: Plane, data: list[Tensor] | Device, *numbers: int) -> BlockMask:
-        """The mask `pattern(plane, data, *numbers)` of `patterns.py`; a pattern without tensors gets a device alone."""
+    def _make(
+        cls, pattern: str, plane: Plane, data: list[Tensor] | Device, *numbers: int
+    ) -> BlockMask:
+        """The mask `pattern(plane, data, *numbers)` of `patterns.py`; a pattern without tensors
+        gets a device alone.
+        """
         if not isinstance(data, list):
             data = [torch.empty(0, dtype=torch.int32, device=data)]
         if data[0].is_meta:
-            raise ValueError("a mask must be made on a device whose tensors have values; it may move .to('meta') then")
+            raise ValueError(
+                "a mask must be made on a device whose tensors have values; it may move .to('meta') then"
+            )
         leading, lengths, block_size = plane
         if torch.compiler.is_compiling():
-            lists = opaque_lists(pattern, data, leading, lengths, block_size, [int(number) for number in numbers])
+            lists = opaque_lists(
+                pattern, data, leading, lengths, block_size, [int(number) for number in numbers]
+            )
         else:
             with stage("mask_build"):
                 lists = make_lists(pattern, data, leading, lengths, block_size, numbers)
@@ -439,8 +534,8 @@ class BlockMask:
     def dense_form(self) -> DenseForm | None:
         """ "full" or "causal" where the mask is exactly that: then the dense kernels serve it.
 
-        Constructors find it out, but not under torch.compile, which knows no values. It is None of lists that were put
-        together by hand, or have been written into since.
+        Constructors find it out, but not under torch.compile, which knows no values. It is None of
+        lists that were put together by hand, or have been written into since.
         """
         if self._found_form is None:
             return None
@@ -457,20 +552,27 @@ class BlockMask:
         return tuple([x._version for x in self.lists])
 
     def _find_dense_form(self) -> DenseForm | None:
-        """ "full" or "causal" (top left) where every batch entry and head is exactly that: the dense kernels serve it.
+        """ "full" or "causal" (top left) where every batch entry and head is exactly that: the
+        dense kernels serve it.
 
-        The widths of the lists, which the host knows, rule out nearly all others without a look at the device.
+        The widths of the lists, which the host knows, rule out nearly all others without a look at
+        the device.
         """
         queries, keys = self.seq_lengths
         if not math.prod(self.shape):
             return None
         whole_rows, whole_columns = queries // self.block_size[0], keys // self.block_size[1]
-        last_row = (whole_rows - 1) * self.block_size[0]  # the first query of the last whole row of tiles
+        # the first query of the last whole row of tiles
+        last_row = (whole_rows - 1) * self.block_size[0]
         full_width = whole_columns if whole_rows else 0  # of the lists of full tiles
         causal_width = min(whole_columns, (last_row + 1) // self.block_size[1]) if whole_rows else 0
         if self.lists.full_kv_indices.shape[3] not in (max(1, full_width), max(1, causal_width)):
             return None
-        visible, num_masks, attended = min(queries, keys), math.prod(self.shape[:2]), self.num_attended
+        visible, num_masks, attended = (
+            min(queries, keys),
+            math.prod(self.shape[:2]),
+            self.num_attended,
+        )
         if attended == num_masks * queries * keys:
             return "full"
         if attended != num_masks * (visible * (visible + 1) // 2 + (queries - visible) * keys):
@@ -540,7 +642,9 @@ class BlockMask:
         """Query rows that attend no key, over all batch entries and heads of the mask."""
         pattern, token_bits = self._pattern_map()
         has_keys = (token_bits != 0).any(-1)  # (patterns, query_block)
-        rows = torch.zeros((*pattern.shape[:3], self.block_size[0]), dtype=torch.bool, device=self.device)
+        rows = torch.zeros(
+            (*pattern.shape[:3], self.block_size[0]), dtype=torch.bool, device=self.device
+        )
         for column in pattern.unbind(3):
             rows |= has_keys[column]
         return int((~rows.flatten(2)[..., : self.seq_lengths[0]]).sum())
@@ -554,13 +658,19 @@ class BlockMask:
     def to_dense(self) -> Bool[Tensor, "b h queries keys"]:
         """True where a query attends a key: O(queries · keys) memory, for oracles and pictures."""
         pattern, token_bits = self._pattern_map()
-        dense = unpack_tokens(token_bits, self.block_size[1])[pattern].transpose(3, 4).flatten(4, 5).flatten(2, 3)
+        dense = (
+            unpack_tokens(token_bits, self.block_size[1])[pattern]
+            .transpose(3, 4)
+            .flatten(4, 5)
+            .flatten(2, 3)
+        )
         return dense[:, :, : self.seq_lengths[0], : self.seq_lengths[1]]
 
     def to_flex(self, mask_mod: Callable[..., Tensor] | None = None) -> Any:
         """torch's BlockMask with the same lists, for `flex_attention`.
 
-        `mask_mod(batch, head, query, key)` must agree with the mask; without it, tokens are looked up in `token_bits`.
+        `mask_mod(batch, head, query, key)` must agree with the mask; without it, tokens are looked
+        up in `token_bits`.
         """
         if mask_mod is not None and not callable(mask_mod):
             raise TypeError(f"mask_mod must be callable or None, got {mask_mod!r}")
@@ -572,10 +682,14 @@ class BlockMask:
             return torch.nn.functional.pad(indices, (0, max(0, columns - indices.shape[3])))
 
         return FlexBlockMask.from_kv_blocks(
-            lists.kv_num_blocks, with_room(lists.kv_indices), lists.full_kv_num_blocks,
-            with_room(lists.full_kv_indices), self.block_size,
-            self._token_lookup() if mask_mod is None else mask_mod, self.seq_lengths,
-        )  # fmt: skip
+            lists.kv_num_blocks,
+            with_room(lists.kv_indices),
+            lists.full_kv_num_blocks,
+            with_room(lists.full_kv_indices),
+            self.block_size,
+            self._token_lookup() if mask_mod is None else mask_mod,
+            self.seq_lengths,
+        )
 
     def __and__(self, other: BlockMask) -> BlockMask:
         """What both masks attend; batch and heads broadcast. Block sizes and lengths must be equal."""
@@ -590,12 +704,16 @@ class BlockMask:
             return NotImplemented
         for name in ("block_size", "seq_lengths", "device"):
             if getattr(self, name) != getattr(other, name):
-                raise ValueError(f"masks must have one {name}, got {getattr(self, name)} and {getattr(other, name)}")
+                raise ValueError(
+                    f"masks must have one {name}, got {getattr(self, name)} and {getattr(other, name)}"
+                )
         if any(1 != left != right != 1 for left, right in zip(self.shape[:2], other.shape[:2])):
             raise ValueError(
                 f"masks must have as many batch entries and heads, or 1, got {self.shape[:2]} and {other.shape[:2]}"
             )
-        leading = [right if left == 1 else left for left, right in zip(self.shape[:2], other.shape[:2])]
+        leading = [
+            right if left == 1 else left for left, right in zip(self.shape[:2], other.shape[:2])
+        ]
         plane = _plane(leading, self.seq_lengths, self.block_size)
         return self._make("combined", plane, [*self._tile_map(), *other._tile_map()], either)
 
@@ -614,23 +732,38 @@ class BlockMask:
         tiles = lists.kv_indices.new_full((*lists.kv_num_blocks.shape, columns + 1), DEAD)
         for counts, indices, values in (
             (lists.kv_num_blocks, lists.kv_indices, lists.kv_tokens),
-            (lists.full_kv_num_blocks, lists.full_kv_indices, torch.full_like(lists.full_kv_indices, FULL)),
+            (
+                lists.full_kv_num_blocks,
+                lists.full_kv_indices,
+                torch.full_like(lists.full_kv_indices, FULL),
+            ),
         ):
             slots = torch.arange(indices.shape[3], device=self.device)
-            tiles = tiles.scatter(3, torch.where(slots < counts[..., None], indices, columns).long(), values)
+            tiles = tiles.scatter(
+                3, torch.where(slots < counts[..., None], indices, columns).long(), values
+            )
         return TileMap(tiles[..., :columns], lists.token_bits)
 
     def _pattern_map(self) -> tuple[Int[Tensor, "b h query_blocks key_blocks"], Tensor]:
-        """The pattern of each tile, and all patterns: dead and full tiles get their own, all 0 and all 1."""
+        """The pattern of each tile, and all patterns: dead and full tiles get their own, all 0 and
+        all 1.
+        """
         tiles, token_bits = self._tile_map()
-        token_bits = torch.cat([token_bits, torch.zeros_like(token_bits[:1]), torch.full_like(token_bits[:1], -1)])
-        pattern = torch.where(tiles >= 0, tiles, torch.where(tiles == FULL, len(token_bits) - 1, len(token_bits) - 2))
+        token_bits = torch.cat(
+            [token_bits, torch.zeros_like(token_bits[:1]), torch.full_like(token_bits[:1], -1)]
+        )
+        pattern = torch.where(
+            tiles >= 0, tiles, torch.where(tiles == FULL, len(token_bits) - 1, len(token_bits) - 2)
+        )
         return pattern.long(), token_bits
 
     def _token_lookup(self) -> Callable[..., Tensor]:
         """FlexAttention's mask_mod: a pair's bit."""
         pattern, token_bits = self._pattern_map()
-        (q_block, k_block), (many_batches, many_heads) = self.block_size, (size > 1 for size in pattern.shape[:2])
+        (q_block, k_block), (many_batches, many_heads) = (
+            self.block_size,
+            (size > 1 for size in pattern.shape[:2]),
+        )
 
         def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             batch, head = batch if many_batches else batch * 0, head if many_heads else head * 0
@@ -642,11 +775,17 @@ class BlockMask:
 
 
 def make_lists(
-    pattern: str, data: Sequence[Tensor], leading: Sequence[int], lengths: Sequence[int], block_size: Sequence[int],
+    pattern: str,
+    data: Sequence[Tensor],
+    leading: Sequence[int],
+    lengths: Sequence[int],
+    block_size: Sequence[int],
     numbers: Sequence[int],
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """`TileLists`, as an operator returns them."""
-    plane = Plane((leading[0], leading[1]), (lengths[0], lengths[1]), (block_size[0], block_size[1]))
+    plane = Plane(
+        (leading[0], leading[1]), (lengths[0], lengths[1]), (block_size[0], block_size[1])
+    )
     tiles, token_bits = getattr(patterns, pattern)(plane, data, *numbers)
     if not len(token_bits):
         token_bits = token_bits.new_zeros(1, *token_bits.shape[1:])
@@ -659,18 +798,26 @@ def make_lists(
 def _lists(
     chosen: Bool[Tensor, "b h rows columns"], values: Int[Tensor, "b h rows columns"]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How many columns of each row are chosen, which (ascending), and their `values`; padded with zeros."""
+    """How many columns of each row are chosen, which (ascending), and their `values`; padded with
+    zeros.
+    """
     counts = chosen.sum(-1, dtype=torch.int32)
     width = max(1, int(counts.max())) if counts.numel() else 1
-    # The chosen fill slots from the left, and all others one slot behind the last, which is cut off.
+    # The chosen fill slots from the left, and all others one slot behind the last, which is cut
+    # off.
     slots = torch.where(chosen, chosen.cumsum(-1) - 1, width)
-    columns = torch.arange(chosen.shape[-1], dtype=torch.int32, device=chosen.device).expand_as(slots)
+    columns = torch.arange(chosen.shape[-1], dtype=torch.int32, device=chosen.device).expand_as(
+        slots
+    )
     empty = torch.zeros((*counts.shape, width + 1), dtype=torch.int32, device=chosen.device)
-    indices, listed = (empty.scatter(-1, slots, x)[..., :width].contiguous() for x in (columns, values))
+    indices, listed = (
+        empty.scatter(-1, slots, x)[..., :width].contiguous() for x in (columns, values)
+    )
     return counts, indices, listed
 
 
-# What torch.compile keeps whole: the widths of the lists and the number of patterns depend on values.
+# What torch.compile keeps whole: the widths of the lists and the number of patterns depend on
+# values.
 opaque_lists = torch.library.custom_op(
     "cs336_systems::block_mask_lists",
     make_lists,
@@ -682,9 +829,13 @@ opaque_lists = torch.library.custom_op(
 
 @opaque_lists.register_fake
 def _(
-    pattern: str, data: Sequence[Tensor], leading: Sequence[int], lengths: Sequence[int], block_size: Sequence[int],
+    pattern: str,
+    data: Sequence[Tensor],
+    leading: Sequence[int],
+    lengths: Sequence[int],
+    block_size: Sequence[int],
     numbers: Sequence[int],
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     def empty(*shape: Any) -> Tensor:
         return data[0].new_empty(shape, dtype=torch.int32)
 
@@ -694,7 +845,13 @@ def _(
     lists = []
     for length, block in zip(lengths, block_size):
         lines, width = (*leading, num_blocks(length, block)), unknown()
-        lists += [empty(*lines), empty(*lines, width), empty(*lines, width), empty(*lines), empty(*lines, unknown())]
+        lists += [
+            empty(*lines),
+            empty(*lines, width),
+            empty(*lines, width),
+            empty(*lines),
+            empty(*lines, unknown()),
+        ]
     return [*lists, empty(unknown(), block_size[0], words_per_row(block_size[1]))]
 
 
@@ -702,12 +859,16 @@ def _four_dimensions(
     name: str, tensor: Tensor, sides: str, dtypes: tuple[torch.dtype, ...] = FLOATING_DTYPES
 ) -> Float[Tensor, "batch heads rows columns"]:
     """The checked `tensor`, with batch and heads of 1 before its two `sides` if it has no others."""
-    tensor = check_tensor(name, tensor, {2: f"({sides})", 4: f"(batch or 1, heads or 1, {sides})"}, dtypes)
+    tensor = check_tensor(
+        name, tensor, {2: f"({sides})", 4: f"(batch or 1, heads or 1, {sides})"}, dtypes
+    )
     return tensor if tensor.ndim == 4 else tensor[None, None]
 
 
 def _plane(leading: Sequence[int], lengths: Sequence[int], block_size: int | BlockSize) -> Plane:
-    """The plane of `lengths`, queries and keys, of each of batch · heads masks, which `leading` says."""
+    """The plane of `lengths`, queries and keys, of each of batch · heads masks, which `leading`
+    says.
+    """
     return Plane((leading[0], leading[1]), (lengths[0], lengths[1]), check_block_size(block_size))
 
 
@@ -719,7 +880,9 @@ def check_seqlens(seqlen_q: int, seqlen_k: int | None) -> tuple[int, int]:
     return check_count("seqlen_q", seqlen_q), check_count("seqlen_k", seqlen_k)
 
 
-def check_lengths(tiles: Tensor, block_size: BlockSize, seq_lengths: tuple[int, int] | None) -> tuple[int, int]:
+def check_lengths(
+    tiles: Tensor, block_size: BlockSize, seq_lengths: tuple[int, int] | None
+) -> tuple[int, int]:
     """`seq_lengths`, or those of whole tiles; they must be cut into as many tiles as `tiles` has."""
     shape = tuple(tiles.shape[-2:])
     if seq_lengths is None:
@@ -729,14 +892,18 @@ def check_lengths(tiles: Tensor, block_size: BlockSize, seq_lengths: tuple[int, 
     lengths = check_count("seq_lengths", seq_lengths[0]), check_count("seq_lengths", seq_lengths[1])
     wanted = tuple(map(num_blocks, lengths, block_size))
     if wanted != shape:
-        raise ValueError(f"seq_lengths {lengths} are {wanted} tiles of {block_size}, got {shape} tiles")
+        raise ValueError(
+            f"seq_lengths {lengths} are {wanted} tiles of {block_size}, got {shape} tiles"
+        )
     return lengths
 
 
 def check_document_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
     """The lengths as a list of ints."""
     if isinstance(lengths, Tensor):
-        lengths = check_tensor("lengths", lengths, {1: "(documents,)"}, (torch.int32, torch.int64)).tolist()
+        lengths = check_tensor(
+            "lengths", lengths, {1: "(documents,)"}, (torch.int32, torch.int64)
+        ).tolist()
     if not isinstance(lengths, Sequence) or isinstance(lengths, str):
         raise TypeError(f"lengths must be a sequence of ints, got {kind_of(lengths)}")
     found = [check_count("lengths", length) for length in lengths]
@@ -754,10 +921,14 @@ def check_draw(density: float, seed: int, batch: int, heads: int) -> None:
 
 
 def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor, *, is_causal: bool) -> None:
-    """Raise TypeError or ValueError unless `block_mask` is one for q and k, (..., heads, seq, head_dim) each."""
+    """Raise TypeError or ValueError unless `block_mask` is one for q and k, (..., heads, seq,
+    head_dim) each.
+    """
     if not isinstance(block_mask, BlockMask):
         kind = type(block_mask).__name__
-        raise TypeError(f"block_mask must be a BlockMask or None, got {kind}; BlockMask.from_dense takes a bool tensor")
+        raise TypeError(
+            f"block_mask must be a BlockMask or None, got {kind}; BlockMask.from_dense takes a bool tensor"
+        )
     if is_causal:
         raise ValueError(
             "is_causal must be False with a mask, got True: put it into the mask, as in attn_mask.tril() or "
@@ -770,16 +941,19 @@ def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor, *, is_causal: 
             f"block_mask must be made for {q.shape[-2]} queries and {k.shape[-2]} keys, "
             "got one for {} and {}".format(*block_mask.seq_lengths)
         )
-    for name, size, expected in zip(("batch", "heads"), block_mask.shape, (math.prod(q.shape[:-3]), q.shape[-3])):
+    for name, size, expected in zip(
+        ("batch", "heads"), block_mask.shape, (math.prod(q.shape[:-3]), q.shape[-3])
+    ):
         if size not in (1, expected):
             raise ValueError(f"block_mask must have {name} 1 or q's {expected}, got {size}")
 
 
 def from_attn_mask(attn_mask: Bool[Tensor, "... queries keys"], q: Tensor, k: Tensor) -> BlockMask:
-    """The tiles of `attn_mask`, True where attended, which broadcasts to (..., heads, queries, keys) of q and k.
+    """The tiles of `attn_mask`, True where attended, which broadcasts to (..., heads, queries,
+    keys) of q and k.
 
-    What batch entries or heads share is looked at once. TypeError for an additive mask of floats; ValueError for other
-    shapes.
+    What batch entries or heads share is looked at once. TypeError for an additive mask of floats;
+    ValueError for other shapes.
     """
     if not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool:
         raise TypeError(
@@ -800,5 +974,6 @@ def from_attn_mask(attn_mask: Bool[Tensor, "... queries keys"], q: Tensor, k: Te
     return BlockMask.from_dense(mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:]))
 
 
-# Both are checked when they are loaded: `torch.load(path)`, whose default is weights_only=True, may make them.
+# Both are checked when they are loaded: `torch.load(path)`, whose default is weights_only=True, may
+# make them.
 torch.serialization.add_safe_globals([BlockMask, TileLists])

@@ -30,8 +30,9 @@ def neighbourhood_mask(
 ) -> BlockMask:
     """Each token of an n × n grid attends those at most `radius` rows and `radius` columns away.
 
-    Queries and keys stand in `order`: row after row, or along Hilbert's curve, for which n is a power of two. No
-    (tokens, tokens) tensor is made: boxes around the tokens of two tiles say which tiles are looked at.
+    Queries and keys stand in `order`: row after row, or along Hilbert's curve, for which n is a
+    power of two. No (tokens, tokens) tensor is made: boxes around the tokens of two tiles say which
+    tiles are looked at.
     """
     check_count("n", n, 1, 2**15)
     check_count("radius", radius)

@@ -1,4 +1,6 @@
-"""Masks by name, for the command line and the records: `parse_mask("random:0.1+causal", seqlen=4096)`."""
+"""Masks by name, for the command line and the records:
+`parse_mask("random:0.1+causal", seqlen=4096)`.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,9 @@ def parse_mask(
     shared:256               of all keys the 256 of highest (random) bias, the same for every query
     a+b                      what both attend
 
-    `heads` masks are drawn for the random ones; the others broadcast. What is random is drawn on the CPU from `seed`,
-    so that a pattern means one mask on every device. ValueError for a pattern that is none.
+    `heads` masks are drawn for the random ones; the others broadcast. What is random is drawn on
+    the CPU from `seed`, so that a pattern means one mask on every device. ValueError for a pattern
+    that is none.
     """
     check_count("seqlen", seqlen, 1)
     check_count("heads", heads, 1)
@@ -55,7 +58,9 @@ def parse_mask(
     if not isinstance(pattern, str):
         raise TypeError(f"mask pattern must be a string, got {pattern!r}")
     size = check_block_size(block_size)
-    parts = [_parse_part(part.strip(), seqlen, size, heads, seed, device) for part in pattern.split("+")]
+    parts = [
+        _parse_part(part.strip(), seqlen, size, heads, seed, device) for part in pattern.split("+")
+    ]
     return reduce(and_, parts)
 
 
@@ -65,17 +70,23 @@ def random_bias(seqlen: int, heads: int, seed: int) -> Float[Tensor, "1 heads ke
     return torch.rand(1, heads, seqlen, dtype=torch.float32, device="cpu", generator=generator)
 
 
-def _parse_part(part: str, seqlen: int, size: BlockSize, heads: int, seed: int, device: Device) -> BlockMask:
+def _parse_part(
+    part: str, seqlen: int, size: BlockSize, heads: int, seed: int, device: Device
+) -> BlockMask:
     name, _, argument = part.partition(":")
     kind = float if name in ("random", "tokens") else int
     try:
-        numbers: list[Any] = [kind(text) for text in argument.split("/" if name == "dilated" else ",") if argument]
+        numbers: list[Any] = [
+            kind(text) for text in argument.split("/" if name == "dilated" else ",") if argument
+        ]
     except ValueError:
         numbers, name = [], "no pattern"
     where: dict[str, Any] = {"block_size": size, "device": device}
     match name, numbers:
         case "full", []:
-            tiles = torch.ones(*(num_blocks(seqlen, block) for block in size), dtype=torch.bool, device=device)
+            tiles = torch.ones(
+                *(num_blocks(seqlen, block) for block in size), dtype=torch.bool, device=device
+            )
             return BlockMask.from_blocks(tiles, size, seq_lengths=(seqlen, seqlen))
         case "causal", []:
             return BlockMask.causal(seqlen, **where)
@@ -83,7 +94,9 @@ def _parse_part(part: str, seqlen: int, size: BlockSize, heads: int, seed: int, 
             return BlockMask.sliding_window(seqlen, window=window, **where)
         case "document", [_, *_]:
             if sum(numbers) != seqlen:
-                raise ValueError(f"the documents of {part!r} have {sum(numbers)} tokens, and the sequence has {seqlen}")
+                raise ValueError(
+                    f"the documents of {part!r} have {sum(numbers)} tokens, and the sequence has {seqlen}"
+                )
             return BlockMask.document(numbers, **where)
         case "dilated", [segment, rate]:
             return BlockMask.dilated(seqlen, segment_length=segment, dilation_rate=rate, **where)
@@ -91,12 +104,18 @@ def _parse_part(part: str, seqlen: int, size: BlockSize, heads: int, seed: int, 
             side = math.isqrt(seqlen)
             if side * side != seqlen or (name == "hilbert" and side & (side - 1)):
                 number = "square number" if name == "grid" else "power of 4"
-                raise ValueError(f"{part!r} needs a {number} of tokens, and the sequence has {seqlen}")
-            return neighbourhood_mask(side, radius=radius, order="rows" if name == "grid" else "hilbert", **where)
+                raise ValueError(
+                    f"{part!r} needs a {number} of tokens, and the sequence has {seqlen}"
+                )
+            return neighbourhood_mask(
+                side, radius=radius, order="rows" if name == "grid" else "hilbert", **where
+            )
         case "random" | "tokens", [density]:
             draw = BlockMask.random_blocks if name == "random" else BlockMask.random_tokens
             return draw(seqlen, density=density, seed=seed, heads=heads, **where)
         case "topk" | "shared", [num_keys]:
             bias = random_bias(seqlen, heads, seed).to(device)[:, :, None]
             return BlockMask.dynamic_topk(bias, num_keys, size, is_causal=name == "topk")
-    raise ValueError(f"mask pattern must be one of {PATTERNS}, or several joined by +, got {part!r}")
+    raise ValueError(
+        f"mask pattern must be one of {PATTERNS}, or several joined by +, got {part!r}"
+    )

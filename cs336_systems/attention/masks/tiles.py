@@ -1,8 +1,10 @@
-"""What every constructor of `BlockMask` makes first: a map of its tiles, and the token bits of the partial ones.
+"""What every constructor of `BlockMask` makes first: a map of its tiles, and the token bits of the
+partial ones.
 
-A `TileMap` holds one int32 a tile: DEAD (no pair attended), FULL (every pair attended) or the row of `token_bits` that
-says which pairs are. Several tiles may share a row: the diagonal tiles of a causal mask are all the same triangle. A
-tile that the end of the queries or keys cuts is never FULL, so that only partial tiles need bounds.
+A `TileMap` holds one int32 a tile: DEAD (no pair attended), FULL (every pair attended) or the row
+of `token_bits` that says which pairs are. Several tiles may share a row: the diagonal tiles of a
+causal mask are all the same triangle. A tile that the end of the queries or keys cuts is never
+FULL, so that only partial tiles need bounds.
 
 Tokens are packed 32 keys to an int32 word: bit c % 32 of word c // 32 in a row is the tile's key c.
 """
@@ -20,7 +22,8 @@ DEAD, FULL = -1, -2
 BITS = 32  # keys in a word of token bits
 MIN_BLOCK = 16  # the smallest side of a tile that tensor cores multiply
 MAX_BLOCK = 4096  # its token pairs are MAX_TOKENS; kernels take tiles of 128 at most out of it
-MAX_TOKENS = 2**24  # token pairs that a constructor looks at together, so that its memory stays small
+# token pairs that a constructor looks at together, so that its memory stays small
+MAX_TOKENS = 2**24
 
 BlockSize = tuple[int, int]  # query rows and key columns of a tile
 
@@ -28,12 +31,16 @@ BlockSize = tuple[int, int]  # query rows and key columns of a tile
 class TileMap(NamedTuple):
     """Shape of a mask by tiles: see the module's docstring."""
 
-    tiles: Int[Tensor, "batch heads query_blocks key_blocks"]  # int32: DEAD, FULL or a row of token_bits
-    token_bits: Int[Tensor, "patterns query_block words"]  # int32; bits of keys or queries past the end are 0
+    # int32: DEAD, FULL or a row of token_bits
+    tiles: Int[Tensor, "batch heads query_blocks key_blocks"]
+    # int32; bits of keys or queries past the end are 0
+    token_bits: Int[Tensor, "patterns query_block words"]
 
 
 class TileLists(NamedTuple):
-    """The tensors of a `BlockMask`, in the order in which operators take them; a width is at least 1."""
+    """The tensors of a `BlockMask`, in the order in which operators take them; a width is at least
+    1.
+    """
 
     kv_num_blocks: Int[Tensor, "b h query_blocks"]  # partial tiles of a row of tiles
     kv_indices: Int[Tensor, "b h query_blocks width"]  # their key tiles
@@ -69,7 +76,8 @@ class Plane(NamedTuple):
     def corners(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """First and last query of each tile, (query_blocks, 1), first and last key, (key_blocks,)."""
         first_q, first_k = (
-            torch.arange(0, seqlen, block, device=device) for seqlen, block in zip(self.seq_lengths, self.block_size)
+            torch.arange(0, seqlen, block, device=device)
+            for seqlen, block in zip(self.seq_lengths, self.block_size)
         )
         last_q = (first_q + self.block_size[0]).clamp(max=self.seq_lengths[0]) - 1
         last_k = (first_k + self.block_size[1]).clamp(max=self.seq_lengths[1]) - 1
@@ -92,7 +100,11 @@ def check_block_size(block_size: int | BlockSize) -> BlockSize:
     """(query_block, key_block), powers of two from MIN_BLOCK to MAX_BLOCK; one int is both."""
     sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
-    if len(sizes) != 2 or not whole or any(not MIN_BLOCK <= n <= MAX_BLOCK or n & (n - 1) for n in sizes):
+    if (
+        len(sizes) != 2
+        or not whole
+        or any(not MIN_BLOCK <= n <= MAX_BLOCK or n & (n - 1) for n in sizes)
+    ):
         raise ValueError(
             f"block_size must be a power of two from {MIN_BLOCK} to {MAX_BLOCK}, or two of them, got {block_size!r}"
         )
@@ -114,13 +126,18 @@ def by_tiles(
     attends: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     same: Int[Tensor, "query_blocks key_blocks"] | None = None,
 ) -> TileMap:
-    """Tiles that are not `live` are dead, those that are `full` are full unless cut; the tokens of the others decide.
+    """Tiles that are not `live` are dead, those that are `full` are full unless cut; the tokens of
+    the others decide.
 
-    `attends(batch, head, query, key)` gets index tensors that broadcast to (tiles, query_block, key_block) and says
-    which pairs are attended; tokens past the end never are. Tiles with equal numbers in `same` have equal tokens, which
-    are then looked at and stored once.
+    `attends(batch, head, query, key)` gets index tensors that broadcast to (tiles, query_block,
+    key_block) and says which pairs are attended; tokens past the end never are. Tiles with equal
+    numbers in `same` have equal tokens, which are then looked at and stored once.
     """
-    device, (q_block, k_block), (seqlen_q, seqlen_k) = live.device, plane.block_size, plane.seq_lengths
+    device, (q_block, k_block), (seqlen_q, seqlen_k) = (
+        live.device,
+        plane.block_size,
+        plane.seq_lengths,
+    )
     ragged = plane.raggedness(device)
     full = (live & full & (ragged == 0)).expand(plane.shape)
     where = (live.expand(plane.shape) & ~full).nonzero(as_tuple=True)
@@ -129,17 +146,27 @@ def by_tiles(
     else:  # look at the first tile of each number
         _, pattern_of = same[where[2:]].unique(return_inverse=True)
         order = torch.arange(len(pattern_of), device=device)
-        first = torch.full((int(pattern_of.max()) + 1 if len(order) else 0,), len(order), device=device)
+        first = torch.full(
+            (int(pattern_of.max()) + 1 if len(order) else 0,), len(order), device=device
+        )
         chosen = tuple(index[first.scatter_reduce(0, pattern_of, order, "amin")] for index in where)
 
     found = _Classifier(plane.block_size, device)
-    rows, columns = torch.arange(q_block, device=device)[:, None], torch.arange(k_block, device=device)
+    rows, columns = (
+        torch.arange(q_block, device=device)[:, None],
+        torch.arange(k_block, device=device),
+    )
     step = max(1, MAX_TOKENS // (q_block * k_block))
     for start in range(0, len(chosen[0]), step):
-        batch, head, query_block, key_block = (index[start : start + step, None, None] for index in chosen)
+        batch, head, query_block, key_block = (
+            index[start : start + step, None, None] for index in chosen
+        )
         query, key = query_block * q_block + rows, key_block * k_block + columns
         exists = (query < seqlen_q) & (key < seqlen_k)
-        found.add(exists & attends(batch, head, query.clamp(max=seqlen_q - 1), key.clamp(max=seqlen_k - 1)))
+        found.add(
+            exists
+            & attends(batch, head, query.clamp(max=seqlen_q - 1), key.clamp(max=seqlen_k - 1))
+        )
     kinds, token_bits = found.result()
     tiles = torch.where(full, FULL, DEAD).to(torch.int32)
     tiles[where] = kinds if pattern_of is None else kinds[pattern_of]
@@ -147,13 +174,23 @@ def by_tiles(
 
 
 def by_rows(plane: Plane, rows_of: Callable[[slice], Tensor], device: torch.device) -> TileMap:
-    """Every tile by its tokens: `rows_of(slice of queries)` returns their (batch, heads, queries, keys) masks."""
-    (q_block, k_block), (seqlen_q, seqlen_k), columns = plane.block_size, plane.seq_lengths, plane.shape[3]
+    """Every tile by its tokens: `rows_of(slice of queries)` returns their (batch, heads, queries,
+    keys) masks.
+    """
+    (q_block, k_block), (seqlen_q, seqlen_k), columns = (
+        plane.block_size,
+        plane.seq_lengths,
+        plane.shape[3],
+    )
     found = _Classifier(plane.block_size, device)
     for start in range(0, seqlen_q, q_block):
         tokens = rows_of(slice(start, min(start + q_block, seqlen_q)))
         missing = (0, columns * k_block - seqlen_k, 0, q_block - tokens.shape[2])
-        tokens = torch.nn.functional.pad(tokens, missing).unflatten(-1, (columns, k_block)).transpose(2, 3)
+        tokens = (
+            torch.nn.functional.pad(tokens, missing)
+            .unflatten(-1, (columns, k_block))
+            .transpose(2, 3)
+        )
         found.add(tokens.flatten(0, 2))
     kinds, token_bits = found.result()
     by_row = kinds.view(plane.shape[2], *plane.leading, columns)
@@ -174,7 +211,9 @@ class _Classifier:
         kind = torch.where(flat.all(-1), FULL, DEAD).to(torch.int32)
         partial = flat.any(-1) & (kind == DEAD)
         bits = pack_tokens(tokens[partial])
-        kind[partial] = torch.arange(self.used, self.used + len(bits), dtype=torch.int32, device=tokens.device)
+        kind[partial] = torch.arange(
+            self.used, self.used + len(bits), dtype=torch.int32, device=tokens.device
+        )
         self.used += len(bits)
         self.kinds.append(kind)
         self.stored.append(bits)
@@ -186,13 +225,16 @@ class _Classifier:
 def combine(first: TileMap, second: TileMap, block_size: BlockSize, either: bool) -> TileMap:
     """Pairs that both attend, or `either`; batch and heads broadcast."""
     left, right = torch.broadcast_tensors(first.tiles, second.tiles)
-    # Beside a neutral tile the other one decides, and its patterns are kept: rows of `second` follow those of `first`.
+    # Beside a neutral tile the other one decides, and its patterns are kept: rows of `second`
+    # follow those of `first`.
     neutral, absorbing = (DEAD, FULL) if either else (FULL, DEAD)
     offset = len(first.token_bits)
     moved = torch.where(right >= 0, right + offset, right)
     tiles = torch.where(left == neutral, moved, torch.where(right == neutral, left, absorbing))
     both = (left >= 0) & (right >= 0)
-    pairs, pattern_of = torch.stack([left[both], right[both]]).long().unique(dim=1, return_inverse=True)
+    pairs, pattern_of = (
+        torch.stack([left[both], right[both]]).long().unique(dim=1, return_inverse=True)
+    )
     found = _Classifier(block_size, tiles.device)
     found.used = offset + len(second.token_bits)
     step = max(1, MAX_TOKENS // (block_size[0] * block_size[1]))
@@ -218,15 +260,23 @@ def count_attended(tile_map: TileMap, block_size: BlockSize) -> int:
 # Tokens as bits
 
 
-def pack_tokens(tokens: Bool[Tensor, "patterns query_block key_block"]) -> Int[Tensor, "patterns query_block words"]:
+def pack_tokens(
+    tokens: Bool[Tensor, "patterns query_block key_block"],
+) -> Int[Tensor, "patterns query_block words"]:
     """Bits of `tokens`, 32 keys to an int32 word, the lowest bit first."""
     patterns, rows, columns = tokens.shape
     words = words_per_row(columns)
     if columns != words * BITS:
         tokens = torch.nn.functional.pad(tokens, (0, words * BITS - columns))
     weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=tokens.device)
-    octets = tokens.view(patterns, rows, words * 4, 8).to(torch.uint8).mul_(weights).sum(-1, dtype=torch.uint8)
-    return octets.view(torch.int32)  # four octets a word, the first one lowest: little-endian, as GPUs are
+    octets = (
+        tokens.view(patterns, rows, words * 4, 8)
+        .to(torch.uint8)
+        .mul_(weights)
+        .sum(-1, dtype=torch.uint8)
+    )
+    # four octets a word, the first one lowest: little-endian, as GPUs are
+    return octets.view(torch.int32)
 
 
 def unpack_tokens(
@@ -241,6 +291,8 @@ def unpack_tokens(
 def count_tokens(token_bits: Int[Tensor, "patterns query_block words"]) -> Int[Tensor, " patterns"]:
     """Attended pairs of each pattern, int64."""
     octets = token_bits.contiguous().view(torch.uint8).flatten(1)
-    counts = torch.tensor([value.bit_count() for value in range(256)], dtype=torch.uint8, device=octets.device)
+    counts = torch.tensor(
+        [value.bit_count() for value in range(256)], dtype=torch.uint8, device=octets.device
+    )
     step = max(1, MAX_TOKENS // max(1, octets.shape[1]))
     return torch.cat([counts[part.int()].sum(-1, dtype=torch.int64) for part in octets.split(step)])

@@ -1,10 +1,11 @@
-"""An optional plug-in: replays of attention calls in C++, for calls so short that they wait for Python.
+"""An optional plug-in: replays of attention calls in C++, for calls so short that they wait for
+Python.
 
     python -m cs336_systems.attention.native      # half a minute of a C++ compiler, once a machine
 
-Without it everything works the same; `Replay.__call__` of `triton/launch.py`, the one place that asks for it, does in
-Python what `replay.cpp` does. The library lies in the user's cache (`TORCH_EXTENSIONS_DIR`, else
-`~/.cache/cs336_systems`), in a folder that only the user can write.
+Without it everything works the same; `Replay.__call__` of `triton/launch.py`, the one place that
+asks for it, does in Python what `replay.cpp` does. The library lies in the user's cache
+(`TORCH_EXTENSIONS_DIR`, else `~/.cache/cs336_systems`), in a folder that only the user can write.
 `CS336_ATTN_NATIVE=0`, set before the first call, switches it off.
 """
 
@@ -41,7 +42,9 @@ def library_path() -> Path:
 
 @cache
 def load() -> ModuleType | None:
-    """The library; None where it has not been built or is switched off, and with a warning where it does not load."""
+    """The library; None where it has not been built or is switched off, and with a warning where it
+    does not load.
+    """
     if os.environ.get(SWITCH) == "0":
         return None
     try:
@@ -63,7 +66,9 @@ def load() -> ModuleType | None:
 
 
 def build() -> Path:
-    """Compile the library, unless it is there. RuntimeError with the compiler's words where it cannot be."""
+    """Compile the library, unless it is there. RuntimeError with the compiler's words where it
+    cannot be.
+    """
     from torch.utils.cpp_extension import include_paths
 
     path, libraries = library_path(), Path(torch.__file__).parent / "lib"
@@ -74,18 +79,37 @@ def build() -> Path:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         unfinished = Path(folder) / path.name
         command = [
-            *(os.environ.get("CXX", "").split() or ["c++"]), "-std=c++20", "-O2", "-fPIC", "-shared",
+            *(os.environ.get("CXX", "").split() or ["c++"]),
+            "-std=c++20",
+            "-O2",
+            "-fPIC",
+            "-shared",
             "-fvisibility=hidden",
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-DTORCH_EXTENSION_NAME={MODULE}",
-            *(option for place in (*include_paths(), sysconfig.get_path("include")) for option in ("-isystem", place)),
-            str(SOURCE), "-o", str(unfinished), f"-L{libraries}", "-lc10", "-ltorch_cpu", "-ltorch_python",
-        ]  # fmt: skip
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+            f"-DTORCH_EXTENSION_NAME={MODULE}",
+            *(
+                option
+                for place in (*include_paths(), sysconfig.get_path("include"))
+                for option in ("-isystem", place)
+            ),
+            str(SOURCE),
+            "-o",
+            str(unfinished),
+            f"-L{libraries}",
+            "-lc10",
+            "-ltorch_cpu",
+            "-ltorch_python",
+        ]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILE_TIMEOUT_S)
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=COMPILE_TIMEOUT_S
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise RuntimeError(f"{command[0]} does not compile {SOURCE.name}: {error}") from None
         if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if "error" in line] or ["no reason given"]
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or [
+                "no reason given"
+            ]
             raise RuntimeError(f"{command[0]} does not compile {SOURCE.name}: {errors[0]}")
         unfinished.chmod(0o700)
         unfinished.replace(path)

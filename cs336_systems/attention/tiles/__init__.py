@@ -1,4 +1,6 @@
-"""Which tiles each kernel uses on which GPU, and when a forward splits the keys: pure, and testable without one."""
+"""Which tiles each kernel uses on which GPU, and when a forward splits the keys: pure, and testable
+without one.
+"""
 
 from cs336_systems.attention.tiles.choice import part_size, seen_keys, select_config, target_of
 from cs336_systems.attention.tiles.kernel_config import (

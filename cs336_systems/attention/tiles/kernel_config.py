@@ -13,14 +13,16 @@ NUM_WARPS = (1, 2, 4, 8, 16, 32)  # of a program: at most 1,024 threads
 NUM_STAGES = tuple(range(1, 9))  # more than shared memory has room for
 MAX_HEAD_DIM = 256
 TMA_ALIGNMENT_BYTES = 16  # where rows that Hopper's copy engine reads may begin
-# Rows that programs running at one time should share: about half of the L2 cache of an H200 or a B200 (50 to 126 MB);
-# the rest streams. Heads take turns where their tiles are of unequal length, so that the longest start first. Without a
-# mask one head follows the other, which is up to 11 % faster; half the share is 2 to 5 % faster for a block mask and up
-# to 4 % for Triton's causal backward, and 2 % slower for its causal forward (one H100, by turns, 2026-11-26).
+# Rows that programs running at one time should share: about half of the L2 cache of an H200 or a
+# B200 (50 to 126 MB); the rest streams. Heads take turns where their tiles are of unequal length,
+# so that the longest start first. Without a mask one head follows the other, which is up to 11 %
+# faster; half the share is 2 to 5 % faster for a block mask and up to 4 % for Triton's causal
+# backward, and 2 % slower for its causal forward (one H100, by turns, 2026-11-26).
 L2_SHARE_BYTES = 32 * 2**20
 HALF_L2_SHARE_BYTES = L2_SHARE_BYTES // 2
 PRECISIONS = ("ieee", "tf32x3")  # of float32 dots; 16-bit ones have no choice
-TMA_BARRIER_BYTES = 1024  # of barriers that copies signal, as far apart as the tiles' alignment puts them
+# of barriers that copies signal, as far apart as the tiles' alignment puts them
+TMA_BARRIER_BYTES = 1024
 _NAME = re.compile(
     r"(?P<target>[a-z0-9]+)_(?P<kernel>[a-z]+)_(?P<query_tile>\d+)x(?P<key_tile>\d+)_w(?P<num_warps>\d+)"
     r"_s(?P<num_stages>\d+)(?P<tma>_tma)?(_(?P<precision>[a-z0-9]+))?"
@@ -30,7 +32,8 @@ _NAME = re.compile(
 def head_tile(head_dim: int) -> int:
     """Columns of a tile for `head_dim`: the next power of two, at least 64.
 
-    Narrower tiles are not used: on sm_90 triton 3.6 can miscompile a kernel with two dots of 16 or 32 columns.
+    Narrower tiles are not used: on sm_90 triton 3.6 can miscompile a kernel with two dots of 16 or
+    32 columns.
     """
     tile = MIN_HEAD_TILE
     while tile < head_dim:
@@ -42,23 +45,36 @@ def head_tile(head_dim: int) -> int:
 class KernelConfig:
     """Launch configuration of one kernel. Its name says everything: `sm90_forward_128x64_w8_s3`."""
 
-    target: str  # architecture that the table was made for: sm80, sm86, sm89, sm90, sm100 or portable
+    # architecture that the table was made for: sm80, sm86, sm89, sm90, sm100 or portable
+    target: str
     kernel: str  # forward, dkdv or dq
     query_tile: int  # rows of a query tile
     key_tile: int  # rows of a key tile
     num_warps: int
     num_stages: int  # depth of the software pipeline over the inner loop's tiles
-    tma: bool = False  # tiles are read by Hopper's copy engine; which inputs it can read: `triton/launch.py`
-    precision: str = "ieee"  # of float32 dots: ieee on the FMA units, tf32x3 as three products on the tensor cores
+    # tiles are read by Hopper's copy engine; which inputs it can read: `triton/launch.py`
+    tma: bool = False
+    # of float32 dots: ieee on the FMA units, tf32x3 as three products on the tensor cores
+    precision: str = "ieee"
 
     def __post_init__(self) -> None:
         for field, choices in (
-            ("kernel", KERNELS), ("query_tile", TILE_ROWS), ("key_tile", TILE_ROWS), ("num_warps", NUM_WARPS),
-            ("num_stages", NUM_STAGES), ("precision", PRECISIONS),
-        ):  # fmt: skip
+            ("kernel", KERNELS),
+            ("query_tile", TILE_ROWS),
+            ("key_tile", TILE_ROWS),
+            ("num_warps", NUM_WARPS),
+            ("num_stages", NUM_STAGES),
+            ("precision", PRECISIONS),
+        ):
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, type(choices[0])) or value not in choices:
-                raise ValueError(f"KernelConfig.{field} must be one of {', '.join(map(str, choices))}, got {value!r}")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, type(choices[0]))
+                or value not in choices
+            ):
+                raise ValueError(
+                    f"KernelConfig.{field} must be one of {', '.join(map(str, choices))}, got {value!r}"
+                )
 
     @property
     def name(self) -> str:
@@ -76,7 +92,9 @@ class KernelConfig:
         values: dict[str, Any] = match.groupdict()
         for field in ("query_tile", "key_tile", "num_warps", "num_stages"):
             values[field] = int(values[field])
-        return cls(**values | {"tma": match["tma"] is not None, "precision": match["precision"] or "ieee"})
+        return cls(
+            **values | {"tma": match["tma"] is not None, "precision": match["precision"] or "ieee"}
+        )
 
     @property
     def spelling(self) -> str:
@@ -85,23 +103,29 @@ class KernelConfig:
 
     def num_programs(self, *, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> int:
         """Programs of a launch: tiles of queries, or of keys for dkdv, of all heads."""
-        rows, tile = (seqlen_k, self.key_tile) if self.kernel == "dkdv" else (seqlen_q, self.query_tile)
+        rows, tile = (
+            (seqlen_k, self.key_tile) if self.kernel == "dkdv" else (seqlen_q, self.query_tile)
+        )
         return -(-rows // tile) * batch * heads
 
     def shared_memory_bytes(self, head_dim: int, bytes_per_element: int) -> int:
-        """Estimate of a program's shared memory: the tiles it holds, and `num_stages` of those that it streams.
+        """Estimate of a program's shared memory: the tiles it holds, and `num_stages` of those that
+        it streams.
 
-        From tile sizes alone, so that a row can be ruled out without a compiler. What the compiler adds for reductions
-        and changes of layout differs by architecture; its own number is in `cs336-systems doctor --kernels`. On sm_90
-        that is less, down to half in tf32x3: scores that fit registers and operands that share a buffer count here.
+        From tile sizes alone, so that a row can be ruled out without a compiler. What the compiler
+        adds for reductions and changes of layout differs by architecture; its own number is in
+        `cs336-systems doctor --kernels`. On sm_90 that is less, down to half in tf32x3: scores that
+        fit registers and operands that share a buffer count here.
         """
         row = head_tile(head_dim) * bytes_per_element
         queries, keys = self.query_tile * row, self.key_tile * row
-        held = 1 if self.precision == "ieee" else 2  # tf32x3 holds the leading bits and the rest of each operand
+        # tf32x3 holds the leading bits and the rest of each operand
+        held = 1 if self.precision == "ieee" else 2
         barriers = TMA_BARRIER_BYTES if self.tma else 0
         if self.kernel == "forward":  # holds Q, streams K and V
             return held * queries + self.num_stages * 2 * keys + barriers
-        scores = self.query_tile * self.key_tile * bytes_per_element  # P or dS on its way to be an operand
+        # P or dS on its way to be an operand
+        scores = self.query_tile * self.key_tile * bytes_per_element
         if self.kernel == "dq":  # holds Q and dO, streams K and V
             return held * 2 * queries + self.num_stages * 2 * keys + scores + barriers
         # dkdv holds K and V, streams Q and dO
@@ -125,14 +149,22 @@ class AttentionConfig:
         for kernel in KERNELS:
             config = getattr(self, kernel)
             if config is not None and not isinstance(config, KernelConfig):
-                raise TypeError(f"AttentionConfig.{kernel} must be a KernelConfig or None, got {config!r}")
+                raise TypeError(
+                    f"AttentionConfig.{kernel} must be a KernelConfig or None, got {config!r}"
+                )
             if config is not None and config.kernel != kernel:
-                raise ValueError(f"AttentionConfig.{kernel} must be a {kernel} configuration, got {config.name}")
+                raise ValueError(
+                    f"AttentionConfig.{kernel} must be a {kernel} configuration, got {config.name}"
+                )
 
     @property
     def names(self) -> str:
-        """The chosen configurations' names, comma-separated: an operator's arguments are plain values."""
-        return ",".join(config.name for config in (self.forward, self.dkdv, self.dq) if config is not None)
+        """The chosen configurations' names, comma-separated: an operator's arguments are plain
+        values.
+        """
+        return ",".join(
+            config.name for config in (self.forward, self.dkdv, self.dq) if config is not None
+        )
 
 
 def parse_configs(names: str) -> dict[str, KernelConfig]:

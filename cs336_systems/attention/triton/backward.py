@@ -1,23 +1,26 @@
-"""The FlashAttention-2 backward in Triton: a preprocess and two passes, none of which needs atomics.
+"""The FlashAttention-2 backward in Triton: a preprocess and two passes, none of which needs
+atomics.
 
   preprocess   delta = rowsum(dO ∘ O), minus the gradient of L if one arrives, and 0 in a row without keys; L in base 2;
                one program a tile of queries
   dK, dV       one program a tile of keys, over the query tiles that see it
   dQ           one program a tile of queries, over the key tiles that it sees
 
-Both passes recompute P = exp(S - L) from Q, K and L. That is seven matmuls instead of five, and in return every output
-tile has one writer: gradients are bit-reproducible. Source: FlashAttention-2 (Dao 2023), algorithm 2, split in two.
+Both passes recompute P = exp(S - L) from Q, K and L. That is seven matmuls instead of five, and in
+return every output tile has one writer: gradients are bit-reproducible. Source: FlashAttention-2
+(Dao 2023), algorithm 2, split in two.
 
 In the kernels D is the head dim, and the paper's D is called delta.
 
-From sm_90 on a kernel starts while the one before it ends: its first programs take the place that the last ones leave.
-dK/dV waits for the preprocess before it reads L and delta (by TMA it loads K and V first). dQ may start once every
-program of dK/dV is past that wait: L and delta are complete then, and it reads nothing that dK/dV writes. It waits for
-dK/dV at its own end, so that whoever waits for dQ has waited for both. The preprocess starts when all work before the
-call has ended. Source: CUDA Programming Guide, Programmatic Dependent Launch and Synchronization.
+From sm_90 on a kernel starts while the one before it ends: its first programs take the place that
+the last ones leave. dK/dV waits for the preprocess before it reads L and delta (by TMA it loads K
+and V first). dQ may start once every program of dK/dV is past that wait: L and delta are complete
+then, and it reads nothing that dK/dV writes. It waits for dK/dV at its own end, so that whoever
+waits for dQ has waited for both. The preprocess starts when all work before the call has ended.
+Source: CUDA Programming Guide, Programmatic Dependent Launch and Synchronization.
 
-With grouped-query attention a dK/dV program runs through all query heads of its group, so the sum over the group stays
-in its float32 accumulators.
+With grouped-query attention a dK/dV program runs through all query heads of its group, so the sum
+over the group stays in its float32 accumulators.
 """
 
 from __future__ import annotations
@@ -42,7 +45,13 @@ from cs336_systems.attention.triton.launch import (
     overlap_options,
     tile_options,
 )
-from cs336_systems.attention.triton.lists import hide_keys, hide_queries, row_of_step, walked, walks_of
+from cs336_systems.attention.triton.lists import (
+    hide_keys,
+    hide_queries,
+    row_of_step,
+    walked,
+    walks_of,
+)
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     ROW_PADDING,
@@ -74,7 +83,9 @@ def flash_backward_preprocess_kernel(
     O_strides, dO_strides, dL_strides, N_HEADS, N_QUERIES,
     HAS_DL: tl.constexpr, TILES: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """L (batch, heads, queries) is contiguous, and so are the rows of O and the results, which PADDED lengthens."""
+    """L (batch, heads, queries) is contiguous, and so are the rows of O and the results, which
+    PADDED lengthens.
+    """
     start_next(OVERLAP)
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     num_rows = padded_rows(N_QUERIES) if PADDED else N_QUERIES
@@ -90,14 +101,23 @@ def flash_backward_preprocess_kernel(
     delta = tl.sum(O.to(tl.float32) * dO.to(tl.float32), axis=1)
     if HAS_DL:
         dL_base = dL_ptr + batch * dL_strides[0] + head * dL_strides[1]
-        delta -= tl.load(dL_base + query_rows.to(tl.int64) * dL_strides[2], mask=query_rows < N_QUERIES, other=0.0)
-    L = tl.load(L_ptr + batch_head * N_QUERIES + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
-    delta = tl.where(float("-inf") < L, delta, 0.0)  # no key: P = 0, and 0 times a NaN gradient of L would be NaN
+        delta -= tl.load(
+            dL_base + query_rows.to(tl.int64) * dL_strides[2],
+            mask=query_rows < N_QUERIES,
+            other=0.0,
+        )
+    L = tl.load(
+        L_ptr + batch_head * N_QUERIES + query_rows, mask=query_rows < N_QUERIES, other=float("inf")
+    )
+    # no key: P = 0, and 0 times a NaN gradient of L would be NaN
+    delta = tl.where(float("-inf") < L, delta, 0.0)
     # In base 2 but for float32 inputs, of which `recompute_probabilities` wants it as it is.
     if O.dtype == tl.float32:
         tl.store(L_log2_ptr + batch_head * num_rows + query_rows, L, mask=query_rows < num_rows)
     else:
-        tl.store(L_log2_ptr + batch_head * num_rows + query_rows, L * LOG2_E, mask=query_rows < num_rows)
+        tl.store(
+            L_log2_ptr + batch_head * num_rows + query_rows, L * LOG2_E, mask=query_rows < num_rows
+        )
     tl.store(delta_ptr + batch_head * num_rows + query_rows, delta, mask=query_rows < num_rows)
 
 
@@ -109,14 +129,17 @@ def _visit_queries(
 ):  # fmt: skip
     """Fold the query tiles of [first_query, last_query) into dK (without its scale) and dV.
 
-    Queries past the end have L = +inf, hence P = 0: only the diagonal needs mask arithmetic. BOUNDED: L and delta do
-    not have the last tile's rows in memory. STAGES of tiles are loaded ahead, where it is None as many as configured.
-    LATE_LOADS saves registers: L and delta are loaded behind two matmuls, and nothing is hoisted out of the loop.
+    Queries past the end have L = +inf, hence P = 0: only the diagonal needs mask arithmetic.
+    BOUNDED: L and delta do not have the last tile's rows in memory. STAGES of tiles are loaded
+    ahead, where it is None as many as configured. LATE_LOADS saves registers: L and delta are
+    loaded behind two matmuls, and nothing is hoisted out of the loop.
     """
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     LISTED: tl.constexpr = TILES.Q_BLOCK > 0
     HOIST_NOTHING: tl.constexpr = LATE_LOADS or (LISTED and K.dtype != tl.float32)
-    for start in tl.range(first_query, last_query, Q_TILE_SIZE, num_stages=STAGES, disable_licm=HOIST_NOTHING):
+    for start in tl.range(
+        first_query, last_query, Q_TILE_SIZE, num_stages=STAGES, disable_licm=HOIST_NOTHING
+    ):
         query = row_of_step(start, walk, TILES.Q_BLOCK, Q_TILE_SIZE)
         query_rows = query + tl.arange(0, Q_TILE_SIZE)
         Q = load_rows(Q_head, query, problem.N_QUERIES, Q_TILE_SIZE, TILES, CUT or not LISTED)
@@ -127,7 +150,9 @@ def _visit_queries(
         dP_T = tl.dot(V, tl.trans(dO), input_precision=TILES.PRECISION)
         if LATE_LOADS:
             L_log2, delta = load_lse_and_delta(L_head, delta_head, query_rows, problem, BOUNDED)
-        P_T = recompute_probabilities(S_T, L_log2[None, :], problem.scale_log2, Q.dtype == tl.float32)
+        P_T = recompute_probabilities(
+            S_T, L_log2[None, :], problem.scale_log2, Q.dtype == tl.float32
+        )
         if CUT:
             P_T = hide_queries(P_T, query_rows, first_key, start, walk, TILES)
         dK, dV = fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, problem.ZERO, TILES)
@@ -140,13 +165,15 @@ def differentiate_keys(
     first_head, key_tile, scale, lists, batch, problem, GROUP: tl.constexpr, TILES: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one key tile of one sequence, over the GROUP of query heads that begins with `first_head`.
+    """dK and dV of one key tile of one sequence, over the GROUP of query heads that begins with
+    `first_head`.
 
-    K_head and V_head come from `head_of`, and so do Q_first and dO_first for query head 0. Keys past the end are loaded
-    as zeros, and their dK and dV not stored. The bases point at the
-    sequence's row 0, those of L and delta in head 0. Without PADDED their rows end with the sequence's. Where TMA reads
-    whole tiles alone, those that the sequence's end cuts are read from Q_cut and dO_cut, and K and V as these are. Only
-    K and V may be read before the preprocess has ended.
+    K_head and V_head come from `head_of`, and so do Q_first and dO_first for query head 0. Keys
+    past the end are loaded as zeros, and their dK and dV not stored. The bases point at the
+    sequence's row 0, those of L and delta in head 0. Without PADDED their rows end with the
+    sequence's. Where TMA reads whole tiles alone, those that the sequence's end cuts are read from
+    Q_cut and dO_cut, and K and V as these are. Only K and V may be read before the preprocess has
+    ended.
     """
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
@@ -158,7 +185,8 @@ def differentiate_keys(
         start_next(OVERLAP)
     first_key = key_tile * K_TILE_SIZE
     key_rows = first_key + tl.arange(0, K_TILE_SIZE)
-    K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, True)  # (K_TILE_SIZE, D_TILE)
+    # (K_TILE_SIZE, D_TILE)
+    K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, True)
     V = load_rows(V_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, True)
     if CUT_TMA:
         await_previous(OVERLAP)
@@ -166,13 +194,15 @@ def differentiate_keys(
     dK = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
     dV = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
 
-    # Query tiles before start_queries see none of these keys; [start_queries, full_queries) are cut by the diagonal.
-    # All loops' registers are live at a time: where a wide head leaves none to spare, one loop masks every tile.
+    # Query tiles before start_queries see none of these keys; [start_queries, full_queries) are cut
+    # by the diagonal. All loops' registers are live at a time: where a wide head leaves none to
+    # spare, one loop masks every tile.
     IS_16_BIT: tl.constexpr = K.dtype != tl.float32
     ONE_LOOP: tl.constexpr = D_TILE >= 128 and IS_16_BIT
     CUT_APART: tl.constexpr = TMA and not CUT_TMA
     BOUNDED: tl.constexpr = not PADDED and not CUT_APART
-    # Addresses leave no register to spare. By TMA, causal tiles of 64 columns are 7 % faster so, full ones 6 % slower.
+    # Addresses leave no register to spare. By TMA, causal tiles of 64 columns are 7 % faster so,
+    # full ones 6 % slower.
     LATE_LOADS: tl.constexpr = IS_16_BIT and (not TMA or (IS_CAUSAL and D_TILE <= 64))
     start_queries = 0
     full_queries = 0
@@ -188,9 +218,14 @@ def differentiate_keys(
         L_head, delta_head = L_base + head * stride_lh, delta_base + head * stride_lh
         if TILES.Q_BLOCK:
             num_full, full, num_partial, partial = walks_of(
-                lists, batch, head, first_key // TILES.K_BLOCK, tl.cdiv(problem.N_KEYS, TILES.K_BLOCK)
+                lists,
+                batch,
+                head,
+                first_key // TILES.K_BLOCK,
+                tl.cdiv(problem.N_KEYS, TILES.K_BLOCK),
             )
-            BEHIND: tl.constexpr = TILES.Q_BLOCK > ROW_PADDING  # the mask's last tile may end behind the padding
+            # the mask's last tile may end behind the padding
+            BEHIND: tl.constexpr = TILES.Q_BLOCK > ROW_PADDING
             LATE: tl.constexpr = IS_16_BIT and not TMA
             dK, dV = _visit_queries(
                 dK, dV, K, V, first_key, Q_head, dO_head, L_head, delta_head, 0, num_full * TILES.Q_BLOCK, full,
@@ -255,14 +290,16 @@ def _visit_keys(
     dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, first_key, last_key, walk, problem,
     TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Fold the key tiles of [first_key, last_key) into dQ (without its scale). Keys past the end are loaded as zeros
-    and masked: their scores would be 0, not -inf."""
+    """Fold the key tiles of [first_key, last_key) into dQ (without its scale). Keys past the end
+    are loaded as zeros and masked: their scores would be 0, not -inf.
+    """
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     HOIST_NOTHING: tl.constexpr = TILES.K_BLOCK > 0 and Q.dtype != tl.float32
     for start in tl.range(first_key, last_key, K_TILE_SIZE, disable_licm=HOIST_NOTHING):
         key = row_of_step(start, walk, TILES.K_BLOCK, K_TILE_SIZE)
         key_rows = key + tl.arange(0, K_TILE_SIZE)
-        K = load_rows(K_head, key, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)  # (K_TILE_SIZE, D_TILE)
+        # (K_TILE_SIZE, D_TILE)
+        K = load_rows(K_head, key, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)
         V = load_rows(V_head, key, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)
         S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
         dP = tl.dot(dO, tl.trans(V), input_precision=TILES.PRECISION)
@@ -278,16 +315,18 @@ def differentiate_queries(
     Q_head, dO_head, K_head, V_head, K_cut, V_cut, L_base, delta_base, dQ_base, stride_dqs, query_tile, scale,
     lists, batch, head, problem, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one query tile of one sequence: the inputs come from `head_of`, the other bases point at its row 0.
+    """dQ of one query tile of one sequence: the inputs come from `head_of`, the other bases point
+    at its row 0.
 
-    Tiles of keys that every query sees are read from K_head and V_head, those that are cut from K_cut and V_cut, and Q
-    and dO as these are.
+    Tiles of keys that every query sees are read from K_head and V_head, those that are cut from
+    K_cut and V_cut, and Q and dO as these are.
     """
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     D_TILE: tl.constexpr = TILES.D_TILE
     first_query = query_tile * Q_TILE_SIZE
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, True)  # (Q_TILE_SIZE, D_TILE)
+    # (Q_TILE_SIZE, D_TILE)
+    Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, True)
     dO = load_rows(dO_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, True)
     L_log2 = tl.load(L_base + query_rows, mask=query_rows < problem.N_QUERIES, other=float("inf"))
     delta = tl.load(delta_base + query_rows, mask=query_rows < problem.N_QUERIES, other=0.0)
@@ -295,7 +334,11 @@ def differentiate_queries(
 
     if TILES.K_BLOCK:
         num_full, full, num_partial, partial = walks_of(
-            lists, batch, head, first_query // TILES.Q_BLOCK, tl.cdiv(problem.N_QUERIES, TILES.Q_BLOCK)
+            lists,
+            batch,
+            head,
+            first_query // TILES.Q_BLOCK,
+            tl.cdiv(problem.N_QUERIES, TILES.Q_BLOCK),
         )
         first_cut, full_keys, end_keys = 0, num_full * TILES.K_BLOCK, num_partial * TILES.K_BLOCK
     else:
@@ -303,7 +346,21 @@ def differentiate_queries(
         full_keys, end_keys = key_bounds(first_query, problem.N_KEYS, TILES, IS_CAUSAL)
         first_cut = full_keys
     dQ = _visit_keys(
-        dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, 0, full_keys, full, problem, TILES, IS_CAUSAL, False
+        dQ,
+        Q,
+        dO,
+        L_log2,
+        delta,
+        query_rows,
+        K_head,
+        V_head,
+        0,
+        full_keys,
+        full,
+        problem,
+        TILES,
+        IS_CAUSAL,
+        False,
     )
     dQ = _visit_keys(
         dQ, Q, dO, L_log2, delta, query_rows, K_cut, V_cut, first_cut, end_keys, partial, problem, TILES, IS_CAUSAL,
@@ -342,17 +399,26 @@ def flash_backward_dq_kernel(
 def launch_preprocess(
     output: Queries, lse: Rows, grad_output: Queries, grad_lse: Rows | None, *, padded: bool = True
 ) -> tuple[Rows, Rows]:
-    """(L in base 2, delta = rowsum(dO ∘ O) - dL), in float32 and contiguous, their rows padded to whole tiles if asked.
+    """(L in base 2, delta = rowsum(dO ∘ O) - dL), in float32 and contiguous, their rows padded to
+    whole tiles if asked.
 
     In a row without keys, L = -inf, delta is 0 whatever dO and dL hold there.
     `lse` and the rows of `output` are contiguous.
     """
     batch, heads, num_queries, head_dim = output.shape
-    num_rows = num_tiles(num_queries, ROW_PADDING.value) * ROW_PADDING.value if padded else num_queries
-    lse_log2, delta = (empty((batch, heads, num_rows), torch.float32, output.device) for _ in range(2))
+    num_rows = (
+        num_tiles(num_queries, ROW_PADDING.value) * ROW_PADDING.value if padded else num_queries
+    )
+    lse_log2, delta = (
+        empty((batch, heads, num_rows), torch.float32, output.device) for _ in range(2)
+    )
     grad_lse_or_any = lse if grad_lse is None else grad_lse
     tiles = Tiles(
-        D=head_dim, D_TILE=head_tile(head_dim), Q_TILE_SIZE=PREPROCESS_ROWS, K_TILE_SIZE=0, PRECISION="ieee"
+        D=head_dim,
+        D_TILE=head_tile(head_dim),
+        Q_TILE_SIZE=PREPROCESS_ROWS,
+        K_TILE_SIZE=0,
+        PRECISION="ieee",
     )  # of which it multiplies none
     with stage("preprocess"):
         launch(
@@ -371,8 +437,9 @@ def launch_backward(
 ) -> tuple[Queries, Keys, Keys]:  # fmt: skip
     """Contiguous gradients of q, k, v in their dtypes.
 
-    `output` and `lse` are contiguous, as the forward wrote them; the others have any strides, a stride-0 `grad_output`
-    (from `o.sum().backward()`) included, unless a configuration reads by TMA.
+    `output` and `lse` are contiguous, as the forward wrote them; the others have any strides, a
+    stride-0 `grad_output` (from `o.sum().backward()`) included, unless a configuration reads by
+    TMA.
     """
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
@@ -381,7 +448,9 @@ def launch_backward(
     strides = (q.stride(), k.stride(), v.stride(), grad_output.stride())
     sizes_and_scales = (num_queries, num_keys, scale, scale * LOG2_E.value, 0.0)
     group, share = heads // kv_heads, HALF_L2_SHARE_BYTES if is_causal or lists is not None else 0
-    by_keys, by_queries = (None, None) if lists is None else (walked(lists, "q"), walked(lists, "kv"))
+    by_keys, by_queries = (
+        (None, None) if lists is None else (walked(lists, "q"), walked(lists, "kv"))
+    )
     common = {"GROUP": group, "IS_CAUSAL": is_causal, **overlap_options(q.device, follows=True)}
     with stage("dkv"):
         launch(

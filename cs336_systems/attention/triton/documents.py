@@ -1,20 +1,25 @@
-"""Attention over packed documents in Triton: the dense kernels' bodies, with each program's bounds read on the device.
+"""Attention over packed documents in Triton: the dense kernels' bodies, with each program's bounds
+read on the device.
 
-Documents lie one behind the other, (total, heads, head_dim); `cu_seqlens` (documents + 1) holds their boundaries. Tiles
-start where documents start, so that no tile holds tokens of two: no mask is read, and a document's results do not
-depend on its neighbours, bit for bit.
+Documents lie one behind the other, (total, heads, head_dim); `cu_seqlens` (documents + 1) holds
+their boundaries. Tiles start where documents start, so that no tile holds tokens of two: no mask is
+read, and a document's results do not depend on its neighbours, bit for bit.
 
-The grid must be chosen without reading cu_seqlens, which would stall the host. Document d gets the slots from
-cu[d] // TILE + d on, which leaves it at least the ⌈n / TILE⌉ that its n tokens from a = cu[d] on need:
-⌊(a + n) / TILE⌋ + 1 - ⌊a / TILE⌋ is no less. A program finds its document by bisection, and a spare slot ends at once.
-So total // TILE + documents + 1 slots serve any lengths, however unequal, zero included.
+The grid must be chosen without reading cu_seqlens, which would stall the host. Document d gets the
+slots from
+cu[d] // TILE + d on, which leaves it at least the ⌈n / TILE⌉ that its n tokens from a = cu[d] on
+need:
+⌊(a + n) / TILE⌋ + 1 - ⌊a / TILE⌋ is no less. A program finds its document by bisection, and a spare
+slot ends at once. So total // TILE + documents + 1 slots serve any lengths, however unequal, zero
+included.
 
-The copy engine (TMA) reads whole tiles of a document. Those that its end cuts, whose other rows are the neighbour's,
-are read by pointers, which stop there.
+The copy engine (TMA) reads whole tiles of a document. Those that its end cuts, whose other rows are
+the neighbour's, are read by pointers, which stop there.
 
 The backward's kernels overlap as the dense ones do (`backward`), in spare slots too.
 
-Rows behind the last document belong to a document of no keys (no queries): O = 0, L = -inf, zero gradients.
+Rows behind the last document belong to a document of no keys (no queries): O = 0, L = -inf, zero
+gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +32,11 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig
-from cs336_systems.attention.triton.backward import differentiate_keys, differentiate_queries, launch_preprocess
+from cs336_systems.attention.triton.backward import (
+    differentiate_keys,
+    differentiate_queries,
+    launch_preprocess,
+)
 from cs336_systems.attention.triton.forward import attend_queries
 from cs336_systems.attention.triton.launch import (
     Boundaries,
@@ -55,13 +64,16 @@ from cs336_systems.measure.stages import stage
 
 @triton.jit
 def _boundary(cu_seqlens_ptr, document, TOTAL):
-    """cu_seqlens[document], or the nearest row: its values are not checked where that would stall the host."""
+    """cu_seqlens[document], or the nearest row: its values are not checked where that would stall
+    the host.
+    """
     return tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + document), 0), TOTAL)
 
 
 @triton.jit
 def tile_of_slot(cu_seqlens_ptr, slot, N_DOCUMENTS, TOTAL, TILE: tl.constexpr):
-    """(document, tile in it): the last document whose slots start at or before `slot`, N_DOCUMENTS for the rows behind.
+    """(document, tile in it): the last document whose slots start at or before `slot`, N_DOCUMENTS
+    for the rows behind.
 
     The tile may lie past the document's end.
     """
@@ -90,7 +102,9 @@ def rows_of_document(cu_seqlens_ptr, document, N_DOCUMENTS, behind, TOTAL):
 
 @triton.jit
 def head_in(X, strides, first_row, head):
-    """The rows of one head of packed documents from `first_row` on; strides are to the next row, head and column."""
+    """The rows of one head of packed documents from `first_row` on; strides are to the next row,
+    head and column.
+    """
     return head_of(X, (strides[0], strides[1], strides[0], strides[2]), first_row, head)
 
 
@@ -101,7 +115,8 @@ def varlen_forward_kernel(
     N_DOCUMENTS, N_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale_log2, ZERO,
     GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """O (total_queries, heads, D) and L (heads, total_queries) are contiguous; q, k, v have any strides.
+    """O (total_queries, heads, D) and L (heads, total_queries) are contiguous; q, k, v have any
+    strides.
 
     K_documents and V_documents are K and V, or their descriptors.
     """
@@ -109,8 +124,12 @@ def varlen_forward_kernel(
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     num_slots = TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
     slot, _, _, head = tile_of_program(num_slots, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
-    document, query_tile = tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, TOTAL_QUERIES, Q_TILE_SIZE)
-    first_query, num_queries = rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES)
+    document, query_tile = tile_of_slot(
+        cu_seqlens_q_ptr, slot, N_DOCUMENTS, TOTAL_QUERIES, Q_TILE_SIZE
+    )
+    first_query, num_queries = rows_of_document(
+        cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES
+    )
     first_key, num_keys = rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, 0, TOTAL_KEYS)
     if (query_tile >= 0) & (query_tile * Q_TILE_SIZE < num_queries):
         kv_head = head // GROUP
@@ -139,8 +158,12 @@ def varlen_dkdv_kernel(
     num_slots = TOTAL_KEYS // K_TILE_SIZE + N_DOCUMENTS + 1
     slot, _, _, kv_head = tile_of_program(num_slots, N_KV_HEADS, HEADS_TOGETHER, False)
     document, key_tile = tile_of_slot(cu_seqlens_k_ptr, slot, N_DOCUMENTS, TOTAL_KEYS, K_TILE_SIZE)
-    first_query, num_queries = rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, 0, TOTAL_QUERIES)
-    first_key, num_keys = rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, TOTAL_KEYS, TOTAL_KEYS)
+    first_query, num_queries = rows_of_document(
+        cu_seqlens_q_ptr, document, N_DOCUMENTS, 0, TOTAL_QUERIES
+    )
+    first_key, num_keys = rows_of_document(
+        cu_seqlens_k_ptr, document, N_DOCUMENTS, TOTAL_KEYS, TOTAL_KEYS
+    )
     if (key_tile >= 0) & (key_tile * K_TILE_SIZE < num_keys):
         output_base = (first_key * N_KV_HEADS + kv_head) * D
         differentiate_keys(
@@ -171,8 +194,12 @@ def varlen_dq_kernel(
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     num_slots = TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
     slot, _, _, head = tile_of_program(num_slots, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
-    document, query_tile = tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, TOTAL_QUERIES, Q_TILE_SIZE)
-    first_query, num_queries = rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES)
+    document, query_tile = tile_of_slot(
+        cu_seqlens_q_ptr, slot, N_DOCUMENTS, TOTAL_QUERIES, Q_TILE_SIZE
+    )
+    first_query, num_queries = rows_of_document(
+        cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES
+    )
     first_key, num_keys = rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, 0, TOTAL_KEYS)
     if (query_tile >= 0) & (query_tile * Q_TILE_SIZE < num_queries):
         kv_head = head // GROUP
@@ -196,7 +223,9 @@ def launch_varlen_forward(
     q: PackedQueries, k: PackedKeys, v: PackedKeys, cu_seqlens_q: Boundaries, cu_seqlens_k: Boundaries, *,
     is_causal: bool, scale: float, config: KernelConfig,
 ) -> tuple[PackedQueries, PackedRows]:  # fmt: skip
-    """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one device."""
+    """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one
+    device.
+    """
     output = empty_like(q)
     lse = empty((q.shape[1], q.shape[0]), torch.float32, q.device)
     with stage("forward"):
@@ -215,7 +244,9 @@ def launch_varlen_backward(
     grad_lse: PackedRows | None, cu_seqlens_q: Boundaries, cu_seqlens_k: Boundaries, *,
     is_causal: bool, scale: float, dkdv_config: KernelConfig, dq_config: KernelConfig,
 ) -> tuple[PackedQueries, PackedKeys, PackedKeys]:  # fmt: skip
-    """Contiguous gradients of q, k, v in their dtypes; what `launch_backward` says of its arguments holds here."""
+    """Contiguous gradients of q, k, v in their dtypes; what `launch_backward` says of its arguments
+    holds here.
+    """
     grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
     rows = launch_preprocess(  # of which none needs its document: one sequence of all rows
         output.transpose(0, 1)[None], lse[None], grad_output.transpose(0, 1)[None],
@@ -251,4 +282,8 @@ def _grid(packed: Tensor, cu_seqlens: Tensor, tile: int) -> tuple[int]:
 
 
 def _options(q: Tensor, k: Tensor, is_causal: bool, config: KernelConfig) -> dict[str, Any]:
-    return {"GROUP": q.shape[1] // k.shape[1], "IS_CAUSAL": is_causal, **tile_options(config, q.shape[2])}
+    return {
+        "GROUP": q.shape[1] // k.shape[1],
+        "IS_CAUSAL": is_causal,
+        **tile_options(config, q.shape[2]),
+    }

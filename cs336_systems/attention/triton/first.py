@@ -1,8 +1,10 @@
-"""Stage 4: a first Triton kernel, FlashAttention-2's forward as the handout asks for it. The backward is PyTorch's.
+"""Stage 4: a first Triton kernel, FlashAttention-2's forward as the handout asks for it. The
+backward is PyTorch's.
 
-One program computes one tile of queries of one sequence; the grid is (query tiles, batch). The loops are those of
-`attention/tiled.py`: the one over query tiles has become the grid, and a tile of Q, the running maximum m, the sum l
-and the accumulator O stay on chip while the program walks over tiles of K and V (algorithm 1 of FlashAttention-2).
+One program computes one tile of queries of one sequence; the grid is (query tiles, batch). The
+loops are those of `attention/tiled.py`: the one over query tiles has become the grid, and a tile of
+Q, the running maximum m, the sum l and the accumulator O stay on chip while the program walks over
+tiles of K and V (algorithm 1 of FlashAttention-2).
 
     flash_attention(q, k, v, is_causal=True, backend="triton_first")
 """
@@ -19,9 +21,11 @@ from cs336_systems.attention.rule import AttentionOperator
 from cs336_systems.attention.tiled import tiled_attention_backward
 
 TILE = 64  # rows of a tile of queries and of one of keys: lengths are whole tiles
-HEAD_DIMS = (16, 32, 64, 128)  # tl.arange wants powers of two, and tiles of more columns do not fit every GPU
+# tl.arange wants powers of two, and tiles of more columns do not fit every GPU
+HEAD_DIMS = (16, 32, 64, 128)
 MAX_SEQUENCES = 65535  # the second dimension of a CUDA grid
-# Where m starts. Finite: a tile whose scores are all -inf then gives exp(-inf - m) = 0, and not exp(-inf + inf) = NaN.
+# Where m starts. Finite: a tile whose scores are all -inf then gives exp(-inf - m) = 0, and not
+# exp(-inf + inf) = NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -36,27 +40,39 @@ def flash_fwd_kernel(
     N_KEYS, scale,
     D: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    # Point at the query tile and at the first tiles of keys and values, in 64 bits: tensors may pass 2³¹ elements.
+    # Point at the query tile and at the first tiles of keys and values, in 64 bits: tensors may
+    # pass 2³¹ elements.
     batch_index = tl.program_id(1).to(tl.int64)
     first_query = tl.program_id(0) * Q_TILE_SIZE
     queries = (first_query + tl.arange(0, Q_TILE_SIZE)).to(tl.int64)
     keys = tl.arange(0, K_TILE_SIZE).to(tl.int64)
     columns = tl.arange(0, D).to(tl.int64)
-    Q_ptrs = Q_ptr + batch_index * stride_qb + queries[:, None] * stride_qq + columns[None, :] * stride_qd
-    K_ptrs = K_ptr + batch_index * stride_kb + keys[:, None] * stride_kk + columns[None, :] * stride_kd
-    V_ptrs = V_ptr + batch_index * stride_vb + keys[:, None] * stride_vk + columns[None, :] * stride_vd
+    Q_ptrs = (
+        Q_ptr
+        + batch_index * stride_qb
+        + queries[:, None] * stride_qq
+        + columns[None, :] * stride_qd
+    )
+    K_ptrs = (
+        K_ptr + batch_index * stride_kb + keys[:, None] * stride_kk + columns[None, :] * stride_kd
+    )
+    V_ptrs = (
+        V_ptr + batch_index * stride_vb + keys[:, None] * stride_vk + columns[None, :] * stride_vd
+    )
     Q = tl.load(Q_ptrs)  # (Q_TILE_SIZE, D)
 
     m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)  # running row maxima of S
     l = tl.zeros([Q_TILE_SIZE], tl.float32)  # running row sums of exp(S - m)
     O = tl.zeros([Q_TILE_SIZE, D], tl.float32)  # running exp(S - m) V
 
-    # Fold the key tiles in; under the causal mask those that begin behind the last query are never read.
+    # Fold the key tiles in; under the causal mask those that begin behind the last query are never
+    # read.
     end_keys = tl.minimum(N_KEYS, first_query + Q_TILE_SIZE) if IS_CAUSAL else N_KEYS
     for first_key in range(0, end_keys, K_TILE_SIZE):
         K = tl.load(K_ptrs)  # (K_TILE_SIZE, D)
         V = tl.load(V_ptrs)  # (K_TILE_SIZE, D)
-        S = tl.dot(Q, tl.trans(K), input_precision="ieee") * scale  # (Q_TILE_SIZE, K_TILE_SIZE), float32
+        # (Q_TILE_SIZE, K_TILE_SIZE), float32
+        S = tl.dot(Q, tl.trans(K), input_precision="ieee") * scale
         if IS_CAUSAL:
             S = tl.where(queries[:, None] >= first_key + keys[None, :], S, float("-inf"))
         m_new = tl.maximum(m, tl.max(S, axis=1))
@@ -69,7 +85,12 @@ def flash_fwd_kernel(
         V_ptrs += K_TILE_SIZE * stride_vk
 
     # Normalise once, and store.
-    O_ptrs = O_ptr + batch_index * stride_ob + queries[:, None] * stride_oq + columns[None, :] * stride_od
+    O_ptrs = (
+        O_ptr
+        + batch_index * stride_ob
+        + queries[:, None] * stride_oq
+        + columns[None, :] * stride_od
+    )
     tl.store(O_ptrs, (O / l[:, None]).to(O_ptr.dtype.element_ty))
     tl.store(L_ptr + batch_index * stride_lb + queries * stride_lq, m + tl.log(l))
 
@@ -86,11 +107,16 @@ def check_first(q: Tensor, k: Tensor) -> None:
         )
 
 
-def flash_forward_first(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Output in q's dtype and log-sum-exp (..., queries) in float32 of q, k, v (..., seq, head_dim), any strides."""
+def flash_forward_first(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output in q's dtype and log-sum-exp (..., queries) in float32 of q, k, v (..., seq,
+    head_dim), any strides.
+    """
     check_first(q, k)
     output, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    Q, K, V = (x.flatten(0, -3) for x in (q, k, v))  # (batch, rows, D): heads are batch elements here
+    # (batch, rows, D): heads are batch elements here
+    Q, K, V = (x.flatten(0, -3) for x in (q, k, v))
     O, L = output.view(Q.shape), lse.view(Q.shape[:-1])
     with torch.cuda.device_of(q):
         flash_fwd_kernel[Q.shape[1] // TILE, Q.shape[0]](
@@ -107,4 +133,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
     return flash_forward_first(q, k, v, call.is_causal, call.scale)
 
 
-triton_first_attention = AttentionOperator("triton_first_attention", _forward, tiled_attention_backward)
+triton_first_attention = AttentionOperator(
+    "triton_first_attention", _forward, tiled_attention_backward
+)

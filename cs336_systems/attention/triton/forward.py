@@ -7,7 +7,8 @@ Phases of a program
   4. normalise once, store O and the log-sum-exp L.
 Key tiles above the diagonal are never read. Source: FlashAttention-2 (Dao 2023), algorithm 1.
 
-Programs are numbered with the longest causal query tiles first, so that the short ones fill the tail of the grid.
+Programs are numbered with the longest causal query tiles first, so that the short ones fill the
+tail of the grid.
 """
 
 from __future__ import annotations
@@ -51,21 +52,30 @@ def visit_keys(
     accumulator, m, l, Q, K_head, V_head, query_rows, first_key, last_key, walk, problem,
     TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
-    """Fold the key tiles of [first_key, last_key) into the running (accumulator, m, l); m is in base 2.
+    """Fold the key tiles of [first_key, last_key) into the running (accumulator, m, l); m is in
+    base 2.
 
     STAGES of tiles are loaded ahead, where it is None as many as the configuration says.
     """
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
-    for start in tl.range(first_key, last_key, K_TILE_SIZE, num_stages=STAGES, disable_licm=Q.dtype != tl.float32):
+    for start in tl.range(
+        first_key, last_key, K_TILE_SIZE, num_stages=STAGES, disable_licm=Q.dtype != tl.float32
+    ):
         key = row_of_step(start, walk, TILES.K_BLOCK, K_TILE_SIZE)
         key_rows = key + tl.arange(0, K_TILE_SIZE)
-        K = load_rows(K_head, key, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)  # (K_TILE_SIZE, D_TILE)
-        S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
+        # (K_TILE_SIZE, D_TILE)
+        K = load_rows(K_head, key, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)
+        # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
+        S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)
         if MASKED:
-            S = hide_keys(S, float("-inf"), query_rows, key_rows, start, walk, problem, TILES, IS_CAUSAL)
+            S = hide_keys(
+                S, float("-inf"), query_rows, key_rows, start, walk, problem, TILES, IS_CAUSAL
+            )
         P, rescale, m, l = online_softmax(S, m, l, problem.scale_log2)
         V = load_rows(V_head, key, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED)
-        accumulator = accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, problem.ZERO, TILES)
+        accumulator = accumulate(
+            accumulator * rescale[:, None], P.to(V.dtype), V, problem.ZERO, TILES
+        )
     return accumulator, m, l
 
 
@@ -74,25 +84,33 @@ def attend_queries(
     Q_head, K_head, V_head, K_cut, V_cut, O_base, L_base, stride_os, query_tile, lists, batch, head, problem,
     TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS_WITHOUT_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One query tile of one sequence: Q, K and V come from `head_of`, O_base and L_base point at the sequence's row 0
-    in the program's head. Tiles of keys that every query sees are read from K_head and V_head, those that are cut from
-    K_cut and V_cut, and Q as these are: packed documents have their neighbours' rows where a sequence's end is."""
+    """One query tile of one sequence: Q, K and V come from `head_of`, O_base and L_base point at
+    the sequence's row 0 in the program's head. Tiles of keys that every query sees are read from
+    K_head and V_head, those that are cut from K_cut and V_cut, and Q as these are: packed documents
+    have their neighbours' rows where a sequence's end is.
+    """
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     D_TILE: tl.constexpr = TILES.D_TILE
     # 1. load the query tile
     first_query = query_tile * Q_TILE_SIZE
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, True)  # (Q_TILE_SIZE, D_TILE)
+    # (Q_TILE_SIZE, D_TILE)
+    Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, True)
     m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)
     l = tl.zeros([Q_TILE_SIZE], tl.float32)
     accumulator = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
     TMA: tl.constexpr = isinstance(K_head.X, tl.tensor_descriptor)
-    # A third stage of pointers beside TMA's leaves a streaming multiprocessor no room for two programs.
+    # A third stage of pointers beside TMA's leaves a streaming multiprocessor no room for two
+    # programs.
     CUT_STAGES: tl.constexpr = 2 if TMA and not isinstance(K_cut.X, tl.tensor_descriptor) else None
     if TILES.K_BLOCK:
         num_full, full, num_partial, partial = walks_of(
-            lists, batch, head, first_query // TILES.Q_BLOCK, tl.cdiv(problem.N_QUERIES, TILES.Q_BLOCK)
+            lists,
+            batch,
+            head,
+            first_query // TILES.Q_BLOCK,
+            tl.cdiv(problem.N_QUERIES, TILES.Q_BLOCK),
         )
         first_cut, full_keys, end_keys = 0, num_full * TILES.K_BLOCK, num_partial * TILES.K_BLOCK
     else:
@@ -102,7 +120,20 @@ def attend_queries(
 
     # 2. unmasked loop
     accumulator, m, l = visit_keys(
-        accumulator, m, l, Q, K_head, V_head, query_rows, 0, full_keys, full, problem, TILES, IS_CAUSAL, False
+        accumulator,
+        m,
+        l,
+        Q,
+        K_head,
+        V_head,
+        query_rows,
+        0,
+        full_keys,
+        full,
+        problem,
+        TILES,
+        IS_CAUSAL,
+        False,
     )
     # 3. masked loop
     accumulator, m, l = visit_keys(
@@ -111,7 +142,18 @@ def attend_queries(
     )  # fmt: skip
 
     # 4. normalise and store
-    store_queries(accumulator, m, l, O_base, L_base, query_rows, problem.N_QUERIES, stride_os, TILES, ROWS_WITHOUT_KEYS)
+    store_queries(
+        accumulator,
+        m,
+        l,
+        O_base,
+        L_base,
+        query_rows,
+        problem.N_QUERIES,
+        stride_os,
+        TILES,
+        ROWS_WITHOUT_KEYS,
+    )
 
 
 @triton.jit
@@ -121,8 +163,9 @@ def flash_forward_kernel(
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2, ZERO, lists,
     GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides, or are
-    descriptors."""
+    """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any
+    strides, or are descriptors.
+    """
     D: tl.constexpr = TILES.D
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     query_tile, batch_head, batch, head = tile_of_program(
@@ -143,7 +186,8 @@ def launch_forward(
     q: Queries, k: Keys, v: Keys, lists: TileLists | None = None, *,
     is_causal: bool, scale: float, config: KernelConfig,
 ) -> tuple[Queries, Rows]:  # fmt: skip
-    """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one device.
+    """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one
+    device.
 
     Along `lists` of a block mask `config`'s tiles divide the mask's: see `fit_to_blocks`.
     """

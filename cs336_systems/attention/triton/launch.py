@@ -1,16 +1,20 @@
-"""How a kernel is launched: what it is given, and every launch and allocation, so that a call can be replayed.
+"""How a kernel is launched: what it is given, and every launch and allocation, so that a call can
+be replayed.
 
     output, lse = empty_results(q)              # memory that a replay allocates again
-    launch(kernel, grid_of(config, q, k), (*described(config, q=q, k=k, v=v), output, lse), numbers, options)
+    launch(kernel, grid_of(config, q, k), (*described(config, q=q, k=k, v=v), output, lse), numbers,
+    options)
 
-With a descriptor Hopper's copy engine (TMA) reads a tile in one instruction: a thread computes no addresses and holds
-none in registers, and rows or columns past the end arrive as zeros. The engine wants rows that are contiguous and start
-at multiples of 16 bytes; other inputs take the pointer kernels.
+With a descriptor Hopper's copy engine (TMA) reads a tile in one instruction: a thread computes no
+addresses and holds none in registers, and rows or columns past the end arrive as zeros. The engine
+wants rows that are contiguous and start at multiples of 16 bytes; other inputs take the pointer
+kernels.
 
-Packed documents, (rows, heads, head_dim), are described as if a sequence began at each row: batch element r is the
-tensor from row r on. So a kernel reads a document as it reads any sequence, with its first row for the batch element.
-The engine knows the ends of neither the document nor, but for r = 0, the tensor: it may be asked for whole tiles of a
-document alone, and those that its end cuts are read by pointers.
+Packed documents, (rows, heads, head_dim), are described as if a sequence began at each row: batch
+element r is the tensor from row r on. So a kernel reads a document as it reads any sequence, with
+its first row for the batch element. The engine knows the ends of neither the document nor, but for
+r = 0, the tensor: it may be asked for whole tiles of a document alone, and those that its end cuts
+are read by pointers.
 """
 
 from __future__ import annotations
@@ -56,7 +60,8 @@ MAX_COLUMN_OFFSET = 2**31
 
 
 LOG_SWITCH = "CS336_ATTN_LOG"
-OVERLAPS_FROM = 90  # the first architecture, sm_90, on which a kernel may start while the one before it ends
+# the first architecture, sm_90, on which a kernel may start while the one before it ends
+OVERLAPS_FROM = 90
 Results = TypeVar("Results")
 _interpreting = threading.RLock()  # Triton's interpreter keeps the program that it is at in globals
 
@@ -65,7 +70,9 @@ _interpreting = threading.RLock()  # Triton's interpreter keeps the program that
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Whether TMA can read all of these (batch, heads, rows, head_dim) or packed tensors as they are."""
+    """Whether TMA can read all of these (batch, heads, rows, head_dim) or packed tensors as they
+    are.
+    """
     for x in tensors:
         if x.data_ptr() % TMA_ALIGNMENT_BYTES:
             return False
@@ -87,11 +94,14 @@ def rows_are_aligned(x: Tensor) -> bool:
     return tma_reads_rows(x.shape[-1], x.element_size())
 
 
-def described(config: KernelConfig, *, packed: bool = False, **operands: Tensor) -> list[Tensor | TensorDescriptor]:
-    """`operands` as a kernel under `config` takes them: themselves, or descriptors of tiles where the config says TMA.
+def described(
+    config: KernelConfig, *, packed: bool = False, **operands: Tensor
+) -> list[Tensor | TensorDescriptor]:
+    """`operands` as a kernel under `config` takes them: themselves, or descriptors of tiles where
+    the config says TMA.
 
-    `packed`: of (rows, heads, head_dim) tensors batch element r begins at row r. ValueError naming the operand that TMA
-    cannot read.
+    `packed`: of (rows, heads, head_dim) tensors batch element r begins at row r. ValueError naming
+    the operand that TMA cannot read.
     """
     if not config.tma:
         return list(operands.values())
@@ -104,15 +114,26 @@ def described(config: KernelConfig, *, packed: bool = False, **operands: Tensor)
             )
         shape, strides = tuple(x.shape), x.stride()
         if packed:
-            shape, strides = (shape[0], shape[1], shape[0], shape[2]), (strides[0], strides[1], strides[0], strides[2])
+            shape, strides = (
+                (shape[0], shape[1], shape[0], shape[2]),
+                (strides[0], strides[1], strides[0], strides[2]),
+            )
         rows = config.query_tile if name in QUERY_OPERANDS else config.key_tile
         block = [1, 1, rows, head_tile(shape[-1])]
-        found.append(TensorDescriptor(x, list(shape), described_strides(shape, strides, x.element_size()), block))
+        found.append(
+            TensorDescriptor(
+                x, list(shape), described_strides(shape, strides, x.element_size()), block
+            )
+        )
     return found
 
 
-def described_strides(shape: tuple[int, ...], strides: tuple[int, ...], bytes_per_element: int) -> list[int]:
-    """A tensor's strides; that of a dimension of one element is any number, and descriptors want an aligned one."""
+def described_strides(
+    shape: tuple[int, ...], strides: tuple[int, ...], bytes_per_element: int
+) -> list[int]:
+    """A tensor's strides; that of a dimension of one element is any number, and descriptors want an
+    aligned one.
+    """
     aligned = TMA_ALIGNMENT_BYTES // bytes_per_element
     return [stride if size > 1 else aligned for stride, size in zip(strides[:-1], shape)] + [1]
 
@@ -126,18 +147,23 @@ def num_tiles(rows: int, tile: int) -> int:
 
 
 def grid_of(config: KernelConfig, q: Tensor, k: Tensor) -> tuple[int]:
-    """A program for each tile of each head: of queries, or under a dkdv configuration of keys and their heads."""
+    """A program for each tile of each head: of queries, or under a dkdv configuration of keys and
+    their heads.
+    """
     x, tile = (k, config.key_tile) if config.kernel == "dkdv" else (q, config.query_tile)
     batch, heads, rows, _ = x.shape
     return (num_tiles(rows, tile) * batch * heads,)
 
 
-def tile_options(config: KernelConfig, head_dim: int, lists: TileLists | None = None) -> dict[str, Any]:
+def tile_options(
+    config: KernelConfig, head_dim: int, lists: TileLists | None = None
+) -> dict[str, Any]:
     """What a kernel is told of its configuration, and of the tiles of a block mask."""
     block_size, stages = (0, 0), config.num_stages
     if lists is not None:
-        # A tile's address hangs on a load of its index, and Triton spreads the two loads over its stages: it takes
-        # these many for as many tiles in flight as the dense kernels have with config.num_stages.
+        # A tile's address hangs on a load of its index, and Triton spreads the two loads over its
+        # stages: it takes these many for as many tiles in flight as the dense kernels have with
+        # config.num_stages.
         block_size, stages = lists.block_size, 2 * stages - 1
     tiles = Tiles(
         D=head_dim, D_TILE=head_tile(head_dim), Q_TILE_SIZE=config.query_tile, K_TILE_SIZE=config.key_tile,
@@ -155,18 +181,22 @@ def empty_results(q: Queries) -> tuple[Queries, Rows]:
 
 
 def within_reach(x: Any) -> Any:
-    """`x`, or a contiguous copy of a tensor whose columns are too far apart: kernels count those in 32 bits."""
+    """`x`, or a contiguous copy of a tensor whose columns are too far apart: kernels count those in
+    32 bits.
+    """
     if isinstance(x, Tensor) and x.ndim and (x.shape[-1] - 1) * x.stride(-1) >= MAX_COLUMN_OFFSET:
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
 
 def rows_of_groups(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
-    """q (batch, heads, queries, head_dim) as a forward without a mask reads it: few queries together in tiles.
+    """q (batch, heads, queries, head_dim) as a forward without a mask reads it: few queries
+    together in tiles.
 
-    Query heads that share a key head are then rows of one, (batch, kv_heads, group * queries, head_dim), a view: their
-    programs would read the same keys each and leave the rest of their tile empty, as where one token is generated. Else
-    q itself. O and L are contiguous, so their memory is the same either way.
+    Query heads that share a key head are then rows of one, (batch, kv_heads, group * queries,
+    head_dim), a view: their programs would read the same keys each and leave the rest of their tile
+    empty, as where one token is generated. Else q itself. O and L are contiguous, so their memory
+    is the same either way.
     """
     batch, heads, queries, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -183,25 +213,38 @@ def rows_of_groups(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
 
 def num_multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; 0 of what is none."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 0
+    )
 
 
 # Launching
 
 
 def launch(
-    kernel: Any, grid: tuple[int], tensors: Sequence[Any], numbers: tuple[Any, ...], options: Mapping[str, Hashable]
+    kernel: Any,
+    grid: tuple[int],
+    tensors: Sequence[Any],
+    numbers: tuple[Any, ...],
+    options: Mapping[str, Hashable],
 ) -> None:
-    """`kernel[grid](*tensors, *numbers, **options)`; tensors may be descriptors, Triton's or Gluon's, and one of
-    numbers a tuple of them."""
+    """`kernel[grid](*tensors, *numbers, **options)`; tensors may be descriptors, Triton's or
+    Gluon's, and one of numbers a tuple of them.
+    """
     compiled = kernel[grid](*tensors, *numbers, **options)
     if (record := thread.recording) is not None:  # nothing is compiled in the interpreter
-        launched = None if compiled is None else Launched(compiled, (*grid, 1, 1), (*tensors, *numbers))
+        launched = (
+            None if compiled is None else Launched(compiled, (*grid, 1, 1), (*tensors, *numbers))
+        )
         record.launches.append(launched)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Contiguous uninitialised memory that a replay allocates again. What is filled by torch must come from torch."""
+    """Contiguous uninitialised memory that a replay allocates again. What is filled by torch must
+    come from torch.
+    """
     buffer = torch.empty(shape, dtype=dtype, device=device)
     if (record := thread.recording) is not None:
         record.buffers.append(buffer)
@@ -219,14 +262,17 @@ def launch_fitting(
 ) -> Results:  # fmt: skip
     """`run(**configs)` on q's device, with smaller configurations where these do not fit the GPU.
 
-    `q` has its head dim last; `name` is what the log calls a configuration. A launch of several kernels does not say
-    which one failed: the one with the largest tiles is made smaller, with a warning. Raises ValueError where Triton
-    cannot run, and its OutOfResources when nothing smaller is left.
+    `q` has its head dim last; `name` is what the log calls a configuration. A launch of several
+    kernels does not say which one failed: the one with the largest tiles is made smaller, with a
+    warning. Raises ValueError where Triton cannot run, and its OutOfResources when nothing smaller
+    is left.
     """
     if q.dtype == torch.bfloat16 and knobs.runtime.interpret:
         raise ValueError(INTERPRETER_BFLOAT16)
     if not q.is_cuda and not knobs.runtime.interpret:
-        raise ValueError(f"q is on {q.device}, and Triton kernels run on CUDA devices; {INTERPRETER_HINT}")
+        raise ValueError(
+            f"q is on {q.device}, and Triton kernels run on CUDA devices; {INTERPRETER_HINT}"
+        )
     with on_device_of(q), _interpreting if knobs.runtime.interpret else nullcontext():
         while True:
             if _log_is_on():
@@ -248,33 +294,42 @@ def _shrink_largest(
     possible = {name: config for name, config in smaller.items() if config is not None}
     if not possible:
         raise error
-    largest = max(possible, key=lambda name: configs[name].shared_memory_bytes(q.shape[-1], q.element_size()))
+    largest = max(
+        possible, key=lambda name: configs[name].shared_memory_bytes(q.shape[-1], q.element_size())
+    )
     old, new = configs[largest].name, possible[largest].name
     warnings.warn(f"{old} does not fit this GPU ({error}): using {new}", stacklevel=3)
     return {**configs, largest: possible[largest]}
 
 
 def overlap_options(device: torch.device, *, follows: bool = False) -> dict[str, int | str]:
-    """What is said of overlapping to a kernel on `device`, the first of a call or one that `follows` another.
+    """What is said of overlapping to a kernel on `device`, the first of a call or one that
+    `follows` another.
 
-    Kernels that follow start while the one before still runs, and wait for it by `await_previous`: between the two
-    comes nothing else. Nothing overlaps while stages are timed, since events lie between them.
+    Kernels that follow start while the one before still runs, and wait for it by `await_previous`:
+    between the two comes nothing else. Nothing overlaps while stages are timed, since events lie
+    between them.
     """
     overlaps = not interpreter_is_on() and not stages_are_timed() and _can_overlap(device)
-    return {"OVERLAP": overlaps, "launch_pdl": True} if overlaps and follows else {"OVERLAP": overlaps}
+    return (
+        {"OVERLAP": overlaps, "launch_pdl": True} if overlaps and follows else {"OVERLAP": overlaps}
+    )
 
 
 def _can_overlap(device: torch.device) -> bool:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return torch.version.hip is None and 10 * major + minor >= OVERLAPS_FROM
-    target = driver.active.get_current_target()  # of tensors without storage, for which kernels are compiled only
+    # of tensors without storage, for which kernels are compiled only
+    target = driver.active.get_current_target()
     return target.backend == "cuda" and target.arch >= OVERLAPS_FROM
 
 
 @contextmanager
 def on_device_of(x: Tensor) -> Iterator[None]:
-    """Makes x's device the current CUDA device, on which Triton launches, in a context that this thread has."""
+    """Makes x's device the current CUDA device, on which Triton launches, in a context that this
+    thread has.
+    """
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         if x.is_cuda:
             have_context(x.device.index)
@@ -284,11 +339,16 @@ def on_device_of(x: Tensor) -> Iterator[None]:
 def log_launch(kernel: str, config: str, q: Tensor, seqlen_q: int, seqlen_k: int) -> None:
     """With `CS336_ATTN_LOG=1`, read once a process, a line on stderr; each distinct line once:
 
-    attention: kernel=dq head_dim=64 dtype=float16 seqlen_q=4096 seqlen_k=4096 arch=sm_90 config=sm90_dq_128x64_w8_s3
+    attention: kernel=dq head_dim=64 dtype=float16 seqlen_q=4096 seqlen_k=4096 arch=sm_90
+    config=sm90_dq_128x64_w8_s3
     """
     if not _log_is_on():
         return
-    arch = "sm_{}{}".format(*torch.cuda.get_device_capability(q.device)) if q.is_cuda else "interpreter"
+    arch = (
+        "sm_{}{}".format(*torch.cuda.get_device_capability(q.device))
+        if q.is_cuda
+        else "interpreter"
+    )
     _print_once(
         f"attention: kernel={kernel} head_dim={q.shape[-1]} dtype={str(q.dtype).removeprefix('torch.')} "
         f"seqlen_q={seqlen_q} seqlen_k={seqlen_k} arch={arch} config={config}"

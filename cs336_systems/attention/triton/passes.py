@@ -1,7 +1,7 @@
 """The Triton stage as operators and as an autograd.Function: choose a kernel and its tiles, launch.
 
-`OPERATORS` has what `flash_attention` calls, without and with a block mask, and what `flash_attention_varlen` does;
-`FlashAttentionTriton` is the handout's interface.
+`OPERATORS` has what `flash_attention` calls, without and with a block mask, and what
+`flash_attention_varlen` does; `FlashAttentionTriton` is the handout's interface.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ def kernel_config(
     kernel: str, q: Tensor, k: Tensor, names: str = "", *, is_causal: bool = False,
     capability: tuple[int, int] | None = None, tma: bool | None = None,
 ) -> KernelConfig:  # fmt: skip
-    """The configuration that `kernel` will use for these inputs: that of `AttentionConfig.names`, or the table's.
+    """The configuration that `kernel` will use for these inputs: that of `AttentionConfig.names`,
+    or the table's.
 
-    `capability` defaults to that of q's device, and to none (the interpreter) on the CPU; `tma`, whether Hopper's copy
-    engine can read all inputs, to what it can do with q and k.
+    `capability` defaults to that of q's device, and to none (the interpreter) on the CPU; `tma`,
+    whether Hopper's copy engine can read all inputs, to what it can do with q and k.
     """
     capability = _capability(q) if capability is None else capability
     if names and kernel in (named := parse_configs(names)):
@@ -66,7 +67,9 @@ def kernel_config(
 
 
 def _check_tiles(config: KernelConfig, q: Tensor, target: str) -> None:
-    """ValueError for tiles that a caller names and Triton is known to miscompile on this GPU, or that read too far."""
+    """ValueError for tiles that a caller names and Triton is known to miscompile on this GPU, or
+    that read too far.
+    """
     if config.kernel != "forward" and config.query_tile > ROW_PADDING.value:
         raise ValueError(
             f"config must have query tiles of at most {ROW_PADDING.value} rows in the backward, got {config.name}"
@@ -80,13 +83,21 @@ def _check_tiles(config: KernelConfig, q: Tensor, target: str) -> None:
 
 
 def forward_name(config: KernelConfig, q: Tensor, k: Tensor, is_causal: bool) -> str:
-    """The configuration's name and, where keys are split, in how many parts: `sm90_forward_64x64_w4_s3_tma/4`."""
+    """The configuration's name and, where keys are split, in how many parts:
+    `sm90_forward_64x64_w4_s3_tma/4`.
+    """
     size = keys_of_a_part(config, q, k, is_causal)
-    return f"{config.name}/{num_tiles(seen_keys(q.shape[2], k.shape[2], is_causal), size)}" if size else config.name
+    return (
+        f"{config.name}/{num_tiles(seen_keys(q.shape[2], k.shape[2], is_causal), size)}"
+        if size
+        else config.name
+    )
 
 
 def keys_of_a_part(config: KernelConfig, q: Tensor, k: Tensor, is_causal: bool) -> int:
-    """How many keys a program of the forward walks on q's device, where it pays to split them; else 0."""
+    """How many keys a program of the forward walks on q's device, where it pays to split them; else
+    0.
+    """
     batch, heads, seqlen_q, head_dim = q.shape
     return part_size(
         config, head_dim=head_dim, bytes_per_element=q.element_size(), batch_heads=batch * heads, seqlen_q=seqlen_q,
@@ -102,7 +113,9 @@ def _capability(x: Tensor) -> tuple[int, int] | None:
 
 
 def _lengths_of(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """q and k, of whose shapes tiles are chosen: packed ones as a batch of documents, all as long as the longest."""
+    """q and k, of whose shapes tiles are chosen: packed ones as a batch of documents, all as long
+    as the longest.
+    """
     if call.documents is None:
         return q, k
     documents = len(call.documents.cu_seqlens_q) - 1
@@ -123,13 +136,23 @@ def triton_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor,
     tma = describable(k, v) if call.documents is not None else describable(rows, k, v)
     like_q, like_k = _lengths_of(rows, k, call)
     chosen = kernel_config(
-        "forward", like_q, like_k, call.config, is_causal=call.is_causal, capability=_capability(q), tma=tma
+        "forward",
+        like_q,
+        like_k,
+        call.config,
+        is_causal=call.is_causal,
+        capability=_capability(q),
+        tma=tma,
     )
     if call.lists is not None:
         chosen = fit_to_blocks(chosen, call.lists.block_size)
 
     def run(config: KernelConfig) -> tuple[Tensor, Tensor]:
-        options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale, "config": config}
+        options: dict[str, Any] = {
+            "is_causal": call.is_causal,
+            "scale": call.scale,
+            "config": config,
+        }
         if call.documents is not None:
             return launch_varlen_forward(q, k, v, *call.documents[:2], **options)
         if is_dense and (size := keys_of_a_part(config, rows, k, call.is_causal)):
@@ -140,7 +163,9 @@ def triton_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor,
         return forward_name(config, rows, k, call.is_causal) if is_dense else config.name
 
     seqlen_q = q.shape[2] if call.documents is None else like_q.shape[2]
-    return launch_fitting(run, {"config": chosen}, q, seqlen_q=seqlen_q, seqlen_k=like_k.shape[2], name=name)
+    return launch_fitting(
+        run, {"config": chosen}, q, seqlen_q=seqlen_q, seqlen_k=like_k.shape[2], name=name
+    )
 
 
 def triton_backward(saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,9 +176,14 @@ def triton_backward(saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     copied = not describable(grad_output) and rows_are_aligned(grad_output)
     tma = describable(q, k, v) and (copied or describable(grad_output))
     like_q, like_k = _lengths_of(q, k, call)
-    options: dict[str, Any] = {"is_causal": call.is_causal, "capability": _capability(q), "tma": tma}
+    options: dict[str, Any] = {
+        "is_causal": call.is_causal,
+        "capability": _capability(q),
+        "tma": tma,
+    }
     configs = {
-        f"{kernel}_config": kernel_config(kernel, like_q, like_k, call.config, **options) for kernel in ("dkdv", "dq")
+        f"{kernel}_config": kernel_config(kernel, like_q, like_k, call.config, **options)
+        for kernel in ("dkdv", "dq")
     }
     if call.lists is not None:
         configs = {name: fit_to_blocks(one, call.lists.block_size) for name, one in configs.items()}
@@ -170,7 +200,9 @@ def triton_backward(saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return launch_fitting(run, configs, q, seqlen_q=like_q.shape[2], seqlen_k=like_k.shape[2])
 
 
-triton_attention = AttentionOperator("triton_attention", triton_forward, triton_backward, replayed=replayed)
+triton_attention = AttentionOperator(
+    "triton_attention", triton_forward, triton_backward, replayed=replayed
+)
 OPERATORS = {  # by what attention runs over
     "dense": triton_attention,
     "block_mask": AttentionOperator(
@@ -183,10 +215,12 @@ OPERATORS = {  # by what attention runs over
 
 
 class FlashAttentionTriton(torch.autograd.Function):
-    """`apply(q, k, v, is_causal=False, scale=None)` on (batch, seq, head_dim) or (batch, heads, seq, head_dim) tensors.
+    """`apply(q, k, v, is_causal=False, scale=None)` on (batch, seq, head_dim) or (batch, heads,
+    seq, head_dim) tensors.
 
-    Saves one tensor of shape (batch, queries), the log-sum-exp, beside q, k, v and the output. `torch.vmap` goes over
-    `flash_attention`; PyTorch lets no transform of torch.func through this Function.
+    Saves one tensor of shape (batch, queries), the log-sum-exp, beside q, k, v and the output.
+    `torch.vmap` goes over `flash_attention`; PyTorch lets no transform of torch.func through this
+    Function.
     """
 
     @staticmethod
@@ -198,7 +232,9 @@ class FlashAttentionTriton(torch.autograd.Function):
         is_causal: bool = False,
         scale: float | None = None,
     ) -> Float[Tensor, "... queries head_dim"]:
-        q4, k4, v4 = (x.unsqueeze(1) if isinstance(x, Tensor) and x.ndim == 3 else x for x in (q, k, v))
+        q4, k4, v4 = (
+            x.unsqueeze(1) if isinstance(x, Tensor) and x.ndim == 3 else x for x in (q, k, v)
+        )
         check_flags(is_causal=is_causal)
         check_attention_inputs(q4, k4, v4, enable_gqa=True)
         scale = resolve_scale(scale, q.shape[-1])
@@ -211,7 +247,9 @@ class FlashAttentionTriton(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, lse = ctx.saved_tensors
-        q, k, v, output, grad_output = (x.unsqueeze(1) if x.ndim == 3 else x for x in (*inputs, grad_output))
+        q, k, v, output, grad_output = (
+            x.unsqueeze(1) if x.ndim == 3 else x for x in (*inputs, grad_output)
+        )
         saved = Saved(q, k, v, output, lse.view(q.shape[:-1]), grad_output)
         grads = triton_attention.gradients(saved, Call(ctx.is_causal, ctx.scale))
         return *(grad.view(x.shape) for grad, x in zip(grads, inputs)), None, None

@@ -1,20 +1,24 @@
-"""The forward of few queries in Triton: the keys of a query tile are split into parts, one program each.
+"""The forward of few queries in Triton: the keys of a query tile are split into parts, one program
+each.
 
-A grid of query tiles is too small for the GPU where there are few queries or heads: one head of 2,048 tokens makes 32
-programs for 132 multiprocessors, and the last causal tile walks all keys alone; one generated token makes a single
-program a head. So programs write the online softmax's state as it stands at the end of their part, the unnormalised
-output O, the maximum m (base 2) and the sum l, and a second kernel ends what they began:
+A grid of query tiles is too small for the GPU where there are few queries or heads: one head of
+2,048 tokens makes 32 programs for 132 multiprocessors, and the last causal tile walks all keys
+alone; one generated token makes a single program a head. So programs write the online softmax's
+state as it stands at the end of their part, the unnormalised output O, the maximum m (base 2) and
+the sum l, and a second kernel ends what they began:
 
     m = max m_part     l = Σ 2^(m_part - m) · l_part     O = Σ 2^(m_part - m) · O_part / l     L = (m + log₂ l) / log₂ e
 
-That is what the plain forward does from one key tile to the next, in float32 as there; but a part knows no maximum but
-its own, so values within its number of keys of float32's end may overflow where the whole would hide them. How many
-parts there are depends on shapes alone (`tiles/choice.py`), so results repeat bit for bit. Source: Flash-Decoding (Dao,
-Haziza, Massa, Sizov 2023), whose parts are normalised: log-sum-exps of scores in the thousands then round by more than
-the output may.
+That is what the plain forward does from one key tile to the next, in float32 as there; but a part
+knows no maximum but its own, so values within its number of keys of float32's end may overflow
+where the whole would hide them. How many parts there are depends on shapes alone
+(`tiles/choice.py`), so results repeat bit for bit. Source: Flash-Decoding (Dao, Haziza, Massa,
+Sizov 2023), whose parts are normalised: log-sum-exps of scores in the thousands then round by more
+than the output may.
 
-From sm_90 on the second kernel starts when all programs of the first have come to their end, and awaits their results
-before it reads anything. Source: CUDA Programming Guide, Programmatic Dependent Launch and Synchronization.
+From sm_90 on the second kernel starts when all programs of the first have come to their end, and
+awaits their results before it reads anything. Source: CUDA Programming Guide, Programmatic
+Dependent Launch and Synchronization.
 """
 
 from __future__ import annotations
@@ -57,22 +61,25 @@ from cs336_systems.attention.triton.steps import (
 )
 from cs336_systems.measure.stages import stage
 
-# A program that merges has one row, whose parts are all loaded together; or, where rows are more than a GPU is full
-# of, a few rows of one head, part by part in one warp, whose threads pass each other numbers by shuffles: with more
-# warps, or more rows and parts, Triton goes through shared memory and a barrier for every part. Measured on an NVIDIA
-# H200, triton 3.6.0: one row is faster up to 256 rows, by up to 25 %, and slower from 1,024 on; more warps are slower
-# where fewer can hold the parts.
+# A program that merges has one row, whose parts are all loaded together; or, where rows are more
+# than a GPU is full of, a few rows of one head, part by part in one warp, whose threads pass each
+# other numbers by shuffles: with more warps, or more rows and parts, Triton goes through shared
+# memory and a barrier for every part. Measured on an NVIDIA H200, triton 3.6.0: one row is faster
+# up to 256 rows, by up to 25 %, and slower from 1,024 on; more warps are slower where fewer can
+# hold the parts.
 SINGLE_ROWS = 512
 MERGED_ROWS = 2  # queries of one head
 MERGED_AT_A_TIME = 8  # parts whose loads are under way together
-MIN_MERGED_PARTS = 16  # for which a merging kernel is compiled: lengths change with every generated token
+# for which a merging kernel is compiled: lengths change with every generated token
+MIN_MERGED_PARTS = 16
 NUMBERS_OF_A_WARP = 4096  # of a row's parts: 128 registers a thread
 
 
 @triton.jit
 def parts_of(Parts_ptr, num_parts, num_heads, N_QUERIES, D: tl.constexpr):
-    """Where O (parts, heads, queries, D), m and l (parts, heads, queries) of all parts begin, one behind the other:
-    one tensor, as every allocation keeps a short call's host."""
+    """Where O (parts, heads, queries, D), m and l (parts, heads, queries) of all parts begin, one
+    behind the other: one tensor, as every allocation keeps a short call's host.
+    """
     num_rows = num_parts.to(tl.int64) * num_heads * N_QUERIES
     return Parts_ptr, Parts_ptr + num_rows * D, Parts_ptr + num_rows * (D + 1)
 
@@ -84,13 +91,16 @@ def flash_split_forward_kernel(
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, PART_SIZE, scale_log2, ZERO,
     GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Writes float32 to Parts_ptr, where `parts_of` says; nothing of a part that no query of a tile sees. A part has
-    PART_SIZE keys, a multiple of K_TILE_SIZE."""
+    """Writes float32 to Parts_ptr, where `parts_of` says; nothing of a part that no query of a tile
+    sees. A part has PART_SIZE keys, a multiple of K_TILE_SIZE.
+    """
     D: tl.constexpr = TILES.D
     D_TILE: tl.constexpr = TILES.D_TILE
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     num_query_tiles, num_parts = tl.cdiv(N_QUERIES, Q_TILE_SIZE), tl.cdiv(N_KEYS, PART_SIZE)
-    tile, batch_head, batch, head = tile_of_program(num_query_tiles * num_parts, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
+    tile, batch_head, batch, head = tile_of_program(
+        num_query_tiles * num_parts, N_HEADS, HEADS_TOGETHER, IS_CAUSAL
+    )
     part = tile % num_parts
     first_query = tile // num_parts * Q_TILE_SIZE
     full_keys, end_keys = key_bounds(first_query, N_KEYS, TILES, IS_CAUSAL)
@@ -103,7 +113,8 @@ def flash_split_forward_kernel(
         V_head = head_of(V_ptr, V_strides, batch, kv_head)
         query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
         Q_head = head_of(Q_ptr, Q_strides, batch, head)
-        Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True)  # (Q_TILE_SIZE, D_TILE)
+        # (Q_TILE_SIZE, D_TILE)
+        Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True)
         m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)
         l = tl.zeros([Q_TILE_SIZE], tl.float32)
         accumulator = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
@@ -116,17 +127,27 @@ def flash_split_forward_kernel(
             accumulator, m, l, Q, K_head, V_head, query_rows, full_keys, end_keys, None, problem, TILES, IS_CAUSAL,
             True,
         )  # fmt: skip
-        start_next(OVERLAP)  # no sooner: programs that merge would wait in the place of those that have work
+        # no sooner: programs that merge would wait in the place of those that have work
+        start_next(OVERLAP)
         num_heads = tl.num_programs(0) // (num_query_tiles * num_parts)  # of the batch
         O_parts, m_parts, l_parts = parts_of(Parts_ptr, num_parts, num_heads, N_QUERIES, D)
         row_base = (part.to(tl.int64) * num_heads + batch_head) * N_QUERIES
-        rows = tl.arange(0, Q_TILE_SIZE)  # counted anew: `query_rows`, kept through the loops, would spill
-        store_rows(O_parts + (row_base + first_query) * D, accumulator, rows, N_QUERIES - first_query, D, TILES)
+        # counted anew: `query_rows`, kept through the loops, would spill
+        rows = tl.arange(0, Q_TILE_SIZE)
+        store_rows(
+            O_parts + (row_base + first_query) * D,
+            accumulator,
+            rows,
+            N_QUERIES - first_query,
+            D,
+            TILES,
+        )
         tl.store(m_parts + row_base + query_rows, m, mask=query_rows < N_QUERIES)
         tl.store(l_parts + row_base + query_rows, l, mask=query_rows < N_QUERIES)
 
 
-@triton.jit(do_not_specialize=["FIRST_ROW", "N_QUERIES", "N_KEYS", "PART_SIZE"])  # every generated token changes them
+# every generated token changes them
+@triton.jit(do_not_specialize=["FIRST_ROW", "N_QUERIES", "N_KEYS", "PART_SIZE"])
 def flash_merge_kernel(
     Parts_ptr, O_ptr, L_ptr, FIRST_ROW, N_QUERIES, N_KEYS, PART_SIZE,
     TILES: tl.constexpr, ROWS: tl.constexpr, MAX_PARTS: tl.constexpr, AT_A_TIME: tl.constexpr,
@@ -148,7 +169,8 @@ def flash_merge_kernel(
     end_keys = N_KEYS
     if IS_CAUSAL:
         end_keys = tl.minimum(N_KEYS, (block + 1) * ROWS)
-    num_parts = tl.cdiv(end_keys, PART_SIZE)  # that the last of the rows sees: the forward has written these
+    # that the last of the rows sees: the forward has written these
+    num_parts = tl.cdiv(end_keys, PART_SIZE)
     O_parts, all_m, all_l = parts_of(Parts_ptr, tl.cdiv(N_KEYS, PART_SIZE), num_heads, N_QUERIES, D)
 
     read = tl.minimum(rows, N_QUERIES - 1)  # rows past the end repeat the last one
@@ -164,12 +186,15 @@ def flash_merge_kernel(
 
     columns = tl.arange(0, D_TILE)
     if ROWS == 1:
-        O_all = tl.load(O_parts + places * D + columns[None, :], mask=there & (columns < D)[None, :], other=0.0)
+        O_all = tl.load(
+            O_parts + places * D + columns[None, :], mask=there & (columns < D)[None, :], other=0.0
+        )
         O = tl.sum(weights * O_all, axis=0)[None, :]
     else:
         O = tl.zeros([ROWS, D_TILE], tl.float32)
         for first in tl.range(0, num_parts, AT_A_TIME):
-            for offset in tl.static_range(AT_A_TIME):  # unrolled, so that loads need not wait for each other
+            # unrolled, so that loads need not wait for each other
+            for offset in tl.static_range(AT_A_TIME):
                 inside = first + offset < num_parts
                 row_base = ((first + offset) * num_heads + head) * N_QUERIES
                 O_part = tl.load(
@@ -193,7 +218,14 @@ def merge_options(num_rows: int, num_parts: int, head_dim: int) -> dict[str, int
 
 
 def launch_split_forward(
-    q: Queries, k: Keys, v: Keys, *, is_causal: bool, scale: float, config: KernelConfig, part_size: int
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    *,
+    is_causal: bool,
+    scale: float,
+    config: KernelConfig,
+    part_size: int,
 ) -> tuple[Queries, Rows]:
     """What `launch_forward` returns, by programs of `part_size` keys, a multiple of the key tile.
 
@@ -223,8 +255,9 @@ def merge(
     parts: Tensor, output: Queries, lse: Rows, last_rows: tuple[int, int], num_keys: int, part_size: int,
     is_causal: bool,
 ) -> None:  # fmt: skip
-    """End in `output` and `lse`, contiguous, what `parts` of `part_size` keys have begun of their last rows, of so many
-    heads and queries."""
+    """End in `output` and `lse`, contiguous, what `parts` of `part_size` keys have begun of their
+    last rows, of so many heads and queries.
+    """
     (heads, num_queries), head_dim = last_rows, output.shape[-1]
     merging = merge_options(heads * num_queries, num_tiles(num_keys, part_size), head_dim)
     launch(

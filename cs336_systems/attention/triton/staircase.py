@@ -1,14 +1,17 @@
-"""The mask of a staircase in one launch: each query attends the first so many keys, the next as many or one more.
+"""The mask of a staircase in one launch: each query attends the first so many keys, the next as
+many or one more.
 
-That is what a set of keys in order, shared by all queries, looks like under the causal mask (`attention.dynamic`).
-The mask is made anew in every call, and the tensor operations of `BlockMask.prefix` would take longer than the
-attention. All lists follow from two numbers a row of tiles, so that the host never waits for the GPU:
+That is what a set of keys in order, shared by all queries, looks like under the causal mask
+(`attention.dynamic`). The mask is made anew in every call, and the tensor operations of
+`BlockMask.prefix` would take longer than the attention. All lists follow from two numbers a row of
+tiles, so that the host never waits for the GPU:
 
   rows      tiles up to the shortest length are full; from there to the longest partial, at most `steps_of` of them
   columns   since lengths grow, the rows that see a tile are the last so many, and of these the last so many see it all
   tokens    a row of a partial tile has ones up to its length: a prefix of each word of 32 keys
 
-A program makes the lists of one row of tiles, and the token bits at its steps, or those of one column.
+A program makes the lists of one row of tiles, and the token bits at its steps, or those of one
+column.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ def _store_list(base, slot, values, is_listed, num_listed, WIDTH):
     """`values` that are listed at their slots, and zeros behind the last."""
     tl.store(base + slot, values, mask=is_listed)
     position = tl.arange(0, slot.shape[0])
-    tl.store(base + position, tl.zeros_like(position), mask=(position >= num_listed) & (position < WIDTH))
+    tl.store(
+        base + position, tl.zeros_like(position), mask=(position >= num_listed) & (position < WIDTH)
+    )
 
 
 @triton.jit
@@ -57,17 +62,27 @@ def _store_row(
     column = num_full + slot
     step = column - first_step
     token = tl.where(step < 0, WHOLE_PATTERN, list_number * STEPS + step)
-    _store_list(kv_indices_ptr + list_number * WIDTH, slot, column, slot < num_partial, num_partial, WIDTH)
-    _store_list(kv_tokens_ptr + list_number * WIDTH, slot, token, slot < num_partial, num_partial, WIDTH)
-    _store_list(full_kv_indices_ptr + list_number * COLUMNS, slot, slot, slot < num_full, num_full, COLUMNS)
+    _store_list(
+        kv_indices_ptr + list_number * WIDTH, slot, column, slot < num_partial, num_partial, WIDTH
+    )
+    _store_list(
+        kv_tokens_ptr + list_number * WIDTH, slot, token, slot < num_partial, num_partial, WIDTH
+    )
+    _store_list(
+        full_kv_indices_ptr + list_number * COLUMNS, slot, slot, slot < num_full, num_full, COLUMNS
+    )
 
-    patterns = token_bits_ptr + list_number.to(tl.int64) * (STEPS * BLOCK * WORDS) + block_rows * WORDS
+    patterns = (
+        token_bits_ptr + list_number.to(tl.int64) * (STEPS * BLOCK * WORDS) + block_rows * WORDS
+    )
     for taken in tl.static_range(STEPS):
         for word in tl.static_range(WORDS):
             first_key = (first_step + taken) * BLOCK + word * KEYS
             ones = tl.minimum(tl.maximum(length - first_key, 0), KEYS)
             # Shifted in two halves: 32 bits cannot be shifted by 32.
-            tl.store(patterns + taken * (BLOCK * WORDS) + word, (1 << ones // 2 << (ones + 1) // 2) - 1)
+            tl.store(
+                patterns + taken * (BLOCK * WORDS) + word, (1 << ones // 2 << (ones + 1) // 2) - 1
+            )
     if is_cut:
         ones = tl.where(queries < SEQLEN_Q, KEYS, 0)
         bits = (1 << ones // 2 << (ones + 1) // 2) - 1
@@ -134,16 +149,21 @@ def steps_of(block: int, key_blocks: int) -> int:
     return min(key_blocks, 1 + num_blocks(max(0, block - 2), block))
 
 
-def launch_staircase(lengths: Int[Tensor, "batch heads queries"], seqlen_k: int, block: int) -> BlockMask:
-    """What `BlockMask.prefix(lengths, seqlen_k, block_size=block)` attends, without waiting for the device.
+def launch_staircase(
+    lengths: Int[Tensor, "batch heads queries"], seqlen_k: int, block: int
+) -> BlockMask:
+    """What `BlockMask.prefix(lengths, seqlen_k, block_size=block)` attends, without waiting for the
+    device.
 
-    `lengths` are int32 and contiguous; neither queries nor keys are none. The caller answers for lengths[i] <=
-    lengths[i + 1] <= lengths[i] + 1 <= seqlen_k: they are not looked at.
+    `lengths` are int32 and contiguous; neither queries nor keys are none. The caller answers for
+    lengths[i] <= lengths[i + 1] <= lengths[i] + 1 <= seqlen_k: they are not looked at.
     """
     make = opaque_staircase if torch.compiler.is_compiling() else staircase_lists
     with nullcontext() if torch.compiler.is_compiling() else stage("mask_build"):
         lists = TileLists(*make(lengths, seqlen_k, block))
-    return BlockMask(lists=lists, block_size=(block, block), seq_lengths=(lengths.shape[2], seqlen_k))
+    return BlockMask(
+        lists=lists, block_size=(block, block), seq_lengths=(lengths.shape[2], seqlen_k)
+    )
 
 
 def staircase_lists(lengths: Tensor, seqlen_k: int, block: int) -> list[Tensor]:
@@ -171,7 +191,10 @@ def _empty_lists(lengths: Tensor, seqlen_k: int, block: int) -> list[Tensor]:
     by_row = [(rows,), (rows, width), (rows, width), (rows,), (rows, columns)]
     by_column = [(columns,), (columns, rows), (columns, rows), (columns,), (columns, rows)]
     patterns = batch * heads * rows * steps + is_cut
-    shapes = [*((batch, heads, *shape) for shape in (*by_row, *by_column)), (patterns, block, words_per_row(block))]
+    shapes = [
+        *((batch, heads, *shape) for shape in (*by_row, *by_column)),
+        (patterns, block, words_per_row(block)),
+    ]
     return [torch.empty(shape, dtype=torch.int32, device=lengths.device) for shape in shapes]
 
 

@@ -1,4 +1,5 @@
-"""The steps that every attention kernel is made of; each is written once and inlined where it is called.
+"""The steps that every attention kernel is made of; each is written once and inlined where it is
+called.
 
   tile_of_program   which tile, batch element and head a program works on
   Tiles, Head, Problem                what kernels are told, under the names of the paper
@@ -13,14 +14,16 @@
   fold_queries      one query tile into dK and dV                        (algorithm 2, lines 12, 14 and 16)
   start_next, await_previous          kernels of one call that overlap
 
-Kernels differ only in which tiles they visit: a range (`forward`, `backward`), the lists of a block mask
-(`lists`), a document's range (`documents`). Exponentials are base 2 with scale · log₂e folded into one
-multiply-add; L is stored in natural log. In the backward a kernel multiplies dO Vᵀ before it exponentiates: the tensor
-cores then work while the exponentials run.
+Kernels differ only in which tiles they visit: a range (`forward`, `backward`), the lists of a block
+mask
+(`lists`), a document's range (`documents`). Exponentials are base 2 with scale · log₂e folded into
+one
+multiply-add; L is stored in natural log. In the backward a kernel multiplies dO Vᵀ before it
+exponentiates: the tensor cores then work while the exponentials run.
 
-Accumulators take most of a thread's 255 registers. In 16 bit, loops without room for more have `disable_licm`: what the
-compiler would hoist out of them, it would spill. Where tiles come by pointers, L and delta are loaded behind the first
-two matmuls for the same reason.
+Accumulators take most of a thread's 255 registers. In 16 bit, loops without room for more have
+`disable_licm`: what the compiler would hoist out of them, it would spill. Where tiles come by
+pointers, L and delta are loaded behind the first two matmuls for the same reason.
 """
 
 from __future__ import annotations
@@ -70,34 +73,40 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # Of both the first 12 bits, whose product with 12 other bits float32 holds exactly, and the rest.
 LOG2_E_FIRST, LOG2_E_REST = tl.constexpr(1.4423828125), tl.constexpr(0.00031222838896340736)
 LN_2_FIRST, LN_2_REST = tl.constexpr(0.693115234375), tl.constexpr(3.1946184945309417e-05)
-# The backward's numbers of a query row, L in base 2 and delta, are padded to a multiple of so many rows, at least a
-# tile. Rows past the end have L = +inf, hence P = 0, and the loads need no bounds, which Triton would not pipeline.
+# The backward's numbers of a query row, L in base 2 and delta, are padded to a multiple of so many
+# rows, at least a tile. Rows past the end have L = +inf, hence P = 0, and the loads need no bounds,
+# which Triton would not pipeline.
 ROW_PADDING = tl.constexpr(256)
-# Where running maxima start. Finite, so that a tile whose scores are all -inf gives exp2(-inf - m) = 0 and not
-# exp2(-inf + inf) = NaN; any finite score replaces it.
+# Where running maxima start. Finite, so that a tile whose scores are all -inf gives exp2(-inf - m)
+# = 0 and not exp2(-inf + inf) = NaN; any finite score replaces it.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
 def start_next(OVERLAP: tl.constexpr):
-    """Let the next kernel start once all programs of this one are here or have ended, if it is launched to overlap."""
+    """Let the next kernel start once all programs of this one are here or have ended, if it is
+    launched to overlap.
+    """
     if OVERLAP:
         gdc_launch_dependents()
 
 
 @triton.jit
 def await_previous(OVERLAP: tl.constexpr):
-    """Wait until the kernel before this one has ended and its results are visible. No load is moved up past it."""
+    """Wait until the kernel before this one has ended and its results are visible. No load is moved
+    up past it.
+    """
     if OVERLAP:
         gdc_wait()
 
 
 @triton.jit
 def tile_of_program(num_tiles, N_HEADS, HEADS_TOGETHER, LAST_TILE_FIRST: tl.constexpr):
-    """(tile, batch_head, batch, head) of this program; batch_head counts the heads of all batch elements.
+    """(tile, batch_head, batch, head) of this program; batch_head counts the heads of all batch
+    elements.
 
-    HEADS_TOGETHER heads at a time, whose rows the L2 cache holds; among them one tile index after the other, so that
-    the longest causal tiles start first and the short ones fill the tail.
+    HEADS_TOGETHER heads at a time, whose rows the L2 cache holds; among them one tile index after
+    the other, so that the longest causal tiles start first and the short ones fill the tail.
     """
     num_batch_heads = tl.num_programs(0) // num_tiles
     first_head = tl.program_id(0) // (HEADS_TOGETHER * num_tiles) * HEADS_TOGETHER
@@ -139,8 +148,9 @@ def head_from(first, head):
 def load_rows(
     rows_of, first_row, num_rows, ROWS: tl.constexpr, TILES: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """The (ROWS, D_TILE) tile of a head from `first_row` on; columns past D, and with MASKED rows past num_rows, are
-    zero. Under TMA the copy engine computes addresses and fills with zeros."""
+    """The (ROWS, D_TILE) tile of a head from `first_row` on; columns past D, and with MASKED rows
+    past num_rows, are zero. Under TMA the copy engine computes addresses and fills with zeros.
+    """
     if isinstance(rows_of.X, tl.tensor_descriptor):
         tile = rows_of.X.load([rows_of.batch.to(tl.int32), rows_of.head.to(tl.int32), first_row, 0])
         return tile.reshape(ROWS, TILES.D_TILE)
@@ -150,7 +160,9 @@ def load_rows(
         stride_s, stride_d = rows_of.strides[2], rows_of.strides[3]
         pointers = rows_of.X + rows.to(tl.int64)[:, None] * stride_s + columns[None, :] * stride_d
         if MASKED and TILES.D != TILES.D_TILE:
-            return tl.load(pointers, mask=(rows < num_rows)[:, None] & (columns < TILES.D)[None, :], other=0.0)
+            return tl.load(
+                pointers, mask=(rows < num_rows)[:, None] & (columns < TILES.D)[None, :], other=0.0
+            )
         elif MASKED:
             return tl.load(pointers, mask=(rows < num_rows)[:, None], other=0.0)
         elif TILES.D != TILES.D_TILE:
@@ -161,9 +173,13 @@ def load_rows(
 
 @triton.jit
 def load_lse_and_delta(L_head, delta_head, query_rows, problem, BOUNDED: tl.constexpr):
-    """L, in base 2, and delta of query rows; BOUNDED: they do not have the last tile's rows in memory."""
+    """L, in base 2, and delta of query rows; BOUNDED: they do not have the last tile's rows in
+    memory.
+    """
     if BOUNDED:
-        L_log2 = tl.load(L_head + query_rows, mask=query_rows < problem.N_QUERIES, other=float("inf"))
+        L_log2 = tl.load(
+            L_head + query_rows, mask=query_rows < problem.N_QUERIES, other=float("inf")
+        )
         delta = tl.load(delta_head + query_rows, mask=query_rows < problem.N_QUERIES, other=0.0)
     else:
         L_log2 = tl.load(L_head + query_rows)
@@ -173,7 +189,9 @@ def load_lse_and_delta(L_head, delta_head, query_rows, problem, BOUNDED: tl.cons
 
 @triton.jit
 def store_rows(base_ptr, tile, rows, num_rows, stride_s, TILES: tl.constexpr):
-    """Store `tile` (ROWS, D_TILE) at `rows`, in the memory's dtype, without what lies past num_rows and D."""
+    """Store `tile` (ROWS, D_TILE) at `rows`, in the memory's dtype, without what lies past num_rows
+    and D.
+    """
     columns = tl.arange(0, TILES.D_TILE)
     pointers = base_ptr + rows.to(tl.int64)[:, None] * stride_s + columns[None, :]
     inside = (rows < num_rows)[:, None] & (columns < TILES.D)[None, :]
@@ -182,19 +200,24 @@ def store_rows(base_ptr, tile, rows, num_rows, stride_s, TILES: tl.constexpr):
 
 @triton.jit
 def key_bounds(first_query, N_KEYS, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr):
-    """(full_keys, end_keys) of a query tile: keys before the first are seen by all of it, those from the second on by
-    none. The first is a multiple of K_TILE_SIZE."""
+    """(full_keys, end_keys) of a query tile: keys before the first are seen by all of it, those
+    from the second on by none. The first is a multiple of K_TILE_SIZE.
+    """
     full_keys = N_KEYS // TILES.K_TILE_SIZE * TILES.K_TILE_SIZE
     end_keys = N_KEYS
     if IS_CAUSAL:
-        full_keys = tl.minimum(full_keys, (first_query + 1) // TILES.K_TILE_SIZE * TILES.K_TILE_SIZE)
+        full_keys = tl.minimum(
+            full_keys, (first_query + 1) // TILES.K_TILE_SIZE * TILES.K_TILE_SIZE
+        )
         end_keys = tl.minimum(N_KEYS, first_query + TILES.Q_TILE_SIZE)
     return full_keys, end_keys
 
 
 @triton.jit
 def visible_pairs(query_rows, key_rows, N_KEYS, IS_CAUSAL: tl.constexpr):
-    """Which query sees which key of a tile, (Q_TILE_SIZE, K_TILE_SIZE), or (1, K_TILE_SIZE) where all see the same."""
+    """Which query sees which key of a tile, (Q_TILE_SIZE, K_TILE_SIZE), or (1, K_TILE_SIZE) where
+    all see the same.
+    """
     visible = (key_rows < N_KEYS)[None, :]
     if IS_CAUSAL:
         visible = visible & (query_rows[:, None] >= key_rows[None, :])
@@ -205,12 +228,15 @@ def visible_pairs(query_rows, key_rows, N_KEYS, IS_CAUSAL: tl.constexpr):
 def accumulate(accumulator, left, right, ZERO, TILES: tl.constexpr):
     """accumulator + left @ right.
 
-    Tensor cores take the accumulator as an operand. A float32 dot on the FMA units would chain every product of the
-    whole sequence onto it, whose rounding grows with the length; so there each tile's product is summed on its own.
-    ZERO is a zero that the compiler cannot see: a literal one is fused back into that chain.
+    Tensor cores take the accumulator as an operand. A float32 dot on the FMA units would chain
+    every product of the whole sequence onto it, whose rounding grows with the length; so there each
+    tile's product is summed on its own. ZERO is a zero that the compiler cannot see: a literal one
+    is fused back into that chain.
     """
     if left.dtype == tl.float32:
-        product = tl.dot(left, right, tl.zeros_like(accumulator) + ZERO, input_precision=TILES.PRECISION)
+        product = tl.dot(
+            left, right, tl.zeros_like(accumulator) + ZERO, input_precision=TILES.PRECISION
+        )
         return accumulator + product
     else:
         return tl.dot(left, right, accumulator)
@@ -218,9 +244,11 @@ def accumulate(accumulator, left, right, ZERO, TILES: tl.constexpr):
 
 @triton.jit
 def online_softmax(S, m, l, scale_log2):
-    """Take a tile of raw scores (Q_TILE_SIZE, K_TILE_SIZE) into the running maximum m, in base 2, and sum l.
+    """Take a tile of raw scores (Q_TILE_SIZE, K_TILE_SIZE) into the running maximum m, in base 2,
+    and sum l.
 
-    Returns the tile's unnormalised probabilities, the factor that rescales what was accumulated before, m and l.
+    Returns the tile's unnormalised probabilities, the factor that rescales what was accumulated
+    before, m and l.
     """
     m_new = tl.maximum(m, tl.max(S, axis=1) * scale_log2)
     P = tl.math.exp2(S * scale_log2 - m_new[:, None])
@@ -230,11 +258,13 @@ def online_softmax(S, m, l, scale_log2):
 
 @triton.jit
 def recompute_probabilities(S, L, scale_log2, SINGLE: tl.constexpr):
-    """The probabilities of raw scores S whose rows' log-sum-exps are L, as the preprocess leaves it; both broadcast.
+    """The probabilities of raw scores S whose rows' log-sum-exps are L, as the preprocess leaves
+    it; both broadcast.
 
-    L is in base 2. SINGLE, for float32 inputs: it is not, since it would be rounded once more, and with large scores
-    that is more than the contract allows. Then its first bits are subtracted in base 2 without an error, and the rest
-    after them. Probabilities are kept at 1: of scores as large as those may be, L is rounded by more than 1.
+    L is in base 2. SINGLE, for float32 inputs: it is not, since it would be rounded once more, and
+    with large scores that is more than the contract allows. Then its first bits are subtracted in
+    base 2 without an error, and the rest after them. Probabilities are kept at 1: of scores as
+    large as those may be, L is rounded by more than 1.
     """
     if SINGLE:
         first, rest = split_bits(L)
@@ -249,7 +279,8 @@ def recompute_probabilities(S, L, scale_log2, SINGLE: tl.constexpr):
 def natural_lse(m, l, SINGLE: tl.constexpr):
     """The natural log-sum-exp of a maximum m, in base 2, and a sum l.
 
-    SINGLE, for float32 inputs: rounded once. With large scores each rounding is as large as the contract's bounds.
+    SINGLE, for float32 inputs: rounded once. With large scores each rounding is as large as the
+    contract's bounds.
     """
     if SINGLE:
         first, rest = split_bits(m)
@@ -260,7 +291,9 @@ def natural_lse(m, l, SINGLE: tl.constexpr):
 
 @triton.jit
 def split_bits(x):
-    """(first, rest) of float32 numbers: the first 12 bits and what is left; nothing is left of an infinity."""
+    """(first, rest) of float32 numbers: the first 12 bits and what is left; nothing is left of an
+    infinity.
+    """
     first = (x.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
     return first, tl.where(x == first, 0.0, x - first)
 
@@ -281,7 +314,9 @@ def store_queries(
 
 @triton.jit
 def fold_keys(dQ, P, dP, K, delta, ZERO, TILES: tl.constexpr):
-    """Add one key tile, of probabilities P (Q_TILE_SIZE, K_TILE_SIZE) and dP = dO Vᵀ, to dQ, which lacks its scale."""
+    """Add one key tile, of probabilities P (Q_TILE_SIZE, K_TILE_SIZE) and dP = dO Vᵀ, to dQ, which
+    lacks its scale.
+    """
     dS = P * (dP - delta[:, None])
     return accumulate(dQ, dS.to(K.dtype), K, ZERO, TILES)
 
@@ -290,7 +325,8 @@ def fold_keys(dQ, P, dP, K, delta, ZERO, TILES: tl.constexpr):
 def fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, ZERO, TILES: tl.constexpr):
     """Add one query tile to dK, which lacks its scale, and dV.
 
-    Probabilities are transposed, (K_TILE_SIZE, Q_TILE_SIZE), so that Pᵀ and dSᵀ are left operands as they come.
+    Probabilities are transposed, (K_TILE_SIZE, Q_TILE_SIZE), so that Pᵀ and dSᵀ are left operands
+    as they come.
     """
     dS_T = P_T * (dP_T - delta[None, :])
     dV = accumulate(dV, P_T.to(dO.dtype), dO, ZERO, TILES)
@@ -298,12 +334,16 @@ def fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, ZERO, TILES: tl.constexpr):
     return dK, dV
 
 
-def heads_together(batch_heads: int, streamed: Tensor, group: int = 1, share: int = L2_SHARE_BYTES) -> int:
-    """How many heads `tile_of_program` takes at a time, whose programs read the rows of two tensors.
+def heads_together(
+    batch_heads: int, streamed: Tensor, group: int = 1, share: int = L2_SHARE_BYTES
+) -> int:
+    """How many heads `tile_of_program` takes at a time, whose programs read the rows of two
+    tensors.
 
-    `streamed` (..., rows, head_dim) is one of the two; a program reads `group` of its heads; `share` are the bytes that
-    all may have. It is for tiles of unequal length: where all are equally long, one head after the other is faster. The
-    result is a power of two, since Triton compiles a kernel anew for 1 and for multiples of 16.
+    `streamed` (..., rows, head_dim) is one of the two; a program reads `group` of its heads;
+    `share` are the bytes that all may have. It is for tiles of unequal length: where all are
+    equally long, one head after the other is faster. The result is a power of two, since Triton
+    compiles a kernel anew for 1 and for multiples of 16.
     """
     head_bytes = 2 * streamed.shape[-2] * streamed.shape[-1] * streamed.element_size() * group
     fitting = max(1, share // head_bytes)

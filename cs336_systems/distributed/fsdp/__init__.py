@@ -1,4 +1,6 @@
-"""Fully sharded data parallelism, in the order of reading: plan, unit, wrapper, call, reduce, agreement."""
+"""Fully sharded data parallelism, in the order of reading: plan, unit, wrapper, call, reduce,
+agreement.
+"""
 
 from cs336_systems.distributed.fsdp.plan import wrap_blocks
 from cs336_systems.distributed.fsdp.wrapper import FSDP, gather_full_params, load_full_params

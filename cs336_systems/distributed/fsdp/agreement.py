@@ -1,9 +1,11 @@
-"""All ranks gather and reduce the same units in the same order: what compares that, and says where they parted.
+"""All ranks gather and reduce the same units in the same order: what compares that, and says where
+they parted.
 
-Ranks that part would mix rows of different weights, or wait for each other until the time-out. So the messages of about
-two steps are compared one by one, before they are sent, and from then on a number that stands for all there were, once
-a step. Where ranks wait for each other in between, the transport fails in the end: each rank then tells the others
-through the store, which needs no other rank, what it was at.
+Ranks that part would mix rows of different weights, or wait for each other until the time-out. So
+the messages of about two steps are compared one by one, before they are sent, and from then on a
+number that stands for all there were, once a step. Where ranks wait for each other in between, the
+transport fails in the end: each rank then tells the others through the store, which needs no other
+rank, what it was at.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ ACTIONS = ("gathers", "reduces")
 COMPARED_ONE_BY_ONE = 6  # times the number of units: a step sends about three messages a unit
 REMEMBERED = 10_000  # messages, to name the place where ranks parted
 POLL_S = 0.02
-PATIENCE_S = 1.5  # for the other ranks' accounts, after a collective has failed; then a launcher ends this rank
+# for the other ranks' accounts, after a collective has failed; then a launcher ends this rank
+PATIENCE_S = 1.5
 RULE = "all ranks must run the same modules in the same order"
 
 Message = tuple[int, int, int]  # place in ACTIONS, place in the names of the units, weights as bits
@@ -48,7 +51,8 @@ class Account:
 class Agreement:
     """What this rank has sent, compared with the others.
 
-    `with agreement:` around a collective replaces the transport's error, where ranks have parted, by one that says so.
+    `with agreement:` around a collective replaces the transport's error, where ranks have parted,
+    by one that says so.
     """
 
     _numbers: ClassVar[Any] = count()  # ranks wrap their models in the same order
@@ -60,7 +64,8 @@ class Agreement:
         self._key = f"fsdp {next(self._numbers)}, account of rank"
         self._recent: deque[Message] = deque(maxlen=REMEMBERED)
         self._num_messages = self._digest = 0
-        self._under_way: tuple[Tensor, torch.cuda.Event | None] | None = None  # all ranks' digests, and when they come
+        # all ranks' digests, and when they come
+        self._under_way: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._surprised = False
         self._departure: Message | None = None  # in this step
         self._is_told = False
@@ -70,7 +75,9 @@ class Agreement:
         self._surprised = True
 
     def send(self, action: str, unit: int, weights: int = 0) -> None:
-        """Note a message that all ranks must send now; RuntimeError naming the units where the first ones differ."""
+        """Note a message that all ranks must send now; RuntimeError naming the units where the
+        first ones differ.
+        """
         if self.num_ranks == 1:
             return
         message = (ACTIONS.index(action), unit, weights)
@@ -83,11 +90,14 @@ class Agreement:
         elif self._surprised and self._departure is None:
             self._departure = message
             with suppress(RuntimeError):  # of a store that is gone
-                self._write(is_all=False)  # now: what it sends may end another rank, and that this one
+                # now: what it sends may end another rank, and that this one
+                self._write(is_all=False)
         self._surprised = False
 
     def end_step(self) -> None:
-        """Compare all messages so far; RuntimeError as of `send`, on a GPU a step later: the host does not wait."""
+        """Compare all messages so far; RuntimeError as of `send`, on a GPU a step later: the host
+        does not wait.
+        """
         self._departure = None
         if self.num_ranks == 1:
             return
@@ -102,7 +112,8 @@ class Agreement:
         with self:
             all_gather_flat(everyone, own, self.group)
         event = None
-        if self.device.type == "cuda":  # into pinned memory: else the host would wait for the GPU here, in every step
+        # into pinned memory: else the host would wait for the GPU here, in every step
+        if self.device.type == "cuda":
             pinned = torch.empty(self.num_ranks, dtype=torch.int64, pin_memory=True)
             everyone = pinned.copy_(everyone, non_blocking=True)
             event = torch.cuda.current_stream(self.device).record_event()
@@ -116,10 +127,13 @@ class Agreement:
             event.synchronize()
         if len(set(everyone.tolist())) == 1:
             return
-        accounts: list[Any] = [None] * self.num_ranks  # all ranks are here, since all see the same digests
+        # all ranks are here, since all see the same digests
+        accounts: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(accounts, self._account(is_all=True), group=self.group)
         difference = self._difference(dict(enumerate(accounts)))
-        raise RuntimeError(f"{RULE}: {difference or f'they parted more than {REMEMBERED} messages ago'}")
+        raise RuntimeError(
+            f"{RULE}: {difference or f'they parted more than {REMEMBERED} messages ago'}"
+        )
 
     # After a collective that failed
 
@@ -127,7 +141,9 @@ class Agreement:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Raise RuntimeError in place of a transport's error if ranks have parted; else add what this rank was at."""
+        """Raise RuntimeError in place of a transport's error if ranks have parted; else add what
+        this rank was at.
+        """
         if error is None or self._is_told or not self._recent:
             return
         if not (isinstance(error, dist.DistError) or "gloo/" in str(error)):
@@ -157,7 +173,11 @@ class Agreement:
         with suppress(RuntimeError):  # of a store that is gone
             store, until = self._write(is_all=True), time.monotonic() + PATIENCE_S
             while time.monotonic() < until:
-                missing = [one for one in range(self.num_ranks) if one not in accounts or not accounts[one].is_all]
+                missing = [
+                    one
+                    for one in range(self.num_ranks)
+                    if one not in accounts or not accounts[one].is_all
+                ]
                 if not missing or self._difference(accounts) is not None:
                     break
                 for rank in missing:
@@ -167,7 +187,9 @@ class Agreement:
         return accounts
 
     def _difference(self, accounts: dict[int, Account]) -> str | None:
-        """Words for the first message in which another rank differs from this one; None if none is known to."""
+        """Words for the first message in which another rank differs from this one; None if none is
+        known to.
+        """
         own = accounts[self.rank].by_number()
         for rank, account in sorted(accounts.items()):
             other = account.by_number()

@@ -1,6 +1,7 @@
 """What FSDP uses of autograd's engine that has no public name; the same in torch 2.11 to 2.15.
 
-PyTorch's DDP and FSDP use these as well. A version of torch that renames one changes this file alone.
+PyTorch's DDP and FSDP use these as well. A version of torch that renames one changes this file
+alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def current_backward() -> int:
-    """Return the number of the backward that this code runs in, as a hook or a recomputation; -1 outside of any."""
+    """Return the number of the backward that this code runs in, as a hook or a recomputation; -1
+    outside of any.
+    """
     return torch._C._current_graph_task_id()
 
 
@@ -30,7 +33,9 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def saving_hooks() -> Hooks | None:
-    """Return the (pack, unpack) hooks that are asked for tensors which autograd saves now; None if there are none."""
+    """Return the (pack, unpack) hooks that are asked for tensors which autograd saves now; None if
+    there are none.
+    """
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
@@ -45,23 +50,36 @@ def pop_saving_hooks() -> None:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return what is the same for two tensors that share their memory; 0 for one without memory of its own."""
+    """Return what is the same for two tensors that share their memory; 0 for one without memory of
+    its own.
+    """
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
 def unseen_by_checkpoints(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Hide the operations of `function` from selective checkpoints around it, and from no other dispatch mode.
+    """Hide the operations of `function` from selective checkpoints around it, and from no other
+    dispatch mode.
 
-    Those look for the operations of a forward, one by one, in its recomputation, where FSDP gathers at other places.
-    Modes that count what a step computes, sends or allocates do see FSDP's part.
+    Those look for the operations of a forward, one by one, in its recomputation, where FSDP gathers
+    at other places. Modes that count what a step computes, sends or allocates do see FSDP's part.
     """
 
     @wraps(function)
     def hidden(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if not torch._C._len_torch_dispatch_stack():  # nearly always
             return function(*args, **kwargs)
-        modes = [torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack())]
-        lowest = next((place for place, mode in enumerate(modes) if type(mode).__module__ == checkpoint.__name__), None)
+        modes = [
+            torch._C._get_dispatch_stack_at(place)
+            for place in range(torch._C._len_torch_dispatch_stack())
+        ]
+        lowest = next(
+            (
+                place
+                for place, mode in enumerate(modes)
+                if type(mode).__module__ == checkpoint.__name__
+            ),
+            None,
+        )
         if lowest is None:
             return function(*args, **kwargs)
         above = modes[lowest:]

@@ -1,4 +1,5 @@
-"""The life of FSDP's weights, written down as it happens: for notebooks, and to see why memory is what it is.
+"""The life of FSDP's weights, written down as it happens: for notebooks, and to see why memory is
+what it is.
 
 events = run_ranks(record_life, 2, config, tokens)[0]       # rank 0's, of the second training step
 """
@@ -37,7 +38,14 @@ def watch(model: FSDP) -> list[Event]:
 
     def note(what: str, unit: Unit) -> None:
         gathered = [one for one in model.units if one.state is not State.REST]
-        events.append(Event(what, unit.name, tuple(one.name for one in gathered), sum(one._bytes for one in gathered)))
+        events.append(
+            Event(
+                what,
+                unit.name,
+                tuple(one.name for one in gathered),
+                sum(one._bytes for one in gathered),
+            )
+        )
 
     for unit in model.units:
 
@@ -60,7 +68,9 @@ def watch(model: FSDP) -> list[Event]:
 
 
 def record_life(rank: int, num_ranks: int, config: ModelConfig, tokens: Tensor) -> list[Event]:
-    """The events of the second training step of a small model, whose order the first one has taught."""
+    """The events of the second training step of a small model, whose order the first one has
+    taught.
+    """
     torch.manual_seed(0)
     model = FSDP(TransformerLM.from_config(config))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

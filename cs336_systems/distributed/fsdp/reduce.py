@@ -1,8 +1,10 @@
-"""Reduce: whole gradients become the mean gradients of each rank's rows; and the streams and messages of FSDP.
+"""Reduce: whole gradients become the mean gradients of each rank's rows; and the streams and
+messages of FSDP.
 
-Memory and streams: every buffer is allocated while the compute stream is current. A side stream starts by waiting for
-the compute stream, and the compute stream waits for the side stream before it uses, or gives up, what that touched. So
-the caching allocator sees one stream only, and memory neither grows nor is handed out too early.
+Memory and streams: every buffer is allocated while the compute stream is current. A side stream
+starts by waiting for the compute stream, and the compute stream waits for the side stream before it
+uses, or gives up, what that touched. So the caching allocator sees one stream only, and memory
+neither grows nor is handed out too early.
 """
 
 from __future__ import annotations
@@ -29,10 +31,13 @@ from cs336_systems.distributed.fsdp.plan import ShardedWeight
 class GradientReducer:
     """Reduce-scatters the gradients of one unit after the other, on a side stream.
 
-    A second one first lets the compute stream wait for the one before: so at most two units' whole gradients are alive.
+    A second one first lets the compute stream wait for the one before: so at most two units' whole
+    gradients are alive.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, reduce_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, reduce_dtype: torch.dtype | None
+    ) -> None:
         self.group, self.lane, self.reduce_dtype = group, Lane(device), reduce_dtype
         self._under_way = Work()
         self._in_use: list[Tensor] = []
@@ -65,7 +70,8 @@ class GradientReducer:
                 inputs.append(gradient)
             outputs.append(inputs[-1].new_empty(weight.chunk.shape))
             own, place = outputs[-1][: len(weight.shard)], weight.shard.grad
-            # The shard's gradient lies in the output itself where there is none yet and the dtype is right.
+            # The shard's gradient lies in the output itself where there is none yet and the dtype
+            # is right.
             if place is None:
                 place = own if own.dtype == weight.shard.dtype else torch.empty_like(weight.shard)
             results.append((own, place))
@@ -92,11 +98,15 @@ class GradientReducer:
 @torch.no_grad()
 def average_replicated(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Average the gradients of parameters that ranks keep whole; one that no rank has stays None."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.numel()]
+    trained = [
+        parameter for parameter in parameters if parameter.requires_grad and parameter.numel()
+    ]
     if not trained:
         return
     gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
-    shares = torch.tensor([float(one.grad is not None) for one in trained], device=trained[0].device)
+    shares = torch.tensor(
+        [float(one.grad is not None) for one in trained], device=trained[0].device
+    )
     average_flat([*gradients, shares], group)
     for parameter, gradient, share in zip(trained, gradients, shares):
         if parameter.grad is None and share > 0:  # unused on this rank only
@@ -114,7 +124,9 @@ class Lane:
 
     @contextmanager
     def after_compute(self) -> Iterator[None]:
-        """Queue what follows on the side stream, behind all that is queued on the compute stream now."""
+        """Queue what follows on the side stream, behind all that is queued on the compute stream
+        now.
+        """
         if self.stream is None:
             yield
             return
@@ -123,22 +135,31 @@ class Lane:
             yield
 
     def mark(self) -> Work:
-        """What is queued on the side stream now, for the compute stream to wait for; the host goes on."""
+        """What is queued on the side stream now, for the compute stream to wait for; the host goes
+        on.
+        """
         if self.stream is None:
             return Work()
         event = self.stream.record_event()
         return Work(finish=lambda: torch.cuda.current_stream().wait_event(event))
 
 
-def gather_rows(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> list[Work]:
-    """All-gather each of `inputs` into its output, N times as many rows; handles to wait for, none on NCCL.
+def gather_rows(
+    outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup
+) -> list[Work]:
+    """All-gather each of `inputs` into its output, N times as many rows; handles to wait for, none
+    on NCCL.
 
-    On NCCL the list travels as one grouped call on the current stream. The group is asked directly: torch's functions
-    for it check and log each tensor of a list, on a host that has to stay ahead of the GPU.
+    On NCCL the list travels as one grouped call on the current stream. The group is asked directly:
+    torch's functions for it check and log each tensor of a list, on a host that has to stay ahead
+    of the GPU.
     """
     if not on_nccl(inputs[0], group) or group.size() == 1:
         pairs = zip(outputs, inputs)
-        return [all_gather_flat(output.view(-1), input_.view(-1), group, True) for output, input_ in pairs]
+        return [
+            all_gather_flat(output.view(-1), input_.view(-1), group, True)
+            for output, input_ in pairs
+        ]
     options = AllgatherOptions()
     options.asyncOp = False  # on the current stream, mostly a side stream already
     if (work := group.allgather_into_tensor_coalesced(outputs, inputs, options)) is not None:
@@ -147,7 +168,9 @@ def gather_rows(outputs: list[Tensor], inputs: list[Tensor], group: dist.Process
 
 
 def reduce_rows_mean(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Reduce-scatter each of `inputs`, as a mean, in its dtype: 1/N of its rows to each rank; on the current stream."""
+    """Reduce-scatter each of `inputs`, as a mean, in its dtype: 1/N of its rows to each rank; on
+    the current stream.
+    """
     if not on_nccl(inputs[0], group) or group.size() == 1:
         for output, input_ in zip(outputs, inputs):
             reduce_scatter_mean_flat(output.view(-1), input_.view(-1), group)

@@ -1,16 +1,18 @@
-"""A unit: weights that are gathered, used, freed and reduced together, and the one state that says what they are for.
+"""A unit: weights that are gathered, used, freed and reduced together, and the one state that says
+what they are for.
 
            gather                forward                 its end
     REST ──────────▶ GATHERED ───────────▶ FORWARD ──────────────▶ GATHERED
      ▲                  │  │    backward
      └────── free ──────┘  └───────────▶ BACKWARD ── free ──▶ REST
 
-When a unit is gathered and freed, `wrapper.py` decides. Only what is GATHERED, ahead of its use or after it, may be
-freed to make room. In FORWARD and BACKWARD the unit's modules see the whole weights; else they see the shards, which
-the optimizer works on.
+When a unit is gathered and freed, `wrapper.py` decides. Only what is GATHERED, ahead of its use or
+after it, may be freed to make room. In FORWARD and BACKWARD the unit's modules see the whole
+weights; else they see the shards, which the optimizer works on.
 
-The wholes of a unit lie in one piece of memory, allocated for a gather and given back after use. The tensors stay the
-same objects throughout, so what autograd saved in the forward finds its values again in the backward.
+The wholes of a unit lie in one piece of memory, allocated for a gather and given back after use.
+The tensors stay the same objects throughout, so what autograd saved in the forward finds its values
+again in the backward.
 """
 
 from __future__ import annotations
@@ -28,13 +30,18 @@ from torch.autograd.function import once_differentiable
 
 from cs336_systems.distributed.collectives import Work, wait_for
 from cs336_systems.distributed.fsdp.agreement import Agreement
-from cs336_systems.distributed.fsdp.engine import current_backward, storage_id, unseen_by_checkpoints
+from cs336_systems.distributed.fsdp.engine import (
+    current_backward,
+    storage_id,
+    unseen_by_checkpoints,
+)
 from cs336_systems.distributed.fsdp.plan import ShardedWeight, UnitPlan, chunk_rows
 from cs336_systems.distributed.fsdp.reduce import GradientReducer, Lane, gather_rows
 
 ALIGNMENT_BYTES = 256  # of each weight in the unit's memory: what matmuls and NCCL like
 PREFETCH = 2  # a unit's gather starts when the unit so many before it has completed
-MAX_GATHERED = 3  # units: the current and two ahead, also where modules run in another order than expected
+# units: the current and two ahead, also where modules run in another order than expected
+MAX_GATHERED = 3
 
 
 class State(Enum):
@@ -50,7 +57,8 @@ IN_USE = (State.FORWARD, State.BACKWARD)
 
 
 class ExecutionOrder:
-    """The units in the order of the pass before (`expected`) and of this one (`seen`), to gather the next ones ahead.
+    """The units in the order of the pass before (`expected`) and of this one (`seen`), to gather
+    the next ones ahead.
 
     A wrong guess costs a gather that nobody uses, never a wrong result.
     """
@@ -61,12 +69,16 @@ class ExecutionOrder:
         self._places: dict[Unit, int] = {}  # the last one of each in `seen`
 
     def begin(self, default: Iterable[Unit] = ()) -> list[Unit]:
-        """Start a pass, which will go like the one before, the first one like `default`; what it begins with."""
+        """Start a pass, which will go like the one before, the first one like `default`; what it
+        begins with.
+        """
         self.expected, self.seen = self.seen or self.expected or list(default), []
         return self.expected[:PREFETCH]
 
     def visit(self, unit: Unit) -> None:
-        """Note that `unit` runs now. A surprise ends all guesses of this pass, and is told to the ranks' agreement."""
+        """Note that `unit` runs now. A surprise ends all guesses of this pass, and is told to the
+        ranks' agreement.
+        """
         place = self._places[unit] = len(self.seen)
         self.seen.append(unit)
         if place < len(self.expected) and self.expected[place] is not unit:
@@ -74,7 +86,9 @@ class ExecutionOrder:
             unit.window.agreement.surprise()
 
     def ahead(self, unit: Unit) -> Unit | None:
-        """The unit that is gathered when `unit` is done; None if it has run already or is not known."""
+        """The unit that is gathered when `unit` is done; None if it has run already or is not
+        known.
+        """
         target = self._places[unit] + PREFETCH
         return self.expected[target] if len(self.seen) <= target < len(self.expected) else None
 
@@ -86,7 +100,9 @@ class ExecutionOrder:
 class Window:
     """What the units of one model share: their group, its streams, and which of them have memory."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, reduce_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, reduce_dtype: torch.dtype | None
+    ) -> None:
         self.group, self.device = group, device
         self.rank, self.num_ranks = group.rank(), group.size()
         self.lane = Lane(device)
@@ -98,14 +114,20 @@ class Window:
 
     @property
     def in_backward(self) -> bool:
-        """Whether this code runs inside autograd's engine: in a hook, or in a checkpoint's recomputation."""
+        """Whether this code runs inside autograd's engine: in a hook, or in a checkpoint's
+        recomputation.
+        """
         return current_backward() != -1
 
     def make_room(self, unit: Unit) -> None:
-        """Before `unit` is gathered for use: free idle units, gathered for an order that did not come; oldest first."""
+        """Before `unit` is gathered for use: free idle units, gathered for an order that did not
+        come; oldest first.
+        """
         surplus = len(self.gathered) + 1 - MAX_GATHERED
         if unit.state is State.REST and surplus > 0:
-            for other in [other for other in self.gathered if other.state is State.GATHERED][:surplus]:
+            for other in [other for other in self.gathered if other.state is State.GATHERED][
+                :surplus
+            ]:
                 other.free()
 
     def gather_ahead(self, unit: Unit | None) -> None:
@@ -129,10 +151,13 @@ class Unit:
         self.state = State.REST
         self.backward = 0  # which one BACKWARD is for
         self.began = 0  # time of the forward that BACKWARD is of
-        self._views: list[tuple[nn.Module, RestingParameters, dict[str, Any]]] = []  # of a module: at rest, in use
-        self._shown: list[tuple[dict[str, Any], str, ShardedWeight]] = []  # where each weight is shown in use
+        # of a module: at rest, in use
+        self._views: list[tuple[nn.Module, RestingParameters, dict[str, Any]]] = []
+        # where each weight is shown in use
+        self._shown: list[tuple[dict[str, Any], str, ShardedWeight]] = []
         self._works: list[Work] = []  # the gather under way
-        # The place of the wholes. Of the parameters, which may be on the meta device, only shapes and dtypes are read.
+        # The place of the wholes. Of the parameters, which may be on the meta device, only shapes
+        # and dtypes are read.
         self._bytes = 0
         places: list[tuple[int, list[int], torch.dtype]] = []
         for _, parameter, _ in plan.parameters:
@@ -144,7 +169,9 @@ class Unit:
         memory = torch.empty(self._bytes, dtype=torch.uint8, device=window.device)
         self.weights: list[ShardedWeight] = []
         for (offset, shape, dtype), (name, parameter, homes) in zip(places, plan.parameters):
-            place = memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            place = (
+                memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            )
             self.weights.append(ShardedWeight(name, parameter, homes, place, window.group))
         self._begins = [offset for offset, _, _ in places]  # of each weight in the memory, in bytes
         self._memory = memory.untyped_storage()  # under all wholes
@@ -167,18 +194,24 @@ class Unit:
         return [weight for weight in self.trainable if weight.whole.grad is not None]
 
     def come_to_rest(self, paths: dict[nn.Module, str]) -> None:
-        """From now on the modules, of these paths, see what the state says; every weight has its shard."""
+        """From now on the modules, of these paths, see what the state says; every weight has its
+        shard.
+        """
         in_use: dict[nn.Module, dict[str, Any]] = {}
         for weight in self.weights:
             for module, attribute in weight.homes:
                 in_use.setdefault(module, dict(module._parameters))[attribute] = weight.whole
                 self._shown.append((in_use[module], attribute, weight))
         for module, wholes in in_use.items():
-            self._views.append((module, RestingParameters(self, paths[module], module._parameters), wholes))
+            self._views.append(
+                (module, RestingParameters(self, paths[module], module._parameters), wholes)
+            )
             vars(module)["_parameters"] = self._views[-1][1]
 
     def become(self, state: State) -> None:
-        """Enter `state`, and show the modules the weights that go with it; before those in use `wait`."""
+        """Enter `state`, and show the modules the weights that go with it; before those in use
+        `wait`.
+        """
         is_in_use = state in IN_USE
         if is_in_use != (self.state in IN_USE):
             for module, at_rest, in_use in self._views:
@@ -200,16 +233,22 @@ class Unit:
             shard = weight.shard.detach()
             weight.check_shard()
             inputs.append(shard)
-            if weight.gathered.dtype != shard.dtype or len(weight.chunk) != len(shard) or not shard.is_contiguous():
-                # One chunk in the compute dtype, made where the gather would put it: no memory of its own. What lies
-                # behind the own rows is padding that nobody reads.
+            if (
+                weight.gathered.dtype != shard.dtype
+                or len(weight.chunk) != len(shard)
+                or not shard.is_contiguous()
+            ):
+                # One chunk in the compute dtype, made where the gather would put it: no memory of
+                # its own. What lies behind the own rows is padding that nobody reads.
                 places.append(weight.gathered[weight.rows])
                 shards.append(shard)
                 inputs[-1] = weight.chunk
         with self.window.lane.after_compute():
             if places:
                 torch._foreach_copy_(places, shards)
-            self._works = gather_rows([weight.gathered for weight in self.weights], inputs, self.window.group)
+            self._works = gather_rows(
+                [weight.gathered for weight in self.weights], inputs, self.window.group
+            )
             self._works.append(self.window.lane.mark())
         self.window.gathered[self] = None
         self.become(State.GATHERED)
@@ -221,7 +260,8 @@ class Unit:
             wait_for(self._works)
 
     def free(self) -> None:
-        """Give the memory of the wholes back, once what is queued on the compute stream has used them.
+        """Give the memory of the wholes back, once what is queued on the compute stream has used
+        them.
 
         RuntimeError naming a weight that a forward has changed or replaced, since that is lost.
         """
@@ -233,7 +273,9 @@ class Unit:
         self.become(State.REST)
         for weight in self.weights:
             if weight.whole._version:
-                raise RuntimeError(f"parameter {weight.name!r} must not be changed in a forward, as max_norm does")
+                raise RuntimeError(
+                    f"parameter {weight.name!r} must not be changed in a forward, as max_norm does"
+                )
         for in_use, attribute, weight in self._shown:
             if in_use.get(attribute) is not weight.whole:
                 raise RuntimeError(f"parameter {weight.name!r} must not be replaced in a forward")
@@ -245,7 +287,8 @@ class Unit:
 class RestingParameters(dict[str, Any]):
     """The `_parameters` of a module whose unit is not in use: the shards.
 
-    But within a pass a head that computes `F.linear(h, self.embedding.weight)` gets the whole, in a copy of its own.
+    But within a pass a head that computes `F.linear(h, self.embedding.weight)` gets the whole, in a
+    copy of its own.
     """
 
     def __init__(self, unit: Unit, path: str, shards: dict[str, Any]) -> None:
@@ -262,7 +305,8 @@ class RestingParameters(dict[str, Any]):
     def items(self) -> Any:  # of `module.parameters()`
         return {name: self[name] for name in self}.items()
 
-    def __setitem__(self, name: str, value: Any) -> None:  # as `module.weight = ...`, tying, functional_call do
+    # as `module.weight = ...`, tying, functional_call do
+    def __setitem__(self, name: str, value: Any) -> None:
         if value is not self.get(name):
             self._refuse(name, "replaced" if name in self else "added")
 
@@ -281,7 +325,9 @@ class RestingParameters(dict[str, Any]):
 
 
 class ReadOutside(torch.autograd.Function):
-    """From a shard to its whole, for a use outside the forwards of the unit's entries, and back with the gradient."""
+    """From a shard to its whole, for a use outside the forwards of the unit's entries, and back
+    with the gradient.
+    """
 
     @staticmethod
     @unseen_by_checkpoints

@@ -1,7 +1,7 @@
 """Our kernels beside the fastest of the libraries on shapes that models use, all taking turns.
 
-How fast are the kernels where a GPU is full: batches, heads and lengths of real training steps, head dims 64 to 256,
-bfloat16. What calls take that are too short for that, `short_calls` measures.
+How fast are the kernels where a GPU is full: batches, heads and lengths of real training steps,
+head dims 64 to 256, bfloat16. What calls take that are too short for that, `short_calls` measures.
 """
 
 from dataclasses import replace
@@ -17,8 +17,9 @@ DRAWN = ("triton", "hopper", "sdpa_cudnn", "fa4")
 class AttentionShapes(AttentionByTurns):
     implementations = ("triton", "hopper", "sdpa_cudnn", "flex", "flex_flash", "fa4")
     takes = "attention"
-    # (batch, heads, length, head_dim, causal). The first is the 2025 leaderboard's; 32 heads of 32,768 are the 2026
-    # leaderboard's 8B step; 64 heads of 8192 are the shape of MagiAttention's published table.
+    # (batch, heads, length, head_dim, causal). The first is the 2025 leaderboard's; 32 heads of
+    # 32,768 are the 2026 leaderboard's 8B step; 64 heads of 8192 are the shape of MagiAttention's
+    # published table.
     sizes = {
         **SMALL,
         "smoke": ((1, 1, 128, 64, True), (1, 1, 128, 128, False)),
@@ -40,7 +41,9 @@ class AttentionShapes(AttentionByTurns):
         ),
     }
 
-    tables = rate_tables((("hopper", "fa4"), ("hopper", "sdpa_cudnn"), ("triton", "sdpa_cudnn"), ("triton", "flex")))
+    tables = rate_tables(
+        (("hopper", "fa4"), ("hopper", "sdpa_cudnn"), ("triton", "sdpa_cudnn"), ("triton", "flex"))
+    )
     figures = {  # of most shapes: it stands on the README's first screen
         "forward_backward": replace(
             rate_bars("Attention forward + backward"),

@@ -1,7 +1,9 @@
-"""Where one call of attention spends its time: mask build, casts, forward, preprocess, dK and dV, dQ.
+"""Where one call of attention spends its time: mask build, casts, forward, preprocess, dK and dV,
+dQ.
 
-The kernels' code marks its stages (`measure/stages.py`). Each call here reaches other ones: plain causal attention the
-passes alone, a sliding window also builds its lists, and float32 inputs under autocast are cast first.
+The kernels' code marks its stages (`measure/stages.py`). Each call here reaches other ones: plain
+causal attention the passes alone, a sliding window also builds its lists, and float32 inputs under
+autocast are cast first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +22,8 @@ from cs336_systems.measure.stages import STAGES, TOTAL, time_stages
 from cs336_systems.subjects.attention_passes import RESULTS, checked_error
 from cs336_systems.subjects.implementations import ran, taken_by
 
-SIZES = {"tiny": (1, 64, 64), "smoke": (2, 256, 64), "handout": (16, 8192, 128)}  # heads, tokens, head dim
+# heads, tokens, head dim
+SIZES = {"tiny": (1, 64, 64), "smoke": (2, 256, 64), "handout": (16, 8192, 128)}
 WINDOW = 8  # a query of the sliding window sees this part of the tokens: one in eight
 
 
@@ -45,10 +48,18 @@ class AttentionStages(Experiment):
 
     def cells(self, run: RunConfig) -> list[Cell]:
         heads, seqlen, head_dim = SIZES[run.scale]
-        dtype: DTypeName = "bfloat16" if run.device == "cuda" else "float16"  # the interpreter has no bfloat16
-        cases = [StagedCall(call=call, heads=heads, seqlen=seqlen, head_dim=head_dim, dtype=dtype) for call in REACHED]
+        # the interpreter has no bfloat16
+        dtype: DTypeName = "bfloat16" if run.device == "cuda" else "float16"
+        cases = [
+            StagedCall(call=call, heads=heads, seqlen=seqlen, head_dim=head_dim, dtype=dtype)
+            for call in REACHED
+        ]
         return [
-            Cell(case=case, implementation=name, rows=tuple(ROWS[stage] for stage in stages_of(case.call)))
+            Cell(
+                case=case,
+                implementation=name,
+                rows=tuple(ROWS[stage] for stage in stages_of(case.call)),
+            )
             for case in cases
             for name in self.implementations
         ]
@@ -62,7 +73,9 @@ class AttentionStages(Experiment):
         error = checked_error(oracle, dict(zip(RESULTS, call())))
         del oracle, dense
         few = run.device == "cpu"
-        samples = time_stages(call, device=run.device, num_samples=2 if few else 30, warmup=0 if few else 5)
+        samples = time_stages(
+            call, device=run.device, num_samples=2 if few else 30, warmup=0 if few else 5
+        )
         kernel = ran(cell.implementation, run.device)
         for stage in stages_of(case.call):
             yield Sample(row=ROWS[stage], samples=samples[stage], kernel=kernel, error=error)
@@ -71,7 +84,10 @@ class AttentionStages(Experiment):
         "stages": Wide(
             title="Milliseconds of each stage of one call, forward and backward",
             down={"call": "call", "implementation": "implementation"},
-            columns={stage.replace("_", " "): Pick(where={"quantity": row.quantity}) for stage, row in ROWS.items()},
+            columns={
+                stage.replace("_", " "): Pick(where={"quantity": row.quantity})
+                for stage, row in ROWS.items()
+            },
         )
     }
     figures = {
@@ -88,17 +104,26 @@ class AttentionStages(Experiment):
 
 def stages_of(call: str) -> Sequence[str]:
     """The stages that a call reaches, in order, and the whole call."""
-    return *(stage for stage in STAGES if stage in ("preprocess", "forward", "dq", "dkv", *REACHED[call])), TOTAL
+    return *(
+        stage for stage in STAGES if stage in ("preprocess", "forward", "dq", "dkv", *REACHED[call])
+    ), TOTAL
 
 
 def staged_call(
     case: StagedCall, backend: str, run: RunConfig
 ) -> tuple[Callable[[], tuple[Tensor, ...]], list[Tensor], BlockMask | None]:
-    """What is timed, the inputs as its kernels get them, and the mask; `Unsupported` where the back end is not here."""
+    """What is timed, the inputs as its kernels get them, and the mask; `Unsupported` where the back
+    end is not here.
+    """
     shape = AttentionShape(
-        batch=1, heads=case.heads, seqlen_q=case.seqlen, seqlen_k=case.seqlen, head_dim=case.head_dim,
-        is_causal=True, dtype="float32" if case.call == "autocast" else case.dtype,
-    )  # fmt: skip
+        batch=1,
+        heads=case.heads,
+        seqlen_q=case.seqlen,
+        seqlen_k=case.seqlen,
+        head_dim=case.head_dim,
+        is_causal=True,
+        dtype="float32" if case.call == "autocast" else case.dtype,
+    )
     layout = "block_mask" if case.call == "window" else "dense"
     taken_by(backend, replace(shape, dtype=case.dtype), run.device, layout=layout)
     q, k, v, grad_output = attention_inputs(shape, device=run.device, seed=run.seed)
@@ -107,12 +132,16 @@ def staged_call(
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def window() -> BlockMask:
-        return BlockMask.sliding_window(case.seqlen, window=case.seqlen // WINDOW, device=run.device)
+        return BlockMask.sliding_window(
+            case.seqlen, window=case.seqlen // WINDOW, device=run.device
+        )
 
     def call() -> tuple[Tensor, ...]:
         mask = window() if case.call == "window" else None
         with torch.autocast(run.device, dtype) if case.call == "autocast" else nullcontext():
-            output = flash_attention(*leaves, is_causal=mask is None, block_mask=mask, backend=backend)
+            output = flash_attention(
+                *leaves, is_causal=mask is None, block_mask=mask, backend=backend
+            )
         assert isinstance(output, Tensor)
         return output.detach(), *torch.autograd.grad(output, leaves, lowered[3])
 

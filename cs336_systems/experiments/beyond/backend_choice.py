@@ -1,7 +1,8 @@
 """Triton beside Hopper on a grid of sizes, by turns: what `auto` chooses by.
 
-`tools/backend_table.py` makes `attention/hopper_table.py` of the records, and a test compares `auto` with them row by
-row. Timed are both passes, in replayed graphs, so that of short calls the GPU's time counts and not the host's.
+`tools/backend_table.py` makes `attention/hopper_table.py` of the records, and a test compares
+`auto` with them row by row. Timed are both passes, in replayed graphs, so that of short calls the
+GPU's time counts and not the host's.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,8 @@ from cs336_systems.subjects.implementations import Built
 # Of the table; others are probes, of whether they can take the next larger one's row.
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 160, 192, 256)
 PROBES = (48, 112)
-COMMON_HEAD_DIMS = (64, 128)  # measured also with few heads, whose walks are divided, and with masks and documents
+# measured also with few heads, whose walks are divided, and with masks and documents
+COMMON_HEAD_DIMS = (64, 128)
 SIZES = ((16, 512), (64, 512), (4, 4096), (16, 4096), (16, 16384))  # heads, tokens
 FEW_SIZES = ((1, 1024), (1, 4096), (16, 1024))
 MASKED_SIZES = ((16, 2048), (16, 4096), (16, 16384))
@@ -44,15 +46,22 @@ class Attended(AttentionShape):
         parts = []
         if self.documents:
             starts = range(0, self.seqlen_q, self.documents)
-            parts.append("document:" + ",".join(str(min(self.documents, self.seqlen_q - start)) for start in starts))
+            parts.append(
+                "document:"
+                + ",".join(str(min(self.documents, self.seqlen_q - start)) for start in starts)
+            )
         if self.window:
             parts.append(f"window:{self.window}")
         if self.is_causal:
             parts.append("causal")
         return MaskCase(
-            mask="+".join(parts) or "full", batch=self.batch, heads=self.heads, seqlen_q=self.seqlen_q,
-            head_dim=self.head_dim, dtype=self.dtype,
-        )  # fmt: skip
+            mask="+".join(parts) or "full",
+            batch=self.batch,
+            heads=self.heads,
+            seqlen_q=self.seqlen_q,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+        )
 
 
 def faster_claim(rows: pd.DataFrame) -> str:
@@ -69,15 +78,28 @@ class BackendChoice(AttentionByTurns):
     rounds = {"cpu": 3, "cuda": 6}
 
     def cases(self, run: RunConfig) -> list[Attended]:
-        def case(heads: int, tokens: int, head_dim: int, is_causal: bool = False, **more: Any) -> Attended:
+        def case(
+            heads: int, tokens: int, head_dim: int, is_causal: bool = False, **more: Any
+        ) -> Attended:
             return Attended(**vars(sized_shape(run, 1, heads, tokens, head_dim, is_causal)), **more)
 
         if run.scale != "handout":  # kernels are interpreted there
             small = case(2, 64 if run.scale == "tiny" else 128, 32, True)
-            return [small] if run.scale == "tiny" else [small, replace(small, layout="packed", documents=64)]
+            return (
+                [small]
+                if run.scale == "tiny"
+                else [small, replace(small, layout="packed", documents=64)]
+            )
         either = (False, True)
-        dense = [case(*size, dim, causal) for dim in HEAD_DIMS for size in SIZES for causal in either]
-        dense += [case(*size, dim, causal) for dim in COMMON_HEAD_DIMS for size in FEW_SIZES for causal in either]
+        dense = [
+            case(*size, dim, causal) for dim in HEAD_DIMS for size in SIZES for causal in either
+        ]
+        dense += [
+            case(*size, dim, causal)
+            for dim in COMMON_HEAD_DIMS
+            for size in FEW_SIZES
+            for causal in either
+        ]
         dense += [case(16, 4096, dim, causal) for dim in PROBES for causal in either]
         dense += [replace(case(16, 4096, 64, True), dtype="float16")]
         listed = [
@@ -102,7 +124,9 @@ class BackendChoice(AttentionByTurns):
         return super().built(f"{name}_lists" if case.layout == "block_mask" else name, case, run)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """`attended` and `width` in words, `tokens` and `queries` by which `auto` chooses, what it takes on an H200."""
+        """`attended` and `width` in words, `tokens` and `queries` by which `auto` chooses, what it
+        takes on an H200.
+        """
         causal = " causal" if row["is_causal"] else ""
         length = row["documents"] or row["window"]
         what = "documents" if row["documents"] else "window"
@@ -122,7 +146,9 @@ class BackendChoice(AttentionByTurns):
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         """`cost`: time of what auto takes over that of the faster."""
         ratios = zip(frame["over_triton"], frame["auto"])
-        return frame.assign(cost=[max(1.0, 1 / one if auto == "hopper" else one) for one, auto in ratios])
+        return frame.assign(
+            cost=[max(1.0, 1 / one if auto == "hopper" else one) for one, auto in ratios]
+        )
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`num_cases`, and `worst`: the largest `cost` of a case."""
@@ -131,7 +157,13 @@ class BackendChoice(AttentionByTurns):
     tables = {
         "times": Pivot(
             title="triton and hopper by turns",
-            down={**BY_SHAPE, "attended": "attended", "dtype": "dtype", "pass": "pass", "auto takes": "auto"},
+            down={
+                **BY_SHAPE,
+                "attended": "attended",
+                "dtype": "dtype",
+                "pass": "pass",
+                "auto takes": "auto",
+            },
             ratios=(("hopper", "triton"),),
         )
     }
@@ -147,7 +179,12 @@ class BackendChoice(AttentionByTurns):
             color="head_dim",
             value="over_triton",
             middle=1,
-            where={"layout": "dense", "implementation": "hopper", "dtype": "bfloat16", "head_dim": HEAD_DIMS},
+            where={
+                "layout": "dense",
+                "implementation": "hopper",
+                "dtype": "bfloat16",
+                "head_dim": HEAD_DIMS,
+            },
         )
     }
 
@@ -156,8 +193,15 @@ def taken_by_auto(row: Mapping[str, Any]) -> str:
     """What `auto` takes on an H200 for a row of the records."""
     documents = row["documents"] if row["layout"] == "packed" else 0
     name, _ = select_backend(
-        device_kind="cuda", dtype=row["dtype"], head_dim=row["head_dim"], batch_heads=row["batch"] * row["heads"],
-        seqlen_q=row["seqlen_q"], seqlen_k=row["seqlen_k"], layout=row["layout"], is_causal=row["is_causal"],
-        longest=(documents, documents) if documents else None, available=dict.fromkeys(BACKENDS, "ok"),
-    )  # fmt: skip
+        device_kind="cuda",
+        dtype=row["dtype"],
+        head_dim=row["head_dim"],
+        batch_heads=row["batch"] * row["heads"],
+        seqlen_q=row["seqlen_q"],
+        seqlen_k=row["seqlen_k"],
+        layout=row["layout"],
+        is_causal=row["is_causal"],
+        longest=(documents, documents) if documents else None,
+        available=dict.fromkeys(BACKENDS, "ok"),
+    )
     return name

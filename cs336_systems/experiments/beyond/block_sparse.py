@@ -1,4 +1,6 @@
-"""Skipping tiles: speed by density of random tiles against dense attention, and what random token masks gain."""
+"""Skipping tiles: speed by density of random tiles against dense attention, and what random token
+masks gain.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -9,12 +11,19 @@ import pandas as pd
 from cs336_systems.book.frames import span
 from cs336_systems.config import MaskCase, RunConfig
 from cs336_systems.experiments import Lines, Pivot, problem
-from cs336_systems.subjects.mask_cases import DENSE_PEERS, MaskExperiment, dense_tables, mask_case, names_of
+from cs336_systems.subjects.mask_cases import (
+    DENSE_PEERS,
+    MaskExperiment,
+    dense_tables,
+    mask_case,
+    names_of,
+)
 
 LENGTH = {"tiny": 128, "smoke": 256, "handout": 16384}
 ROW_DENSITIES = {"tiny": (0.5,), "smoke": (0.25, 0.5), "handout": (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)}
 TOKEN_DENSITIES = {"tiny": (), "smoke": (0.1,), "handout": (0.1, 0.5)}
-RADII = {"tiny": (), "smoke": (3,), "handout": (1, 7, 15)}  # of neighbours on a grid of LENGTH tokens
+# of neighbours on a grid of LENGTH tokens
+RADII = {"tiny": (), "smoke": (3,), "handout": (1, 7, 15)}
 SUITE_LENGTH, SUITE_DENSITIES = 49152, (0.05, 0.1, 0.2, 0.5, 1.0)
 SHORT = tuple(LENGTH.values())  # of tables without the suite
 SUITE_BLOCKS = ((128, 128), (64, 128), (128, 64), (64, 64))
@@ -26,7 +35,9 @@ class AgainstIdeal(Lines):
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
         rows = super().rows(frame)
-        ideal = rows.drop_duplicates("number").assign(implementation="tiles allow", over_dense=lambda one: one["ideal"])
+        ideal = rows.drop_duplicates("number").assign(
+            implementation="tiles allow", over_dense=lambda one: one["ideal"]
+        )
         return pd.concat([rows, ideal])
 
 
@@ -43,7 +54,9 @@ class BlockSparse(MaskExperiment):
     implementations = ("triton", *DENSE_PEERS, "sdpa_mask", "flex")
 
     def planned(self, run: RunConfig) -> Iterator[tuple[MaskCase, Sequence[str]]]:
-        """Dense, random tiles by density, random tokens, neighbours on a grid; of the handout long ones by tile."""
+        """Dense, random tiles by density, random tokens, neighbours on a grid; of the handout long
+        ones by tile.
+        """
         short = partial(mask_case, run, seqlen=LENGTH[run.scale], heads=16, head_dim=128)
         peers = ("hopper", "sdpa_mask", "flex")
         yield short("full"), names_of(run, (*DENSE_PEERS, "flex"))
@@ -51,10 +64,18 @@ class BlockSparse(MaskExperiment):
             yield short(f"random:{density:g}"), names_of(run, peers)
         for density in TOKEN_DENSITIES[run.scale]:
             yield short(f"tokens:{density:g}"), names_of(run, peers)
-        for radius, order in product(RADII[run.scale], ("grid", "hilbert")):  # both orders attend the same pairs
+        # both orders attend the same pairs
+        for radius, order in product(RADII[run.scale], ("grid", "hilbert")):
             yield short(f"{order}:{radius}"), LISTED
-        for blocks, density in product(SUITE_BLOCKS if run.scale == "handout" else (), SUITE_DENSITIES):
-            yield mask_case(run, f"random:{density:g}", SUITE_LENGTH, heads=8, head_dim=128, blocks=blocks), LISTED
+        for blocks, density in product(
+            SUITE_BLOCKS if run.scale == "handout" else (), SUITE_DENSITIES
+        ):
+            yield (
+                mask_case(
+                    run, f"random:{density:g}", SUITE_LENGTH, heads=8, head_dim=128, blocks=blocks
+                ),
+                LISTED,
+            )
 
     tables = dense_tables(seqlen_q=SHORT) | {
         "suite": Pivot(
@@ -75,6 +96,11 @@ class BlockSparse(MaskExperiment):
             x_title="share of live tiles",
             y="over_dense",
             y_title="times as fast as dense",
-            where={"quantity": "time", "mode": "forward", "family": "random tiles", "implementation": LISTED},
+            where={
+                "quantity": "time",
+                "mode": "forward",
+                "family": "random tiles",
+                "implementation": LISTED,
+            },
         )
     }

@@ -1,9 +1,10 @@
 """Attention over one sequence on 1, 2, 4, 8 ranks, by the ring.
 
-Not a problem of the handout. With one rank it is the attention of this package with nothing sent; with more each rank
-has an equal part of the sequence, and passes keys and values around while it computes. Fewer heads of keys and values
-are fewer bytes for the same arithmetic. A cell is a number of ranks, its rows every length and pass. Rows of the output
-and of the queries' gradient are checked in float64 against all keys before anything is timed.
+Not a problem of the handout. With one rank it is the attention of this package with nothing sent;
+with more each rank has an equal part of the sequence, and passes keys and values around while it
+computes. Fewer heads of keys and values are fewer bytes for the same arithmetic. A cell is a number
+of ranks, its rows every length and pass. Rows of the output and of the queries' gradient are
+checked in float64 against all keys before anything is timed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,10 +28,12 @@ from cs336_systems.subjects import ranks
 from cs336_systems.subjects.attention_passes import BOTH, BOTH_TIMES, FORWARD, PEAK
 from cs336_systems.subjects.ranks import TIMES
 
-ROWS = (FORWARD, BOTH, *(Row("forward_backward", name, "ms") for name in TIMES))  # TIMES are of rank 0 alone
+# TIMES are of rank 0 alone
+ROWS = (FORWARD, BOTH, *(Row("forward_backward", name, "ms") for name in TIMES))
 LENGTHS = {"tiny": (256,), "smoke": (2048, 4096), "handout": (65536, 131072, 262144, 524288)}
 NUM_RANKS = {"tiny": (2,), "smoke": (1, 2), "handout": (1, 2, 4, 8)}
-HEADS = {"tiny": (2, (2,), 16), "smoke": (4, (4, 1), 32), "handout": (8, (8, 2), 128)}  # heads, of keys, head dim
+# heads, of keys, head dim
+HEADS = {"tiny": (2, (2,), 16), "smoke": (4, (4, 1), 32), "handout": (8, (8, 2), 128)}
 BUDGET_MS = {"tiny": 20.0, "smoke": 500.0, "handout": 500.0}  # of timed calls
 MIN_SAMPLES = 3
 CHECKED_ROWS = 8  # of each rank, spread over its part
@@ -38,7 +41,9 @@ CHECKED_ROWS = 8  # of each rank, spread over its part
 
 @dataclass(frozen=True, kw_only=True)
 class ContextCase:
-    """Causal attention forward and backward over one sequence, of which each rank has an equal part."""
+    """Causal attention forward and backward over one sequence, of which each rank has an equal
+    part.
+    """
 
     length: int  # of the whole sequence
     heads: int
@@ -50,14 +55,20 @@ class ContextCase:
 
 
 class SpeedUp(Lines):
-    """Lines of how many times as fast a length is as on one rank, in whichever run, and of what would be ideal."""
+    """Lines of how many times as fast a length is as on one rank, in whichever run, and of what
+    would be ideal.
+    """
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
         rows = super().rows(frame)
         alone = rows[rows["num_ranks"] == 1].set_index("length")["median"]
         rows = rows.assign(speed_up=rows["length"].map(alone) / rows["median"])
-        rows = rows.dropna(subset="speed_up").assign(line=[f"{length:,} tokens" for length in rows["length"]])
-        ideal = rows.drop_duplicates("num_ranks").assign(line="ideal", speed_up=lambda one: 1.0 * one["num_ranks"])
+        rows = rows.dropna(subset="speed_up").assign(
+            line=[f"{length:,} tokens" for length in rows["length"]]
+        )
+        ideal = rows.drop_duplicates("num_ranks").assign(
+            line="ideal", speed_up=lambda one: 1.0 * one["num_ranks"]
+        )
         return pd.concat([rows, ideal])
 
 
@@ -77,17 +88,23 @@ class ContextParallel(Experiment):
         """A cell for each number of heads of keys and of ranks; NCCL for as many ranks as GPUs."""
         heads, groups, head_dim = HEADS[run.scale]
         dtype: DTypeName = "bfloat16" if run.device == "cuda" else "float32"
-        rows = (*ROWS, PEAK) if run.device == "cuda" else ROWS  # the peak of the rank that needs most
+        # the peak of the rank that needs most
+        rows = (*ROWS, PEAK) if run.device == "cuda" else ROWS
         counts = [number for number in NUM_RANKS[run.scale] if number <= ranks.most_ranks(run)]
         cells = []
         for kv_heads, number in product(groups, counts):
             cases = [
                 ContextCase(
-                    length=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, num_ranks=number,
+                    length=length,
+                    heads=heads,
+                    kv_heads=kv_heads,
+                    head_dim=head_dim,
+                    dtype=dtype,
+                    num_ranks=number,
                     backend=ranks.backend_of(run),
                 )
                 for length in LENGTHS[run.scale]
-            ]  # fmt: skip
+            ]
             of_cases = tuple(replace(row, case=case) for case in cases for row in rows)
             cells.append(Cell(case=cases[0], implementation="ring", rows=of_cases))
         return cells
@@ -104,7 +121,9 @@ class ContextParallel(Experiment):
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         """A column `of_one`: how many times as fast as on one rank."""
-        return with_speeds(frame, "of_one", {"num_ranks": 1}, by=("length", "kv_heads", "mode", "quantity"))
+        return with_speeds(
+            frame, "of_one", {"num_ranks": 1}, by=("length", "kv_heads", "mode", "quantity")
+        )
 
     tables = {
         name: Wide(
@@ -114,7 +133,9 @@ class ContextParallel(Experiment):
             columns={
                 "forward (ms)": Pick({"quantity": "time", "mode": "forward"}),
                 "both (ms)": Pick({"quantity": "time", "mode": "forward_backward"}),
-                "speed of one": Pick({"quantity": "time", "mode": "forward_backward"}, value="of_one"),
+                "speed of one": Pick(
+                    {"quantity": "time", "mode": "forward_backward"}, value="of_one"
+                ),
                 "communication (ms)": Pick({"quantity": "communication_time"}),
                 "beside compute (ms)": Pick({"quantity": "overlap_time"}),
                 "hidden": Ratio("beside compute (ms)", "communication (ms)", percent=True),
@@ -122,8 +143,16 @@ class ContextParallel(Experiment):
             },
         )
         for name, title, where in (
-            ("ungrouped", "Causal attention over one sequence, each head with keys of its own", {"grouped": False}),
-            ("grouped", "Causal attention over one sequence, four heads to a head of keys", {"grouped": True}),
+            (
+                "ungrouped",
+                "Causal attention over one sequence, each head with keys of its own",
+                {"grouped": False},
+            ),
+            (
+                "grouped",
+                "Causal attention over one sequence, four heads to a head of keys",
+                {"grouped": True},
+            ),
         )
     }
     figures = {
@@ -141,7 +170,9 @@ class ContextParallel(Experiment):
     }
 
 
-def _time_rings(rank: int, num_ranks: int, cases: Sequence[ContextCase], run: RunConfig) -> list[ranks.RankReport]:
+def _time_rings(
+    rank: int, num_ranks: int, cases: Sequence[ContextCase], run: RunConfig
+) -> list[ranks.RankReport]:
     """What this rank measures of each case."""
     return [_time_ring(rank, num_ranks, case, run) for case in cases]
 
@@ -150,9 +181,15 @@ def _time_ring(rank: int, num_ranks: int, case: ContextCase, run: RunConfig) -> 
     device = run.device
     release(device)
     shape = AttentionShape(
-        batch=1, heads=case.heads, kv_heads=case.kv_heads, seqlen_q=case.length, seqlen_k=case.length,
-        head_dim=case.head_dim, is_causal=True, dtype=case.dtype,
-    )  # fmt: skip
+        batch=1,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        seqlen_q=case.length,
+        seqlen_k=case.length,
+        head_dim=case.head_dim,
+        is_causal=True,
+        dtype=case.dtype,
+    )
     whole = list(attention_inputs(shape, device=device, seed=run.seed))  # the same on every rank
     parts = [zigzag_split(x, rank, num_ranks, dim=-2).contiguous() for x in whole]
     leaves, upstream = [x.requires_grad_() for x in parts[:3]], parts[3]
@@ -177,8 +214,12 @@ def _time_ring(rank: int, num_ranks: int, case: ContextCase, run: RunConfig) -> 
     return ranks.RankReport(error=error, samples=samples)
 
 
-def _error(output: Tensor, grad_q: Tensor, whole: Sequence[Tensor], rank: int, num_ranks: int) -> float:
-    """Largest error of some rows of this rank's output and dQ over twice that of the same in plain low precision."""
+def _error(
+    output: Tensor, grad_q: Tensor, whole: Sequence[Tensor], rank: int, num_ranks: int
+) -> float:
+    """Largest error of some rows of this rank's output and dQ over twice that of the same in plain
+    low precision.
+    """
     q, k, v, grad_output = whole
     positions = zigzag_split(torch.arange(q.shape[-2], device=q.device), rank, num_ranks, dim=0)
     places = torch.linspace(0, len(positions) - 1, CHECKED_ROWS, device=q.device).long()

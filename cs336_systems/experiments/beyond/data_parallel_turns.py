@@ -1,13 +1,15 @@
 """Every data parallelism, sharded optimizer and FSDP in one job, by turns, beside PyTorch's.
 
-What slows a host may last for minutes, longer than a job of one wrapper: small differences between jobs say nothing.
-Here the ranks stay and the wrappers change. Phases on every rank:
+What slows a host may last for minutes, longer than a job of one wrapper: small differences between
+jobs say nothing. Here the ranks stay and the wrappers change. Phases on every rank:
 
-- check: a shallow model of the same width under each wrapper, by its gradients or its training (parallel_step.py);
-- rounds: each wrapper in its turn is built, warmed up and timed; two rounds in a row go in opposite orders.
+- check: a shallow model of the same width under each wrapper, by its gradients or its training
+  (parallel_step.py);
+- rounds: each wrapper in its turn is built, warmed up and timed; two rounds in a row go in opposite
+  orders.
 
-A rank holds one wrapper's model at a time, since xl with AdamW takes up to 75 GiB; a wrapper that runs out of memory
-is out, and the others play on. Ratios are of one round.
+A rank holds one wrapper's model at a time, since xl with AdamW takes up to 75 GiB; a wrapper that
+runs out of memory is out, and the others play on. Ratios are of one round.
 """
 
 import gc
@@ -20,7 +22,15 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 
-from cs336_systems.bench.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
+from cs336_systems.bench.spec import (
+    Cell,
+    Disagreement,
+    Experiment,
+    Row,
+    Sample,
+    Unsupported,
+    problem,
+)
 from cs336_systems.bench.turns import in_order
 from cs336_systems.book.frames import dicts, speed
 from cs336_systems.book.tables import Pivot
@@ -28,12 +38,25 @@ from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.measure.allocations import release
 from cs336_systems.subjects import ranks
 from cs336_systems.subjects.data_parallel import precisions
-from cs336_systems.subjects.parallel_step import OURS, PEERS, ParallelStep, ShardingCase, check_wrapper
+from cs336_systems.subjects.parallel_step import (
+    OURS,
+    PEERS,
+    ParallelStep,
+    ShardingCase,
+    check_wrapper,
+)
 
 # Whose step each of ours is compared with: of several the faster one.
-RIVALS = dict.fromkeys(OURS, PEERS) | {"sharded": ("torch_zero",), "zero1": ("torch_zero",), "fsdp": ("torch_fsdp",)}
-WARMUP = 2  # PyTorch's DDP rearranges its buckets in the second step, and FSDP's first tells the order of the units
-STEPS = {"tiny": 1, "smoke": 2, "handout": 2}  # timed in a turn; in low precision, whose steps are shorter, more
+RIVALS = dict.fromkeys(OURS, PEERS) | {
+    "sharded": ("torch_zero",),
+    "zero1": ("torch_zero",),
+    "fsdp": ("torch_fsdp",),
+}
+# PyTorch's DDP rearranges its buckets in the second step, and FSDP's first tells the order of the
+# units
+WARMUP = 2
+# timed in a turn; in low precision, whose steps are shorter, more
+STEPS = {"tiny": 1, "smoke": 2, "handout": 2}
 LOW_PRECISION_STEPS = 5
 LEAST_ROUNDS, MOST_ROUNDS = 2, {"tiny": 2, "smoke": 4, "handout": 6}
 BUDGET_S = 75.0  # in which a further round must end
@@ -48,7 +71,9 @@ class DataParallelTurns(Experiment):
 
     def cases(self, run: RunConfig) -> list[ShardingCase]:
         """xl of both editions at handout scale; on every number of ranks in every precision."""
-        models = [ranks.sized_model(run)] + ([MODEL_SIZES["xl-2025"]] if run.scale == "handout" else [])
+        models = [ranks.sized_model(run)] + (
+            [MODEL_SIZES["xl-2025"]] if run.scale == "handout" else []
+        )
         return [
             ranks.ranks_case(ShardingCase, run, number, precision, model=model)
             for precision, model, number in product(precisions(run), models, ranks.rank_counts(run))
@@ -56,28 +81,45 @@ class DataParallelTurns(Experiment):
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         if run.model is not None:
-            raise Unsupported("the user's model has no known way to be built on the meta device, as fully_shard needs")
+            raise Unsupported(
+                "the user's model has no known way to be built on the meta device, as fully_shard needs"
+            )
         reports = ranks.run_cell(take_turns, cell.case, run, cell.implementations, cell.case, run)
         for row in cell.rows:
             of_ranks = [report[row.implementation] for report in reports]
-            error, wrong = max(error for error, _, _ in of_ranks), next((what for _, what, _ in of_ranks if what), "")
+            error, wrong = (
+                max(error for error, _, _ in of_ranks),
+                next((what for _, what, _ in of_ranks if what), ""),
+            )
             if wrong:
-                yield Sample(row=row, status="oom" if wrong == NO_MEMORY else "failed", message=wrong)
+                yield Sample(
+                    row=row, status="oom" if wrong == NO_MEMORY else "failed", message=wrong
+                )
             else:
-                yield Sample(row=row, samples=ranks.slowest([samples for _, _, samples in of_ranks]), error=error)
+                yield Sample(
+                    row=row,
+                    samples=ranks.slowest([samples for _, _, samples in of_ranks]),
+                    error=error,
+                )
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         compute = row["precision"].removesuffix(" autocast")
         return {"compute": compute, "setting": f"{row['model']}, {compute}"}
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Columns `rival`, its fastest in that case, and `of_rival`: the time over the rival's, median of rounds."""
+        """Columns `rival`, its fastest in that case, and `of_rival`: the time over the rival's,
+        median of rounds.
+        """
         rows = dicts(frame)
         known = {(row["case"], row["implementation"]): row for row in rows}
         rivals = []
         for row in rows:
-            others = [known.get((row["case"], name)) for name in RIVALS.get(row["implementation"], ())]
-            rivals.append(min(filter(None, others), key=lambda other: other["median"], default=None))
+            others = [
+                known.get((row["case"], name)) for name in RIVALS.get(row["implementation"], ())
+            ]
+            rivals.append(
+                min(filter(None, others), key=lambda other: other["median"], default=None)
+            )
         return frame.assign(
             rival=[rival["implementation"] if rival else "" for rival in rivals],
             of_rival=[speed(rival, row) for rival, row in zip(rivals, rows)],
@@ -103,7 +145,9 @@ class DataParallelTurns(Experiment):
 def take_turns(
     rank: int, num_ranks: int, names: Sequence[str], case: ShardingCase, run: RunConfig
 ) -> dict[str, tuple[float, str, list[float]]]:
-    """Of each wrapper the error over its bound, what is wrong with it, and the milliseconds of its timed steps."""
+    """Of each wrapper the error over its bound, what is wrong with it, and the milliseconds of its
+    timed steps.
+    """
     began = time.monotonic()
     checks = {name: _check(name, case, run, rank) for name in names}
     samples: dict[str, list[float]] = {name: [] for name in names}

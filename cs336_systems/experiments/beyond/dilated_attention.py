@@ -10,7 +10,8 @@ from cs336_systems.experiments import Lines, problem
 from cs336_systems.subjects import mask_cases as masks
 from cs336_systems.subjects.attention_passes import BOTH_TIMES
 
-SIZES = {"tiny": (128, (2,)), "smoke": (128, (2, 4)), "handout": (32768, (2, 4, 8))}  # tokens, rates
+# tokens, rates
+SIZES = {"tiny": (128, (2,)), "smoke": (128, (2, 4)), "handout": (32768, (2, 4, 8))}
 
 
 def dilated_claim(rows: pd.DataFrame) -> str:
@@ -30,7 +31,10 @@ class DilatedAttention(masks.MaskExperiment):
                 continue
             for mask in (dense, *(f"dilated:{seqlen}/{rate}{suffix}" for rate in rates)):
                 peers = masks.DENSE_PEERS if mask == dense else ("hopper", "sdpa_mask")
-                yield masks.mask_case(run, mask, seqlen, heads=16, head_dim=64), masks.names_of(run, peers)
+                yield (
+                    masks.mask_case(run, mask, seqlen, heads=16, head_dim=64),
+                    masks.names_of(run, peers),
+                )
 
     tables = {**masks.dense_tables(), "memory": masks.PEAKS}
     figures = {

@@ -1,4 +1,6 @@
-"""Keys chosen by a bias at run time: one set for all queries, gathered; or the best of each query, by tiles."""
+"""Keys chosen by a bias at run time: one set for all queries, gathered; or the best of each query,
+by tiles.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -32,11 +34,16 @@ class DynamicMask(masks.MaskExperiment):
             (f"shared:{num_keys}+causal", ("hopper", "sdpa_mask")),
             (f"topk:{num_keys}", ("hopper", "sdpa_mask", "flex")),
         ):
-            yield masks.mask_case(run, mask, seqlen, heads=16, head_dim=128), masks.names_of(run, peers)
+            yield (
+                masks.mask_case(run, mask, seqlen, heads=16, head_dim=128),
+                masks.names_of(run, peers),
+            )
 
     tables = {
         **masks.dense_tables(),
-        "mask_time": masks.MASK_TIMES(title="choosing keys and building lists", down={"mask": "pattern"}),
+        "mask_time": masks.MASK_TIMES(
+            title="choosing keys and building lists", down={"mask": "pattern"}
+        ),
         "memory": masks.PEAKS,
     }
     figures = {

@@ -1,8 +1,9 @@
-"""Attention whose queries are too few to fill a GPU: one head of a long sequence, or generated tokens.
+"""Attention whose queries are too few to fill a GPU: one head of a long sequence, or generated
+tokens.
 
-The Triton forward then splits the keys among programs; beside it runs the same forward with the keys left whole. Times
-are of the GPU alone, in replayed graphs, since eager calls this short wait for the host (`short_calls`). Keys and
-values that fit the L2 cache are there from the call before.
+The Triton forward then splits the keys among programs; beside it runs the same forward with the
+keys left whole. Times are of the GPU alone, in replayed graphs, since eager calls this short wait
+for the host (`short_calls`). Keys and values that fit the L2 cache are there from the call before.
 """
 
 import math
@@ -45,7 +46,10 @@ GENERATION = (
 SHAPES: dict[str, dict[DTypeName, tuple[tuple[int, int, int, int, int, int, bool], ...]]] = {
     "tiny": {"float32": ((1, 2, 1, 1, 128, 32, False),)},
     "smoke": {"float32": ((1, 1, 1, 128, 128, 64, True), (1, 4, 2, 1, 256, 64, False))},
-    "handout": {"bfloat16": (*HEADS, *GENERATION), "float32": tuple(shape for shape in HEADS if shape[3] == 4096)},
+    "handout": {
+        "bfloat16": (*HEADS, *GENERATION),
+        "float32": tuple(shape for shape in HEADS if shape[3] == 4096),
+    },
 }
 
 
@@ -58,23 +62,46 @@ def rate_claim(rows: pd.DataFrame) -> str:
     return f"One sequence's keys split, triton reads up to {ours} TB/s; FlashAttention-4, unsplit, {theirs}"
 
 
-@problem(title="Attention of one head, and of generated tokens: the keys split, whole, and the libraries", order=4)
+@problem(
+    title="Attention of one head, and of generated tokens: the keys split, whole, and the libraries",
+    order=4,
+)
 class FewQueries(attention.AttentionExperiment):
-    implementations = (WHOLE, "triton", "hopper", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "fa4")
+    implementations = (
+        WHOLE,
+        "triton",
+        "hopper",
+        "sdpa_flash",
+        "sdpa_cudnn",
+        "sdpa_efficient",
+        "fa4",
+    )
     settled = True
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Every implementation that takes the dtype on every shape; the Hopper kernels on heads of a sequence."""
+        """Every implementation that takes the dtype on every shape; the Hopper kernels on heads of
+        a sequence.
+        """
         rows = (GRAPH_FORWARD,) if run.device == "cuda" else (FORWARD,)
         cells = []
         for dtype, shapes in SHAPES[run.scale].items():
-            names = SIXTEEN_BIT if dtype == "bfloat16" else SINGLE if run.device == "cuda" else (*SINGLE, "sdpa_flash")
+            names = (
+                SIXTEEN_BIT
+                if dtype == "bfloat16"
+                else SINGLE
+                if run.device == "cuda"
+                else (*SINGLE, "sdpa_flash")
+            )
             for batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, is_causal in shapes:
                 grouped = None if kv_heads == heads else kv_heads
-                case = attention.sized_shape(run, batch, heads, seqlen_k, head_dim, is_causal, grouped)
+                case = attention.sized_shape(
+                    run, batch, heads, seqlen_k, head_dim, is_causal, grouped
+                )
                 case = replace(case, seqlen_q=seqlen_q, dtype=dtype)
                 more = ("hopper",) if dtype == "bfloat16" and is_causal else ()
-                cells += [Cell(case=case, implementation=name, rows=rows) for name in (*names, *more)]
+                cells += [
+                    Cell(case=case, implementation=name, rows=rows) for name in (*names, *more)
+                ]
         return cells
 
     def built(self, name: str, case: AttentionShape, run: RunConfig) -> Built:
@@ -91,13 +118,24 @@ class FewQueries(attention.AttentionExperiment):
         if run.device == "cpu":
             return time_calls(call, device="cpu", warmup=1, num_samples=3)
         graph = captured(call)
-        return [ms / MOST_CALLS for ms in time_calls(graph.replay, device="cuda", num_samples=GRAPH_SAMPLES)]
+        return [
+            ms / MOST_CALLS
+            for ms in time_calls(graph.replay, device="cuda", num_samples=GRAPH_SAMPLES)
+        ]
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """`parts`: into how many the kernel's name says that the keys were split; `tb_s`: keys and values read."""
+        """`parts`: into how many the kernel's name says that the keys were split; `tb_s`: keys and
+        values read.
+        """
         _, _, parts = row["kernel"].partition("/")
-        elements = 2 * row["batch"] * (row["kv_heads"] or row["heads"]) * row["seqlen_k"] * row["head_dim"]
-        rate = elements * BYTES_PER_ELEMENT[row["dtype"]] / row["median"] / 1e9 if row["median"] > 0 else math.nan
+        elements = (
+            2 * row["batch"] * (row["kv_heads"] or row["heads"]) * row["seqlen_k"] * row["head_dim"]
+        )
+        rate = (
+            elements * BYTES_PER_ELEMENT[row["dtype"]] / row["median"] / 1e9
+            if row["median"] > 0
+            else math.nan
+        )
         return super().columns(row) | {"parts": int(parts) if parts else 1, "tb_s": rate}
 
     tables = {
@@ -106,7 +144,10 @@ class FewQueries(attention.AttentionExperiment):
             down={"batch × heads × queries on keys × head dim": "shape"},
             unit="µs",
             where={"mode": "forward", "dtype": dtype},
-            ratios=tuple(("triton", name) for name in (WHOLE, "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "fa4")),
+            ratios=tuple(
+                ("triton", name)
+                for name in (WHOLE, "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "fa4")
+            ),
         )
         for dtype in ("bfloat16", "float32")
     } | {

@@ -1,4 +1,6 @@
-"""Block density of two-dimensional neighbourhood masks, with tokens in rows and along Hilbert's curve: counted."""
+"""Block density of two-dimensional neighbourhood masks, with tokens in rows and along Hilbert's
+curve: counted.
+"""
 
 from typing import Any
 
@@ -28,11 +30,15 @@ class HilbertOrder(Calculation):
             for radius in (1, 3, 7, 15):
                 shared = {"grid": f"{n} × {n}", "radius": radius}
                 densities = {
-                    name: 100 * neighbourhood_block_density(n, radius=radius, block_size=BLOCK_SIZE, order=order(n))
+                    name: 100
+                    * neighbourhood_block_density(
+                        n, radius=radius, block_size=BLOCK_SIZE, order=order(n)
+                    )
                     for name, order in ORDERS.items()
                 }
                 rows += [
-                    shared | {"quantity": "density", "order": name, "density": one} for name, one in densities.items()
+                    shared | {"quantity": "density", "order": name, "density": one}
+                    for name, one in densities.items()
                 ]
                 ratio = densities["Hilbert's curve"] / densities["rows"]
                 rows.append(shared | {"quantity": "both", "curve over rows": ratio} | densities)

@@ -1,8 +1,10 @@
-"""What each technique of the attention kernels adds on a Hopper GPU, rung by rung on the same inputs in one run.
+"""What each technique of the attention kernels adds on a Hopper GPU, rung by rung on the same
+inputs in one run.
 
-The handout's forward, with the backward of the PyTorch stage; then both passes in Triton, tiles read through pointers,
-tiles read by the copy engine (TMA); then the Gluon kernels with warps that copy and warp groups that multiply: with
-additions to dQ in a fixed order, and as they come. cuDNN and FlashAttention-4 are the marks to reach.
+The handout's forward, with the backward of the PyTorch stage; then both passes in Triton, tiles
+read through pointers, tiles read by the copy engine (TMA); then the Gluon kernels with warps that
+copy and warp groups that multiply: with additions to dQ in a fixed order, and as they come. cuDNN
+and FlashAttention-4 are the marks to reach.
 """
 
 from functools import partial
@@ -47,21 +49,32 @@ class HopperLadder(AttentionByTurns):
     def built(self, name: str, case: AttentionShape, run: RunConfig) -> Built:
         """The rung `name` and the kernels it runs; `Unsupported` with the reason."""
         if name == "hopper_deterministic":
-            attend = partial(flash_attention, is_causal=case.is_causal, backend="hopper", deterministic=True)
-            return Built(attend=attend, kernel=f"{build('hopper', case, run.device).kernel} in order")
+            attend = partial(
+                flash_attention, is_causal=case.is_causal, backend="hopper", deterministic=True
+            )
+            return Built(
+                attend=attend, kernel=f"{build('hopper', case, run.device).kernel} in order"
+            )
         if name in ("triton_pointers", "triton_tma"):
-            tma = name == "triton_tma"  # the table's tiles for inputs that TMA can read, or as if it could not
+            # the table's tiles for inputs that TMA can read, or as if it could not
+            tma = name == "triton_tma"
             capability = torch.cuda.get_device_capability() if run.device == "cuda" else None
             if tma and capability != HOPPER_CAPABILITY:
                 raise Unsupported("the table reads tiles by TMA on GPUs of compute capability 9.0")
             tiles = {kernel: chosen_tiles(kernel, case, capability, tma) for kernel in KERNELS}
             config = AttentionConfig(**tiles)
-            attend = partial(flash_attention, is_causal=case.is_causal, backend="triton", config=config)
+            attend = partial(
+                flash_attention, is_causal=case.is_causal, backend="triton", config=config
+            )
             return Built(attend=attend, kernel=ran(config.names.replace(",", " "), run.device))
         return super().built(name, case, run)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         return super().columns(row) | {"rung": RUNGS.get(row["implementation"], "")}
 
-    tables = rate_tables((*zip(tuple(RUNGS)[1:5], RUNGS), ("hopper", "sdpa_cudnn"), ("hopper", "fa4")))
-    figures = {"forward_backward": rate_bars("What each rung adds, forward + backward", color="rung")}
+    tables = rate_tables(
+        (*zip(tuple(RUNGS)[1:5], RUNGS), ("hopper", "sdpa_cudnn"), ("hopper", "fa4"))
+    )
+    figures = {
+        "forward_backward": rate_bars("What each rung adds, forward + backward", color="rung")
+    }

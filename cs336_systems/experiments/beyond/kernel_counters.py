@@ -1,8 +1,9 @@
 """What limits the attention kernels, as the GPU's own counters say.
 
-Tensor cores that are busy for all of a kernel's cycles leave nothing to gain but the clock. What keeps them from it is
-what warps wait for: exponentials, barriers, products in flight, memory. Of each pass the longest kernel is counted,
-ours beside cuDNN's, on four of the shapes where the two are compared.
+Tensor cores that are busy for all of a kernel's cycles leave nothing to gain but the clock. What
+keeps them from it is what warps wait for: exponentials, barriers, products in flight, memory. Of
+each pass the longest kernel is counted, ours beside cuDNN's, on four of the shapes where the two
+are compared.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from cs336_systems.subjects.attention_passes import BY_SHAPE, SMALL, AttentionEx
 from cs336_systems.subjects.implementations import build
 
 MODES = ("forward", "backward")
-READY = (f"{STALL}selected", f"{STALL}not_selected")  # no waits: issued, or ready while another warp was
+# no waits: issued, or ready while another warp was
+READY = (f"{STALL}selected", f"{STALL}not_selected")
 NUM_WAITS = 3
 
 
@@ -42,10 +44,14 @@ class KernelCounts(AttentionExperiment):
         ),
     }
     implementations = ("triton", "hopper", "sdpa_cudnn")
-    rows = tuple(Row(mode, name, unit) for mode in MODES for name, (_, _, unit, _) in COUNTERS.items())
+    rows = tuple(
+        Row(mode, name, unit) for mode in MODES for name, (_, _, unit, _) in COUNTERS.items()
+    )
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """The counters of each pass's longest kernel, one sample each; `Unsupported` where they cannot be read."""
+        """The counters of each pass's longest kernel, one sample each; `Unsupported` where they
+        cannot be read.
+        """
         shape, name = cell.case, cell.implementation
         if run.device != "cuda":
             raise Unsupported("a CPU has no counters that ncu reads")
@@ -73,12 +79,19 @@ class KernelCounts(AttentionExperiment):
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         """`waits`: what a warp waits for longest, with cycles for each instruction that it issues."""
         keys = ["case", "mode", "implementation"]
-        stalls = pick(frame, {"quantity": lambda name: name.startswith(STALL) and name not in READY, "status": "ok"})
+        stalls = pick(
+            frame,
+            {"quantity": lambda name: name.startswith(STALL) and name not in READY, "status": "ok"},
+        )
         longest = {}
         for key, group in stalls.groupby(keys):
             waits = dicts(group.sort_values("median", ascending=False).head(NUM_WAITS))
-            longest[key] = ", ".join(f"{row['quantity'].removeprefix(STALL)} {digits(row['median'])}" for row in waits)
-        return frame.assign(waits=[longest.get(tuple(row[key] for key in keys), "") for row in dicts(frame)])
+            longest[key] = ", ".join(
+                f"{row['quantity'].removeprefix(STALL)} {digits(row['median'])}" for row in waits
+            )
+        return frame.assign(
+            waits=[longest.get(tuple(row[key] for key in keys), "") for row in dicts(frame)]
+        )
 
     tables = {
         "counters": Wide(
@@ -90,7 +103,9 @@ class KernelCounts(AttentionExperiment):
                 "tensor cores (%)": Pick({"quantity": "tensor_pipe"}, value="percent"),
                 "exponentials (%)": Pick({"quantity": "exponential_pipe"}, value="percent"),
                 "issue slots (%)": Pick({"quantity": "issue_slots"}, value="percent"),
-                "longest waits (cycles an instruction)": Pick({"quantity": "kernel_time"}, value="waits"),
+                "longest waits (cycles an instruction)": Pick(
+                    {"quantity": "kernel_time"}, value="waits"
+                ),
             },
         )
     }
@@ -112,5 +127,15 @@ def profile_arguments(implementation: str, shape: AttentionShape, mode: str) -> 
     """What `cs336-systems` is told, to run `mode` once between the profiler's start and stop."""
     sizes = "x".join(map(str, (shape.batch, shape.heads, shape.seqlen_q, shape.head_dim)))
     mask = "--causal" if shape.is_causal else "--full"
-    options = ["--implementation", implementation, "--precision", shape.dtype, mask, "--device", "cuda", "--steps", "1"]
+    options = [
+        "--implementation",
+        implementation,
+        "--precision",
+        shape.dtype,
+        mask,
+        "--device",
+        "cuda",
+        "--steps",
+        "1",
+    ]
     return ["profile", sizes, "--mode", mode, *options]

@@ -1,7 +1,8 @@
-"""Hopper's kernels under windows, packed documents and lists of tiles, by turns beside FlashAttention-4 and Flex.
+"""Hopper's kernels under windows, packed documents and lists of tiles, by turns beside
+FlashAttention-4 and Flex.
 
-FlashAttention-4 has windows and packed documents of its own; of lists of tiles it takes those of FlexAttention's FLASH
-back end. Rates count attended pairs alone.
+FlashAttention-4 has windows and packed documents of its own; of lists of tiles it takes those of
+FlexAttention's FLASH back end. Rates count attended pairs alone.
 """
 
 from dataclasses import dataclass, replace
@@ -42,12 +43,19 @@ class Masked(AttentionShape):
     @property
     def mask_case(self) -> MaskCase:
         return MaskCase(
-            mask=self.mask, batch=self.batch, heads=self.heads, seqlen_q=self.seqlen_q, head_dim=self.head_dim,
+            mask=self.mask,
+            batch=self.batch,
+            heads=self.heads,
+            seqlen_q=self.seqlen_q,
+            head_dim=self.head_dim,
             dtype=self.dtype,
-        )  # fmt: skip
+        )
 
 
-@problem(title="Windows, packed documents and lists of tiles beside FlashAttention-4 and FlexAttention", order=2.5)
+@problem(
+    title="Windows, packed documents and lists of tiles beside FlashAttention-4 and FlexAttention",
+    order=2.5,
+)
 class MaskedAttention(AttentionByTurns):
     implementations = tuple(dict.fromkeys((*OWN, *LISTED)))
     rounds = {"cpu": 3, "cuda": 8}
@@ -58,7 +66,12 @@ class MaskedAttention(AttentionByTurns):
             small = sized_shape(run, 1, 1, length, 32, False)
             return [Masked(**vars(small), mask="window:32")]
         documents = "document:" + ",".join([str(DOCUMENT)] * (length // DOCUMENT))
-        masks = (f"window:{WINDOW}", documents, f"{documents}+causal", *(f"random:{one:g}" for one in DENSITIES))
+        masks = (
+            f"window:{WINDOW}",
+            documents,
+            f"{documents}+causal",
+            *(f"random:{one:g}" for one in DENSITIES),
+        )
         shapes = [sized_shape(run, 1, HEADS, length, dim, False) for dim in HEAD_DIMS]
         return [Masked(**vars(shape), mask=mask) for shape in shapes for mask in masks]
 

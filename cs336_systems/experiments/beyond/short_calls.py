@@ -1,13 +1,14 @@
 """Attention calls that end before the host has launched the next, the implementations taking turns.
 
-Such a call takes what the host takes, and host noise lasts for seconds, longer than a round, so a ratio within a round
-is fair. A turn is CALLS calls in a row, of which three times are taken:
+Such a call takes what the host takes, and host noise lasts for seconds, longer than a round, so a
+ratio within a round is fair. A turn is CALLS calls in a row, of which three times are taken:
 
   host_time    until the last call has returned: what the calls keep the host from doing
   time         until the GPU is done as well: what such a call takes in a step that is nothing but them
   graph_time   the same calls replayed from a CUDA graph: what is left without a host
 
-Unlike elsewhere, the cache is not overwritten between calls: while the GPU does that, the host launches what is timed.
+Unlike elsewhere, the cache is not overwritten between calls: while the GPU does that, the host
+launches what is timed.
 """
 
 import time
@@ -22,7 +23,8 @@ from cs336_systems.measure.timing import synchronize, time_calls
 from cs336_systems.subjects.attention_by_turns import AttentionByTurns
 from cs336_systems.subjects.attention_passes import BOTH, BY_SHAPE, FORWARD, SMALL, Call
 
-# (batch, heads, length, head_dim, causal): one head, as the handout's grid has it; some heads; and calls of up to 1 ms.
+# (batch, heads, length, head_dim, causal): one head, as the handout's grid has it; some heads; and
+# calls of up to 1 ms.
 SHAPES = {
     **SMALL,
     "handout": (
@@ -36,7 +38,11 @@ SHAPES = {
         (8, 16, 2048, 128, True),
     ),
 }
-QUANTITIES = {"time": "calls in a row", "host_time": "what a call keeps the host from", "graph_time": "in a CUDA graph"}
+QUANTITIES = {
+    "time": "calls in a row",
+    "host_time": "what a call keeps the host from",
+    "graph_time": "in a CUDA graph",
+}
 ROUNDS = {"cpu": 3, "cuda": 25}
 CALLS = {"cpu": 1, "cuda": MOST_CALLS}  # a turn's
 
@@ -50,13 +56,17 @@ def short_claim(rows: pd.DataFrame) -> str:
     return f"Short calls of hopper take {span(shares, 2)} of the libraries' time"
 
 
-@problem(title="What short attention calls take: the host, both, and the GPU alone, by turns", order=3)
+@problem(
+    title="What short attention calls take: the host, both, and the GPU alone, by turns", order=3
+)
 class ShortCalls(AttentionByTurns):
     implementations = ("triton", "hopper", "sdpa_flash", "sdpa_cudnn")
     sizes = SHAPES
     rounds = ROUNDS
     rows = tuple(
-        replace(row, quantity=name, gpu_only=name != "time") for name in QUANTITIES for row in (FORWARD, BOTH)
+        replace(row, quantity=name, gpu_only=name != "time")
+        for name in QUANTITIES
+        for row in (FORWARD, BOTH)
     )
 
     def turn_of(self, call: Call, device: str) -> Turn:
@@ -73,7 +83,10 @@ class ShortCalls(AttentionByTurns):
             queued = time.perf_counter()
             synchronize(device)
             done = time.perf_counter()
-            taken = {"host_time": (queued - start) * 1e3 / count, "time": (done - start) * 1e3 / count}
+            taken = {
+                "host_time": (queued - start) * 1e3 / count,
+                "time": (done - start) * 1e3 / count,
+            }
             if graph is not None:
                 (replayed,) = time_calls(graph.replay, device=device, warmup=1, num_samples=1)
                 taken["graph_time"] = replayed / count
@@ -87,7 +100,9 @@ class ShortCalls(AttentionByTurns):
             down={**BY_SHAPE, "pass": "pass"},
             unit="µs",
             where={"quantity": quantity},
-            ratios=tuple((a, b) for a in ("hopper", "triton") for b in ("sdpa_cudnn", "sdpa_flash")),
+            ratios=tuple(
+                (a, b) for a in ("hopper", "triton") for b in ("sdpa_cudnn", "sdpa_flash")
+            ),
         )
         for quantity, words in QUANTITIES.items()
     }

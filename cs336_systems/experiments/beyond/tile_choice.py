@@ -1,11 +1,12 @@
 """How good the rows of the tile tables are, and what choosing tiles brings.
 
-On twelve shapes every kernel is timed under the table's tiles and under all others that are plausible for it, each
-alone, so that a good one cannot hide a bad one in the same backward. Then the whole backward on long sequences runs
-beside one fixed configuration, tiles of 64 × 64 and four warps, as a launcher without tables has.
+On twelve shapes every kernel is timed under the table's tiles and under all others that are
+plausible for it, each alone, so that a good one cannot hide a bad one in the same backward. Then
+the whole backward on long sequences runs beside one fixed configuration, tiles of 64 × 64 and four
+warps, as a launcher without tables has.
 
-On a GPU a first cell compiles the grid in all cores, into Triton's cache on disk; compiling one configuration after the
-other would take longer than all else.
+On a GPU a first cell compiles the grid in all cores, into Triton's cache on disk; compiling one
+configuration after the other would take longer than all else.
 """
 
 import time
@@ -22,13 +23,18 @@ from cs336_systems.book.frames import dicts, digits, pick
 from cs336_systems.compiler.offline import arch_of_capability
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments import Cell, Heat, Listing, Pivot, Row, Sample, Unsupported, problem
-from cs336_systems.subjects.attention_passes import BACKWARD, BY_SHAPE, AttentionExperiment, sized_shape
+from cs336_systems.subjects.attention_passes import (
+    BACKWARD,
+    BY_SHAPE,
+    AttentionExperiment,
+    sized_shape,
+)
 from cs336_systems.subjects.implementations import chosen_tiles
 from cs336_systems.subjects.tuning import ROWS, TABLE, compile_ahead, measure_tiles
 
 TileSizes = tuple[int, int, int, int, bool] | tuple[int, int, int, int, bool, int]
-# (batch, heads, length, head_dim, causal), and key heads where they are grouped: short and long, full and causal, few
-# programs and many.
+# (batch, heads, length, head_dim, causal), and key heads where they are grouped: short and long,
+# full and causal, few programs and many.
 GRID_SHAPES: dict[str, tuple[TileSizes, ...]] = {
     "tiny": ((1, 2, 64, 64, True, 1),),
     "smoke": ((1, 2, 64, 64, True, 1),),
@@ -50,17 +56,21 @@ GRID_SHAPES: dict[str, tuple[TileSizes, ...]] = {
 FIXED_SHAPES: dict[str, tuple[TileSizes, ...]] = {
     "tiny": ((1, 1, 64, 64, True),),
     "smoke": ((1, 1, 64, 64, True),),
-    "handout": tuple((1, 16, seqlen, head_dim, True) for head_dim in (64, 128) for seqlen in (8192, 16384, 32768)),
+    "handout": tuple(
+        (1, 16, seqlen, head_dim, True) for head_dim in (64, 128) for seqlen in (8192, 16384, 32768)
+    ),
 }
 OF_TABLE = {"implementation": lambda name: name.startswith(f"{TABLE}_")}
-FIXED = {"fixed": "64x64_w4_s2", "fixed_tma": "64x64_w4_s2_tma"}  # read through pointers, and by Hopper's copy engine
+# read through pointers, and by Hopper's copy engine
+FIXED = {"fixed": "64x64_w4_s2", "fixed_tma": "64x64_w4_s2_tma"}
 BACKWARD_KERNELS = ("dkdv", "dq")
-INTERPRETED_TILES = ("64x64_w8_s1", "32x32_w8_s1")  # a grid of two: the interpreter's times say nothing
+# a grid of two: the interpreter's times say nothing
+INTERPRETED_TILES = ("64x64_w8_s1", "32x32_w8_s1")
 COMPILE_AHEAD = "compile_ahead"
 COMPILE = Row(mode="forward_backward", quantity="compile_time", unit="s")
 
-# From `tune_flash`'s records of an H200: 256 held rows take at least 1.7 times the time of the best there, and a fourth
-# stage makes no kernel the fastest.
+# From `tune_flash`'s records of an H200: 256 held rows take at least 1.7 times the time of the best
+# there, and a fourth stage makes no kernel the fastest.
 MAX_HELD_ROWS = 128
 MAX_DEPTH = 3
 WARP_GROUP_ROWS = 64  # a group of four warps multiplies so many rows of the held tile at once
@@ -77,7 +87,9 @@ class TileChoice(AttentionExperiment):
     implementations = (TABLE, *FIXED)
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Compiling, then each shape's kernels under the table's and the grid's tiles, then whole backwards."""
+        """Compiling, then each shape's kernels under the table's and the grid's tiles, then whole
+        backwards.
+        """
         cells: list[Cell] = []
         capability = _capability(run)
         for shape in (sized_shape(run, *sizes) for sizes in GRID_SHAPES[run.scale]):
@@ -85,14 +97,25 @@ class TileChoice(AttentionExperiment):
                 cells.append(Cell(case=shape, implementation=COMPILE_AHEAD, rows=(COMPILE,)))
             for kernel, row in ROWS.items():
                 chosen = chosen_tiles(kernel, shape, capability)
-                names = [config.name for config in plausible_grid(kernel, shape, chosen.target) if config != chosen]
-                cells += [Cell(case=shape, implementation=name, rows=(row,)) for name in (f"{TABLE}_{kernel}", *names)]
+                names = [
+                    config.name
+                    for config in plausible_grid(kernel, shape, chosen.target)
+                    if config != chosen
+                ]
+                cells += [
+                    Cell(case=shape, implementation=name, rows=(row,))
+                    for name in (f"{TABLE}_{kernel}", *names)
+                ]
         for shape in (sized_shape(run, *sizes) for sizes in FIXED_SHAPES[run.scale]):
-            cells += [Cell(case=shape, implementation=name, rows=(BACKWARD,)) for name in (TABLE, *FIXED)]
+            cells += [
+                Cell(case=shape, implementation=name, rows=(BACKWARD,)) for name in (TABLE, *FIXED)
+            ]
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """The seconds of compiling the grid, or the times of the kernels that a cell's implementation stands for."""
+        """The seconds of compiling the grid, or the times of the kernels that a cell's
+        implementation stands for.
+        """
         if cell.implementation != COMPILE_AHEAD:
             yield measure_tiles(cell, run, cell_configs(cell.implementation, cell.case, run))
             return
@@ -100,8 +123,14 @@ class TileChoice(AttentionExperiment):
         if arch is None:
             raise Unsupported("no kernels are compiled ahead for this GPU")
         started = time.monotonic()
-        grid = [cell for cell in self.cells(run) if cell.implementation not in (*self.implementations, COMPILE_AHEAD)]
-        compile_ahead([(cell.case, *cell_configs(cell.implementation, cell.case, run)) for cell in grid], arch)
+        grid = [
+            cell
+            for cell in self.cells(run)
+            if cell.implementation not in (*self.implementations, COMPILE_AHEAD)
+        ]
+        compile_ahead(
+            [(cell.case, *cell_configs(cell.implementation, cell.case, run)) for cell in grid], arch
+        )
         yield Sample(row=COMPILE, samples=[time.monotonic() - started])
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -109,21 +138,39 @@ class TileChoice(AttentionExperiment):
         kernels = {(of.mode, of.quantity): kernel for kernel, of in ROWS.items()}
         alone = kernels.get((row["mode"], row["quantity"]), "")
         config = next((name for name in row["kernel"].split() if f"_{alone}_" in name), "")
-        return super().columns(row) | {"alone": alone, "config": config, "tiles": config.partition(f"_{alone}_")[2]}
+        return super().columns(row) | {
+            "alone": alone,
+            "config": config,
+            "tiles": config.partition(f"_{alone}_")[2],
+        }
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """`best`, `best_ms`: tiles and time of the fastest of a case and kernel; how many were `timed`; `over_best`."""
+        """`best`, `best_ms`: tiles and time of the fastest of a case and kernel; how many were
+        `timed`; `over_best`.
+        """
         keys = ["case", "alone"]
         alone = frame[(frame["alone"] != "") & (frame["status"] == "ok") & ~frame["interpreted"]]
         groups = alone.sort_values("median", kind="stable").groupby(keys)
-        best = groups.agg(best=("tiles", "first"), best_ms=("median", "first"), timed=("median", "size")).reset_index()
-        joined = frame.merge(best, how="left", on=keys).fillna({"best": "", "timed": 0}).astype({"timed": int})
+        best = groups.agg(
+            best=("tiles", "first"), best_ms=("median", "first"), timed=("median", "size")
+        ).reset_index()
+        joined = (
+            frame.merge(best, how="left", on=keys)
+            .fillna({"best": "", "timed": 0})
+            .astype({"timed": int})
+        )
         return joined.assign(over_best=joined["median"] / joined["best_ms"])
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`worst`: of all kernels and shapes the row whose tiles are farthest from the best of the grid."""
+        """`worst`: of all kernels and shapes the row whose tiles are farthest from the best of the
+        grid.
+        """
         judged = pick(frame, OF_TABLE).dropna(subset="over_best")
-        return {"worst": dicts(judged.sort_values("over_best"))[-1], "judged": len(judged)} if len(judged) else {}
+        return (
+            {"worst": dicts(judged.sort_values("over_best"))[-1], "judged": len(judged)}
+            if len(judged)
+            else {}
+        )
 
     tables = {
         "grid": Listing(
@@ -162,7 +209,9 @@ class TileChoice(AttentionExperiment):
 
 
 def plausible_grid(kernel: str, shape: AttentionShape, target: str) -> list[KernelConfig]:
-    """The grid of `tune flash` without what is not the fastest: idle warps, tiles and pipelines that are too large."""
+    """The grid of `tune flash` without what is not the fastest: idle warps, tiles and pipelines
+    that are too large.
+    """
     if target == "portable":
         return [KernelConfig.from_name(f"portable_{kernel}_{tiles}") for tiles in INTERPRETED_TILES]
     found = []
@@ -175,7 +224,8 @@ def plausible_grid(kernel: str, shape: AttentionShape, target: str) -> list[Kern
 
 
 def cell_configs(name: str, shape: AttentionShape, run: RunConfig) -> list[KernelConfig]:
-    """The configurations that the implementation `name` stands for: one kernel's, or both of a backward.
+    """The configurations that the implementation `name` stands for: one kernel's, or both of a
+    backward.
 
     ValueError for a name that stands for none, `Unsupported` where this GPU cannot run it.
     """
@@ -188,8 +238,12 @@ def cell_configs(name: str, shape: AttentionShape, run: RunConfig) -> list[Kerne
         return [KernelConfig.from_name(name)]
     target = target_of(capability)
     if name == "fixed_tma" and target not in TMA_TARGETS:
-        raise Unsupported(f"GPUs of {' and '.join(TMA_TARGETS)} read tiles by TMA, and this is {target}")
-    return [KernelConfig.from_name(f"{target}_{kernel}_{FIXED[name]}") for kernel in BACKWARD_KERNELS]
+        raise Unsupported(
+            f"GPUs of {' and '.join(TMA_TARGETS)} read tiles by TMA, and this is {target}"
+        )
+    return [
+        KernelConfig.from_name(f"{target}_{kernel}_{FIXED[name]}") for kernel in BACKWARD_KERNELS
+    ]
 
 
 def _capability(run: RunConfig) -> tuple[int, int] | None:

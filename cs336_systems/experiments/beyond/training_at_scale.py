@@ -1,4 +1,6 @@
-"""Utilization and memory of the 8B model on 8 to 16,384 GPUs, and of the handout's largest sizes on two: predicted."""
+"""Utilization and memory of the 8B model on 8 to 16,384 GPUs, and of the handout's largest sizes on
+two: predicted.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -15,9 +17,11 @@ GLOBAL_BATCH = 2048  # sequences
 CONTEXT = 4096
 GPUS = tuple(2**power for power in range(3, 15))
 LISTED = (8, 512, 2048, 16_384)
-PLANS = (("bucketed", 1), ("zero1", 1), ("fsdp", 1), ("fsdp", 8))  # scheme, GPUs of tensor parallelism
+# scheme, GPUs of tensor parallelism
+PLANS = (("bucketed", 1), ("zero1", 1), ("fsdp", 1), ("fsdp", 8))
 SCHEMES = ("bucketed", "flat", "sharded-optimizer", "zero1", "fsdp")
-PARTS = ("parameters", "gradients", "moments", "gathered, buffers", "activations, loss", "peak")  # of a rank's memory
+# of a rank's memory
+PARTS = ("parameters", "gradients", "moments", "gathered, buffers", "activations, loss", "peak")
 
 
 def scale_claim(rows: pd.DataFrame) -> str:
@@ -35,7 +39,8 @@ class TrainingAtScale(Calculation):
         rows: list[dict[str, Any]] = []
         for name, machine in HARDWARE.items():
             for scheme, tensor in PLANS:
-                for gpus in (gpus for gpus in GPUS if gpus // tensor <= GLOBAL_BATCH):  # a sequence each, or more
+                # a sequence each, or more
+                for gpus in (gpus for gpus in GPUS if gpus // tensor <= GLOBAL_BATCH):
                     plan = Plan(scheme=scheme, data_parallel=gpus // tensor, tensor_parallel=tensor)
                     batch = GLOBAL_BATCH // plan.data_parallel
                     step = predict(model, plan, machine, batch=batch)
@@ -57,9 +62,17 @@ class TrainingAtScale(Calculation):
             for scheme in SCHEMES:
                 used = rank_bytes(MODEL_SIZES[size], Plan(scheme=scheme, data_parallel=2), batch=2)
                 fits = used.peak < 0.95 * HARDWARE["H200"].memory_bytes
-                kept, passing = (used.parameters, used.gradients, used.optimizer), used.gathered + used.buffers
+                kept, passing = (
+                    (used.parameters, used.gradients, used.optimizer),
+                    used.gathered + used.buffers,
+                )
                 parts = dict(zip(PARTS, (*kept, passing, used.activations + used.loss, used.peak)))
-                row = {"quantity": "memory", "model": size, "scheme": scheme, "fits an H200": "yes" if fits else "no"}
+                row = {
+                    "quantity": "memory",
+                    "model": size,
+                    "scheme": scheme,
+                    "fits an H200": "yes" if fits else "no",
+                }
                 rows.append(row | {name: num_bytes / GIB for name, num_bytes in parts.items()})
         return rows
 

@@ -1,7 +1,8 @@
 """A real training run with every wrapper, held to the losses of one process.
 
-Not a problem of the handout: what its sections 5 to 8 are for. A cell trains from the same seed on the same text; its
-loss curve is recorded only if it is the curve of one process without a wrapper, up to rounding.
+Not a problem of the handout: what its sections 5 to 8 are for. A cell trains from the same seed on
+the same text; its loss curve is recorded only if it is the curve of one process without a wrapper,
+up to rounding.
 """
 
 import math
@@ -17,7 +18,16 @@ from cs336_systems.book.frames import dicts, digits
 from cs336_systems.book.tables import Pick, Wide
 from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig
 from cs336_systems.distributed.spawn import launch
-from cs336_systems.experiments import Cell, Disagreement, Experiment, Lines, Row, Sample, Unsupported, problem
+from cs336_systems.experiments import (
+    Cell,
+    Disagreement,
+    Experiment,
+    Lines,
+    Row,
+    Sample,
+    Unsupported,
+    problem,
+)
 from cs336_systems.training import TrainingConfig, TrainingResult, train
 from cs336_systems.training.hyperparameters import NANO, WRAPPERS, byte_model
 from cs336_systems.training.loop import RunOptions, train_rank
@@ -25,13 +35,16 @@ from cs336_systems.training.loop import RunOptions, train_rank
 LOSS = Row(mode="train_step", quantity="loss", unit="nats")
 VALIDATION = Row(mode="train_step", quantity="validation_loss", unit="nats")
 ROWS = (LOSS, VALIDATION)
-TINY = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
+TINY = ModelConfig(
+    name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32
+)
 NUM_RANKS = 2
-# Rounding in another order moves a loss a little at first, and training amplifies it: of every one of the first steps
-# and of the mean over the last ones, relative to one process.
+# Rounding in another order moves a loss a little at first, and training amplifies it: of every one
+# of the first steps and of the mean over the last ones, relative to one process.
 FIRST_STEPS, FIRST_BOUND = 10, 1e-4
 LAST_STEPS, LAST_BOUND = 10, 1e-2
-DRAWN = ("bucketed", "sharded-optimizer", "zero1", "fsdp")  # the earlier stages of DDP end among them
+# the earlier stages of DDP end among them
+DRAWN = ("bucketed", "sharded-optimizer", "zero1", "fsdp")
 STEPS_A_POINT = 25  # of the figure
 SMALLEST = 0.1  # millionth that is drawn: float32's rounding
 
@@ -58,22 +71,34 @@ class TrainingCase:
 def training_case(run: RunConfig) -> TrainingCase:
     """One process's run at the scale: handout the small model, smoke a narrow one, tiny some steps."""
     case = TrainingCase(
-        model=NANO, num_ranks=1, attention="sdpa", batch=16, accumulation=1, steps=300, learning_rate=2e-3,
-        final_learning_rate=2e-4, warmup_steps=20, clip_norm=1.0,
-    )  # fmt: skip
+        model=NANO,
+        num_ranks=1,
+        attention="sdpa",
+        batch=16,
+        accumulation=1,
+        steps=300,
+        learning_rate=2e-3,
+        final_learning_rate=2e-4,
+        warmup_steps=20,
+        clip_norm=1.0,
+    )
     if run.scale == "tiny":
         return replace(case, model=TINY, batch=4, steps=6, warmup_steps=2)
     if run.scale == "smoke":
         return replace(case, model=byte_model(NANO, 64), batch=8, steps=40, warmup_steps=8)
     small = byte_model(MODEL_SIZES["small"], 256)
-    return replace(case, model=small, steps=200, learning_rate=6e-4, final_learning_rate=6e-5, warmup_steps=50)
+    return replace(
+        case, model=small, steps=200, learning_rate=6e-4, final_learning_rate=6e-5, warmup_steps=50
+    )
 
 
 def curve_error(losses: list[float], expected: list[float]) -> float:
     """Largest difference over its bound: of each of the first steps, and of the mean over the last."""
     if len(losses) != len(expected) or not all(map(math.isfinite, losses)):
         return math.inf
-    first = max(abs(ours / theirs - 1) for ours, theirs in list(zip(losses, expected))[:FIRST_STEPS])
+    first = max(
+        abs(ours / theirs - 1) for ours, theirs in list(zip(losses, expected))[:FIRST_STEPS]
+    )
     last = abs(sum(losses[-LAST_STEPS:]) / sum(expected[-LAST_STEPS:]) - 1)
     return max(first / FIRST_BOUND, last / LAST_BOUND)
 
@@ -85,7 +110,9 @@ def _alone(case: TrainingCase, device: str, seed: int) -> TrainingResult:
 
 
 class Differences(Lines):
-    """Relative difference of each wrapper's loss from one process's, in millionths, by step; means over some steps."""
+    """Relative difference of each wrapper's loss from one process's, in millionths, by step; means
+    over some steps.
+    """
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
         found = []
@@ -98,7 +125,13 @@ class Differences(Lines):
             for at in range(0, len(pairs), STEPS_A_POINT):
                 group = pairs[at : at + STEPS_A_POINT]
                 difference = max(sum(group) / len(group), SMALLEST)
-                found.append({"wrapper": row["implementation"], "step": at + len(group), "difference": difference})
+                found.append(
+                    {
+                        "wrapper": row["implementation"],
+                        "step": at + len(group),
+                        "difference": difference,
+                    }
+                )
         return pd.DataFrame(found, columns=["wrapper", "step", "difference"])
 
 
@@ -119,7 +152,9 @@ class TrainingRun(Experiment):
         wrappers = {"tiny": ("bucketed",), "smoke": ("bucketed", "sharded-optimizer", "fsdp")}
         cells = [Cell(case=alone, implementation="none", rows=ROWS)]
         for wrapper in wrappers.get(run.scale, WRAPPERS[1:]):
-            case = replace(alone, num_ranks=NUM_RANKS, accumulation=2 if wrapper == "bucketed" else 1)
+            case = replace(
+                alone, num_ranks=NUM_RANKS, accumulation=2 if wrapper == "bucketed" else 1
+            )
             cells.append(Cell(case=case, implementation=wrapper, rows=ROWS))
         return cells
 
@@ -132,10 +167,14 @@ class TrainingRun(Experiment):
         if cell.implementation != "none":
             own_gpus = run.device == "cuda" and torch.cuda.device_count() >= case.num_ranks
             result = launch(
-                train_rank, case.num_ranks, case.config(cell.implementation, run.seed), RunOptions(device=run.device),
-                backend="nccl" if own_gpus else "gloo", device=run.device,
+                train_rank,
+                case.num_ranks,
+                case.config(cell.implementation, run.seed),
+                RunOptions(device=run.device),
+                backend="nccl" if own_gpus else "gloo",
+                device=run.device,
                 start_method="forkserver" if run.device == "cpu" else "spawn",
-            )[0]  # fmt: skip
+            )[0]
         error = curve_error(result.losses, expected.losses)
         if not error <= 1:
             raise Disagreement(f"losses are off one process's by {error:.3g} times the bound")
@@ -152,12 +191,18 @@ class TrainingRun(Experiment):
     tables = {
         "losses": Wide(
             title="Loss in nats a byte",
-            down={"wrapper": "implementation", "ranks": "num_ranks", "micro-batches": "accumulation"},
+            down={
+                "wrapper": "implementation",
+                "ranks": "num_ranks",
+                "micro-batches": "accumulation",
+            },
             columns={
                 "first loss": Pick({"quantity": "loss"}, value="first", significant=5),
                 "mean of the last 10": Pick({"quantity": "loss"}, value="last", significant=5),
                 "held-out loss": Pick({"quantity": "validation_loss"}, significant=4),
-                "difference over its bound": Pick({"quantity": "loss"}, value="error", significant=2),
+                "difference over its bound": Pick(
+                    {"quantity": "loss"}, value="error", significant=2
+                ),
             },
         )
     }
