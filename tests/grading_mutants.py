@@ -57,8 +57,8 @@ MUTANTS = {
         "the forward computes mm in PyTorch, not in its kernel",
         (
             (
-                "                q, k, v, output, lse, num_queries",
-                "                q @ torch.eye(d), k, v, output, lse, num_queries",
+                "                q,\n                k,\n                v,\n                output,",
+                "                q @ torch.eye(d),\n                k,\n                v,\n                output,",
             ),
         ),
     ),

@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Iterator
@@ -539,7 +540,50 @@ def test_what_does_not_shard_earns_nothing_by_training_right():
     found = Grade([HANDOUT["fsdp"]], [], results)
     assert found.points == 0
     assert lines(found)[3].startswith("  shards_every_weight, equals_one_process, ")
+    assert " and 9 more: " in lines(found)[3], "twelve names filled three lines of a terminal"
     assert lines(found)[3].endswith(": earns nothing without shards_the_weights")
+
+
+def test_checks_beyond_the_handout_are_counted_with_a_word_why_they_are_not_told():
+    """A student read `0 of 5 checks pass` and no reason."""
+    results = {
+        check.id: Result(check=check, status="failed", message="no") for check in checks_of("fsdp")
+    }
+    told = lines(Grade([HANDOUT["fsdp"]], [], results))
+    num_beyond = len(checks_of("fsdp", beyond=True))
+    assert told[-3:-1] == [
+        f"beyond the handout, without points: 0 of {num_beyond} checks pass",
+        f"  told once the problem earns points: fsdp ({num_beyond})",
+    ]
+
+
+def test_each_missing_adapter_of_a_problem_is_named():
+    checks = checks_of("flash_forward", beyond=False)
+    results = {
+        check.id: Result(check=check, status="not begun", message=f"{which} is not implemented")
+        for check, which in zip(checks, ("pytorch", "triton") * len(checks))
+    }
+    told = lines(Grade([HANDOUT["flash_forward"]], [], results))
+    assert told[1].endswith("not begun: pytorch is not implemented; triton is not implemented")
+
+
+def test_a_problem_that_is_a_script_is_not_called_written():
+    others = [problem for problem in problems_of(2026) if problem.answer != "graded"]
+    told = lines(Grade([HANDOUT["fsdp"]], others, {}))
+    assert "a script, no points here: naive_ddp" in told
+
+
+def test_a_check_that_runs_can_be_interrupted(tmp_path: Path):
+    """Ctrl-C of `--jobs 2` waited for the checks of the other submissions, up to their limit."""
+    hangs = solution(tmp_path, "import time", "def get_ddp(module): time.sleep(60)")
+    with Grader() as own:
+        started = time.monotonic()
+        timer = threading.Timer(8.0, own.interrupt)  # the first check imports PyTorch before
+        timer.start()
+        result = own.run(BROADCASTS, hangs)
+        timer.cancel()
+        assert result.status == "failed" and "has been ended" in result.message
+        assert time.monotonic() - started < 30
 
 
 def test_the_command_prints_json_and_exits_by_the_points(grader: Grader, monkeypatch):

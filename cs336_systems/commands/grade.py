@@ -14,7 +14,7 @@ from cs336_systems.commands.shared import ends_at_a_signal, one_line_errors
 from cs336_systems.measure.text import printable
 
 if TYPE_CHECKING:
-    from cs336_systems.grading.points import Grade, Result
+    from cs336_systems.grading.points import Grade, Grader, Result
     from cs336_systems.handout import HandoutProblem
 
 EXIT_POINTS_LOST = 1
@@ -194,6 +194,7 @@ def grade_all(
     from cs336_systems.grading.points import grade as grade_one
 
     interrupted = threading.Event()
+    graders: list[Grader] = []
 
     def grade_named(name: str) -> None:
         def show(number: int, total: int, result: Result) -> None:
@@ -205,7 +206,13 @@ def grade_all(
             typer.echo(line, err=True)
 
         grades[name] = grade_one(
-            submissions[name], problems, others, beyond=beyond, progress=show, **limits
+            submissions[name],
+            problems,
+            others,
+            beyond=beyond,
+            begun=graders.append,
+            progress=show,
+            **limits,
         )
 
     if jobs == 1 or len(submissions) == 1:
@@ -216,6 +223,8 @@ def grade_all(
         try:
             list(pool.map(grade_named, submissions))
         except BaseException:
-            interrupted.set()  # the threads end with the checks that they run
+            interrupted.set()
+            for grader in graders:  # the threads end with the checks that they run
+                grader.interrupt()
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -10,8 +10,9 @@ from typing import Any, TextIO
 
 from cs336_systems.grading.outcomes import NEEDS_A_GPU
 from cs336_systems.grading.points import Grade, Result
-from cs336_systems.handout import HandoutProblem
+from cs336_systems.handout import COMMANDS, HandoutProblem
 
+MOST_NAMES = 3  # of checks that a line for a terminal names
 PACKAGES = ("cs336-systems", "torch", "triton", "numpy")
 
 
@@ -48,15 +49,21 @@ def lines(graded: Grade) -> list[str]:
     for problem in begun:
         told += _problem_lines(graded, problem, width)
     for problem in not_begun:
-        reason = graded.results_of(problem, beyond=False)[0].message
-        told.append(f"{problem.name:<{width}}  {f'0 of {problem.points}':<10}  not begun: {reason}")
+        required = graded.results_of(problem, beyond=False)
+        why = "; ".join(dict.fromkeys(result.message for result in required))
+        told.append(f"{problem.name:<{width}}  {f'0 of {problem.points}':<10}  not begun: {why}")
 
     told += _beyond_lines(graded, begun)
-    for answer in ("measured", "written"):
-        names = [problem.name for problem in graded.others if problem.answer == answer]
+    for answer in ("measured", "written", "a script"):
+        names = [problem.name for problem in graded.others if _answered(problem) == answer]
         if names:
             told.append(f"{answer}, no points here: {', '.join(names)}")
     return [*told, total_line(graded)]
+
+
+def _answered(problem: HandoutProblem) -> str:
+    """Return how a problem that no adapter reaches is answered."""
+    return "a script" if problem.name in COMMANDS else problem.answer
 
 
 def _problem_lines(graded: Grade, problem: HandoutProblem, width: int) -> list[str]:
@@ -64,11 +71,16 @@ def _problem_lines(graded: Grade, problem: HandoutProblem, width: int) -> list[s
     points = f"{in_points(graded.earned(problem))} of {problem.points}"
     passed = sum(result.status == "passed" for result in required)
     row = f"{problem.name:<{width}}  {points:<10}  {passed} of {len(required)}"
-    return [row, *(f"  {reason}" for reason in reasons(graded, required))]
+    return [row, *(f"  {reason}" for reason in reasons(graded, required, most_names=MOST_NAMES))]
 
 
-def reasons(graded: Grade, results: Iterable[Result]) -> list[str]:
-    """What lost points: one line a reason with the checks that it fails, what is not begun last."""
+def reasons(
+    graded: Grade, results: Iterable[Result], *, most_names: int | None = None
+) -> list[str]:
+    """Return what lost points: a line a reason with the checks that it fails, not begun ones last.
+
+    A line names `most_names` checks and says how many more there are; None names them all.
+    """
     results = list(results)
     order = {"failed": 0, "passed": 1, "skipped": 2, "not begun": 3}
     by_reason: dict[str, list[str]] = {}
@@ -81,7 +93,12 @@ def reasons(graded: Grade, results: Iterable[Result]) -> list[str]:
         elif result.status in ("skipped", "not begun"):
             reason = f"{result.status}: {reason}"
         by_reason.setdefault(reason, []).append(result.check.name)
-    return [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+    told = []
+    for reason, names in by_reason.items():
+        more = len(names) - most_names if most_names is not None else 0
+        named = ", ".join(names[:most_names]) + (f" and {more} more" if more > 0 else "")
+        told.append(f"{named}: {reason}")
+    return told
 
 
 def _beyond_lines(graded: Grade, begun: list[HandoutProblem]) -> list[str]:
@@ -93,10 +110,16 @@ def _beyond_lines(graded: Grade, begun: list[HandoutProblem]) -> list[str]:
         return []
     passed = sum(result.status == "passed" for result in results)
     told = [f"beyond the handout, without points: {passed} of {len(results)} checks pass"]
-    for problem in begun:
-        if graded.earned(problem):  # the others have other work
-            bad = [one for one in graded.results_of(problem, beyond=True) if one.status != "passed"]
-            told += [f"  {problem.name}.{reason}" for reason in reasons(graded, bad)]
+    later = []  # these have other work first
+    for problem in graded.problems:
+        bad = [one for one in graded.results_of(problem, beyond=True) if one.status != "passed"]
+        if problem in begun and graded.earned(problem):
+            shown = reasons(graded, bad, most_names=MOST_NAMES)
+            told += [f"  {problem.name}.{reason}" for reason in shown]
+        elif bad:
+            later.append(f"{problem.name} ({len(bad)})")
+    if later:
+        told.append(f"  told once the problem earns points: {', '.join(later)}")
     return told
 
 

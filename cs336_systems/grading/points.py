@@ -68,6 +68,13 @@ class Grader:
             self._server.stdout.close()
             self._server = None
 
+    def interrupt(self) -> None:
+        """End the check that runs, from another thread: `run` returns that it has failed."""
+        server = self._server
+        if server is not None and server.stdin is not None:
+            with suppress(BrokenPipeError, ValueError):  # it has ended by itself
+                server.stdin.close()
+
     def run(self, check: Check, adapters: Path, time_limit_s: float | None = None) -> Result:
         """Run one check; `time_limit_s` in the place of the Grader's."""
         if self._server is None:
@@ -86,7 +93,7 @@ class Grader:
             "time_limit_s": self.time_limit_s,
         }
         answer = ""
-        with suppress(BrokenPipeError):  # it has been ended between two checks
+        with suppress(BrokenPipeError, ValueError):  # it has been ended between two checks
             print(json.dumps(request), file=self._server.stdin, flush=True)
             answer = self._server.stdout.readline()
         if not answer:
@@ -188,9 +195,12 @@ def grade(
     beyond: bool = True,
     time_limit_s: float = TIME_LIMIT_S,
     total_time_limit_s: float = math.inf,
+    begun: Callable[[Grader], None] = lambda grader: None,
     progress: Callable[[int, int, Result], None] = lambda done, total, result: None,
 ) -> Grade:
     """Run the checks of `problems` on the file `adapters`, and say after each how it ended.
+
+    `begun` is given what runs the checks, which another thread may interrupt.
 
     Behind a check that hangs, the others of its problem get `AFTER_A_HANG_S` seconds each: they may
     hang as well. After `total_time_limit_s` no check begins; those that are left have failed.
@@ -200,6 +210,7 @@ def grade(
     checks = [check for one in counted.problems for check in checks_of(one.name, beyond=wanted)]
     started, hung = time.monotonic(), set()
     with Grader(time_limit_s) as grader:
+        begun(grader)
         for number, check in enumerate(checks, start=1):
             left = total_time_limit_s - (time.monotonic() - started)
             limit = min(left, AFTER_A_HANG_S if check.problem in hung else math.inf, time_limit_s)

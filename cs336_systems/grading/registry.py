@@ -11,6 +11,7 @@ A check passes when it returns. It fails with the message of its AssertionError,
 with whatever the code under test raises. The first line of its docstring says what is required.
 """
 
+import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
