@@ -5,7 +5,7 @@ Pure functions of the dataclasses in `config.py`; nothing is measured here. A ma
 Usage:
 
     tflops_per_s(attention_flops(shape, "backward"), ms=1.25)
-    model_peak_bytes(case, "train_step") / 2**30                  # GiB that a training step is expected to need
+    model_peak_bytes(case, "train_step") / 2**30    # expected GiB of a training step
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from cs336_systems.config import (
 # and the recomputed QKᵀ, 2.5 times that, whatever a kernel executes (the convention of
 # FlashAttention-2, section 4.1).
 ATTENTION_FLOPS_PER_PAIR = {"forward": 4, "backward": 10, "forward_backward": 14}
-# Operations of a softmax on one score, exp counted as one: maximum, subtract it, exp, add up,
-# divide by the sum.
+# Operations of a softmax on one score, exp counted as one: maximum, subtraction, exp, addition,
+# division.
 SOFTMAX_FLOPS_PER_SCORE = 5
 # Temporaries of the logits' size at the peak of the cross-entropy's backward; see
 # `model_peak_bytes`.
@@ -49,16 +49,19 @@ QUADRATIC = {AttentionShape: ("eager", "compiled"), MaskCase: ("eager", "tiled",
 
 
 def causal_area(seqlen_q: int, seqlen_k: int) -> int:
-    """Attended (query, key) pairs under the top-left causal mask: a triangle, and all keys for each
-    query below it.
+    """Return the number of attended (query, key) pairs under the top-left causal mask.
+
+    Query i attends keys 0 to i: a triangle, and all keys for each query below the triangle.
     """
     triangle = min(seqlen_q, seqlen_k)
     return triangle * (triangle + 1) // 2 + (seqlen_q - triangle) * seqlen_k
 
 
 def attention_flops(shape: AttentionShape, mode: str) -> int:
-    """Useful FLOPs over all heads: 4·area·head_dim forward, 2.5 times that backward, 3.5 times
-    both.
+    """Return the useful FLOPs of one attention call over all heads and sequences.
+
+    Each head and sequence takes 4 · area · head_dim in mode "forward", 2.5 times that in "backward"
+    and 3.5 times in "forward_backward". The area is the number of attended pairs.
     """
     pairs = (
         causal_area(shape.seqlen_q, shape.seqlen_k)
@@ -69,32 +72,34 @@ def attention_flops(shape: AttentionShape, mode: str) -> int:
 
 
 def tflops_per_s(flops: float, ms: float) -> float:
-    """Rate in TFLOP/s (10¹² FLOP/s) of `flops` done in `ms` milliseconds: flops / (ms·10⁻³) / 10¹²."""
+    """Return the rate in TFLOP/s (10¹² FLOP/s) of `flops` FLOPs done in `ms` milliseconds.
+
+    Raises ValueError unless `ms` is positive.
+    """
     if not ms > 0:
         raise ValueError(f"ms must be positive, got {ms}")
     return flops / ms / 1e9
 
 
 def attention_input_bytes(shape: AttentionShape) -> int:
-    """Bytes of q, k and v."""
+    """Return the bytes of q, k and v together."""
     return _query_bytes(shape) + 2 * _key_bytes(shape)
 
 
 def eager_attention_bytes(shape: AttentionShape, mode: str, *, device_kind: str = "cpu") -> int:
-    """Predicted peak bytes of plain PyTorch attention (matmul, scale, mask, softmax, matmul),
-    inputs included.
+    """Return the predicted peak bytes of plain PyTorch attention, inputs included.
 
-    Tensors of (batch, heads, seqlen_q, seqlen_k) elements in the inputs' dtype that live together
-    at the peak:
+    Plain attention is matmul, scale, mask, softmax, matmul. Tensors of (batch, heads, seqlen_q,
+    seqlen_k) elements in the inputs' dtype that live together at the peak:
     - forward, 2: the scores before and after scaling, or masking, or the softmax. Keeping the graph
       adds none: of the forward only the probabilities stay for backward (see `eager_graph_bytes`).
     - backward, 3: the saved probabilities, their gradient dP, and the softmax's result dS; on CUDA
       a fourth, since the softmax's backward there first writes P ∘ dP.
+
     A causal mask adds two (seqlen_q, seqlen_k) bool tensors, the mask and its complement, shared by
-    all heads; where the backward's four copies are the peak, only the complement is left. The rest
-    is linear in the sequence and counted whole, an upper bound: q, k, v, O, in backward dO, dQ, dK,
-    dV, and under grouped-query attention K and V (and their gradients) repeated for every query
-    head.
+    all heads; at a peak of four copies only the complement is left. The rest is linear in the
+    sequence and counted whole, an upper bound: q, k, v, O, in backward dO, dQ, dK, dV, and under
+    grouped-query attention K and V (and their gradients) repeated for every query head.
     """
     copies = 2 if mode == "forward" else 4 if device_kind == "cuda" else 3
     scores = copies * _score_elements(shape) * BYTES_PER_ELEMENT[shape.dtype]
@@ -108,8 +113,10 @@ def eager_attention_bytes(shape: AttentionShape, mode: str, *, device_kind: str 
 
 
 def eager_graph_bytes(shape: AttentionShape) -> int:
-    """Bytes that plain attention's forward leaves for backward beyond q, k, v and O: probabilities
-    and causal mask.
+    """Return the bytes that plain attention's forward saves for backward, besides q, k, v and O.
+
+    They are the probabilities, the causal mask, and K and V where those are repeated for the query
+    heads.
     """
     mask = shape.seqlen_q * shape.seqlen_k * BOOL_BYTES if shape.is_causal else 0
     return (
@@ -120,11 +127,11 @@ def eager_graph_bytes(shape: AttentionShape) -> int:
 
 
 def flash_attention_bytes(shape: AttentionShape, mode: str) -> int:
-    """Peak bytes of FlashAttention, inputs included: linear in the sequence lengths.
+    """Return the peak bytes of FlashAttention, inputs included: linear in the sequence lengths.
 
     Forward: q, k, v, O and the log-sum-exp of each query. Backward adds dO, dQ, dK, dV and D =
-    rowsum(dO ∘ O).
-    The two statistics are float32 (float64 for float64 inputs); tiles are counted as free.
+    rowsum(dO ∘ O). The two statistics are float32 (float64 for float64 inputs). Tiles are counted
+    as free.
     """
     tensors = attention_input_bytes(shape) + _query_bytes(shape)
     statistic = (
@@ -137,19 +144,22 @@ def flash_attention_bytes(shape: AttentionShape, mode: str) -> int:
 
 
 def _query_bytes(shape: AttentionShape) -> int:
+    """Return the bytes of q, and of O, which has its shape."""
     return (
         shape.batch * shape.heads * shape.seqlen_q * shape.head_dim * BYTES_PER_ELEMENT[shape.dtype]
     )
 
 
 def _key_bytes(shape: AttentionShape) -> int:
+    """Return the bytes of k, and of v, which has its shape."""
     kv_heads = shape.heads if shape.kv_heads is None else shape.kv_heads
     return shape.batch * kv_heads * shape.seqlen_k * shape.head_dim * BYTES_PER_ELEMENT[shape.dtype]
 
 
 def _repeated_key_value_bytes(shape: AttentionShape) -> int:
-    """K and V repeated for every query head, as plain attention needs them; 0 where there is
-    nothing to repeat.
+    """Return the bytes of K and V repeated for every query head; 0 without grouped-query attention.
+
+    Plain attention needs the copies.
     """
     if shape.kv_heads is None or shape.kv_heads == shape.heads:
         return 0
@@ -157,6 +167,7 @@ def _repeated_key_value_bytes(shape: AttentionShape) -> int:
 
 
 def _score_elements(shape: AttentionShape) -> int:
+    """Return the number of scores of all heads and sequences, masked ones included."""
     return shape.batch * shape.heads * shape.seqlen_q * shape.seqlen_k
 
 
@@ -164,7 +175,7 @@ def _score_elements(shape: AttentionShape) -> int:
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """Exact count: 2·V·d + L·(4d² + 3·d·d_ff + 2d) + d.
+    """Return the exact number of parameters: 2·V·d + L·(4d² + 3·d·d_ff + 2d) + d.
 
     Embedding and untied head (V·d each); a block's four attention projections (d² each), three
     SwiGLU matrices (d·d_ff each) and two RMSNorm gains (d each); the final norm's gain (d). No
@@ -175,14 +186,14 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def model_flops(model: ModelConfig, batch: int, mode: str) -> int:
-    """Useful matmul FLOPs of one pass over `batch` sequences of `context_length` tokens.
+    """Return the useful matmul FLOPs of one pass over `batch` sequences of `context_length` tokens.
 
-    Forward: 2 for each token and each element of the block matrices and the head, plus 4·causal
-    area·d_model for each layer and sequence. Attention counts the pairs of the causal mask, not the
-    full square that plain attention executes, so that all implementations are held to the same
-    work. The embedding is a look-up: no FLOPs.
-    Backward: twice the forward (gradients of both operands of each matmul); what is computed again
-    is not credited. train_step equals forward_backward: an optimizer has no matmuls.
+    Forward: 2 for each token and each element of the block matrices and the head, plus
+    4 · causal area · d_model for each layer and sequence. Attention counts the pairs of the causal
+    mask, not the full square that plain attention executes, so that all implementations are held to
+    the same work. The embedding is a look-up: no FLOPs.
+    Backward: twice the forward (gradients of both operands of each matmul); recomputation is not
+    credited. "train_step" equals "forward_backward": an optimizer has no matmuls.
     """
     tokens = batch * model.context_length
     matrices = model.num_layers * block_matrix_elements(model) + model.vocab_size * model.d_model
@@ -192,11 +203,10 @@ def model_flops(model: ModelConfig, batch: int, mode: str) -> int:
 
 
 def eager_attention_part_flops(model: ModelConfig, batch: int) -> dict[str, int]:
-    """FLOPs that plain attention executes in one forward of all layers, by part: scores, softmax,
-    values.
+    """Return the FLOPs that plain attention executes in one forward of all layers, by part.
 
-    The whole square of scores, since a mask saves plain attention nothing. Scaling and masking are
-    left out.
+    The parts are "scores", "softmax" and "values". All of them work on the whole square of scores,
+    since a mask saves plain attention nothing. Scaling and masking are left out.
     """
     scores = batch * model.num_layers * model.num_heads * model.context_length**2
     matmul = 2 * scores * model.head_dim
@@ -204,7 +214,7 @@ def eager_attention_part_flops(model: ModelConfig, batch: int) -> dict[str, int]
 
 
 def block_matrix_elements(model: ModelConfig) -> int:
-    """Of a block: four attention projections and three SwiGLU matrices."""
+    """Return the number of matrix elements of a block: four attention and three SwiGLU matrices."""
     return 4 * model.d_model**2 + 3 * model.d_model * model.d_ff
 
 
@@ -221,20 +231,20 @@ class RankBytes:
     activations: int  # saved for backward when it starts, or recomputed
     loss: int  # temporaries when backward starts, most of the logits' size
     gathered: int = 0  # FSDP: whole weights of the blocks in use and on their way
-    # copies made only to communicate, FSDP's whole gradients on their way to a reduction
+    # copies made only to communicate, and FSDP's whole gradients on their way to a reduction
     buffers: int = 0
     block: int = 0  # what one block saved: all that is left of the activations when backward ends
-    # buckets: gradients and buffers have their memory before backward starts, too
+    # with buckets: gradients and buffers have their memory before backward starts, too
     gradients_stay: bool = False
 
     @property
     def persistent(self) -> int:
-        """What outlives a step in which gradients are set to None."""
+        """Return the bytes that outlive a step in which gradients are set to None."""
         return self.parameters + self.optimizer
 
     @property
     def peak(self) -> int:
-        """The larger of backward's start, with all activations, and its end, with all gradients."""
+        """Return the larger of backward's start (all activations) and its end (all gradients)."""
         start = self.activations + self.loss
         end = self.gradients + max(self.block, self.buffers)
         if self.gradients_stay:
@@ -243,21 +253,22 @@ class RankBytes:
         return self.persistent + self.gathered + max(start, end)
 
     def fits(self, memory_bytes: int, *, usable: float = 0.95) -> bool:
-        """Whether the peak is within `usable` of a device's memory."""
+        """Return whether the peak is at most the share `usable` of a device's `memory_bytes`."""
         return self.peak <= usable * memory_bytes
 
 
 def block_saved_bytes(
     model: ModelConfig, batch: int, *, attention: str, precision: Precision | None = None
 ) -> dict[str, int]:
-    """What one Transformer block saves for backward, by tensor: an estimate for a plainly written
-    eager block.
+    """Estimate the bytes that one eager Transformer block saves for backward, by tensor.
 
-    The norms work in float32 or wider; everything else is in autocast's dtype, or the parameters'
-    without autocast. Autocast casts the input of each linear layer anew, so that the q, k and v
-    projections, and w1 and w3, keep a copy each where one is shared without it. On CUDA its softmax
-    answers in float32 and is cast again for the product with V: two copies, both counted (on a CPU
-    it answers in low precision). SwiGLU is w2(silu(w1 x) · w3 x).
+    The block is plainly written: SwiGLU is w2(silu(w1 x) · w3 x). The norms work in float32 or
+    wider; everything else is in autocast's dtype, or the parameters' without autocast. Autocast
+    casts the input of each linear layer anew, so that the q, k and v projections, and w1 and w3,
+    keep a copy each; without autocast they share one. Autocast's softmax returns float32 on CUDA
+    and is cast again for the product with V: both copies are counted (on a CPU it returns low
+    precision).
+
     Raises ValueError for an attention whose memory is not known.
     """
     precision = Precision() if precision is None else precision
@@ -284,7 +295,7 @@ def block_saved_bytes(
         saved["attention probabilities"] = heads * model.context_length * copies
         saved["causal mask"] = model.context_length**2 * BOOL_BYTES
     else:
-        # its transpose is the input of the output projection
+        # a tensor of its own: its transpose is the input of the output projection
         saved["attention output by head"] = width * compute
         saved["log-sum-exp"] = heads * max(FLOAT32_BYTES, compute)
     return saved
@@ -293,12 +304,12 @@ def block_saved_bytes(
 def activation_bytes(
     model: ModelConfig, batch: int, *, attention: str, precision: Precision
 ) -> int:
-    """Estimate of all bytes saved between forward and backward: num_layers blocks, the head, and
-    autocast's weights.
+    """Estimate all bytes that are saved between forward and backward.
 
-    The head saves the final norm's input, normalized input and reciprocal roots, the input of the
-    output layer, and the (tokens, vocab_size) logits for the cross-entropy in float32 or wider.
-    Autocast keeps a low-precision copy of every matrix but the embedding until backward is done.
+    They are those of num_layers blocks, the head, and autocast's weights. The head saves the final
+    norm's input, normalized input and reciprocal roots, the input of the output layer, and the
+    (tokens, vocab_size) logits for the cross-entropy in float32 or wider. Autocast keeps a
+    low-precision copy of every matrix but the embedding until backward is done.
     """
     blocks = model.num_layers * sum(
         block_saved_bytes(model, batch, attention=attention, precision=precision).values()
@@ -314,9 +325,9 @@ def activation_bytes(
 
 
 def model_peak_bytes(case: ModelCase, mode: str) -> int:
-    """Estimate of the peak bytes of one pass: parameters (and AdamW's state in train_step) plus the
-    larger phase.
+    """Estimate the peak bytes of one pass over `case` in `mode`, parameters included.
 
+    "train_step" includes AdamW's state. To these the largest of the pass's phases is added:
     - forward, without a graph: the residual stream plus the largest of attention (its inputs, and
       two copies of the scores where it stores them), feed-forward (three hidden tensors) and the
       logits. Autocast on CUDA holds, besides the scores, softmax's input and output in float32, and
@@ -325,13 +336,13 @@ def model_peak_bytes(case: ModelCase, mode: str) -> int:
       minus log-sum-exp, its exponential, the gradient) or, in the last block, two gradients of the
       scores.
     - end of backward and optimizer step: all gradients plus one block's activations, or the
-      optimizer's
-      temporary, the size of a batch of parameters. Between these ends memory moves linearly: each
-      block frees its activations and makes its gradients. Gradients are taken as None when backward
-      starts.
+      optimizer's temporary, the size of a batch of parameters.
+
+    Between these ends memory moves linearly: each block frees its activations and makes its
+    gradients. Gradients are taken as None when backward starts.
     """
     model, batch, precision = case.model, case.batch, case.precision
-    # autocast changes none of them
+    # autocast leaves the parameters in their dtype
     parameters = num_parameters(model) * BYTES_PER_ELEMENT[precision.parameters]
     saved = block_saved_bytes(model, batch, attention=case.attention, precision=precision)
     compute, stores_scores = _compute_bytes(precision), case.attention in SCORE_STORING_ATTENTION
@@ -339,8 +350,9 @@ def model_peak_bytes(case: ModelCase, mode: str) -> int:
     two_scores = (
         2 * batch * model.num_heads * model.context_length**2 * compute if stores_scores else 0
     )
+
     if mode == "forward":
-        # on CUDA its softmax has a float32 copy of its input
+        # Autocast's softmax on CUDA holds its input and its output in float32.
         if stores_scores and precision.autocast is not None:
             two_scores = (
                 batch * model.num_heads * model.context_length**2 * (compute + 2 * FLOAT32_BYTES)
@@ -355,6 +367,8 @@ def model_peak_bytes(case: ModelCase, mode: str) -> int:
             + stream
             + max(attention, feed_forward, logits)
         )
+
+    # Start and end of backward, and the optimizer step
     largest_parameter = (
         model.d_model * max(model.vocab_size, model.d_ff) * BYTES_PER_ELEMENT[precision.parameters]
     )
@@ -371,21 +385,23 @@ def model_peak_bytes(case: ModelCase, mode: str) -> int:
 
 
 def _weight_copy_bytes(model: ModelConfig, precision: Precision) -> int:
-    """Autocast's low-precision copies of every matrix but the embedding."""
+    """Return the bytes of autocast's copies of all matrices but the embedding, 0 without it."""
     matrices = model.num_layers * block_matrix_elements(model) + model.vocab_size * model.d_model
     return matrices * _compute_bytes(precision) if precision.autocast is not None else 0
 
 
 def _compute_bytes(precision: Precision) -> int:
+    """Return the bytes of an element in the matmuls' dtype."""
     return BYTES_PER_ELEMENT[precision.autocast or precision.parameters]
 
 
 def _norm_bytes(precision: Precision) -> int:
+    """Return the bytes of an element inside a norm, which works in float32 or wider."""
     return max(FLOAT32_BYTES, BYTES_PER_ELEMENT[precision.parameters])
 
 
 def loss_logit_bytes(model: ModelConfig, batch: int, precision: Precision) -> int:
-    """The logits as the cross-entropy takes them, in float32 or wider."""
+    """Return the bytes of the logits as the cross-entropy takes them, in float32 or wider."""
     return (
         batch
         * model.context_length
@@ -398,8 +414,10 @@ def loss_logit_bytes(model: ModelConfig, batch: int, precision: Precision) -> in
 
 
 def predicted_peak_bytes(case: Any, implementation: str, modes: Iterable[str]) -> int:
-    """Closed form of what `implementation` needs on `case` in the largest of `modes`; 0 where there
-    is none.
+    """Return the predicted peak bytes of `implementation` on `case`; 0 where no prediction exists.
+
+    The prediction is for the largest of `modes`, in the order of MODES. A case of another kind than
+    attention, masks and models may bring its own as `predicted_bytes`.
     """
     if isinstance(case, ModelCase):
         return (
@@ -410,7 +428,7 @@ def predicted_peak_bytes(case: Any, implementation: str, modes: Iterable[str]) -
     if implementation in QUADRATIC.get(type(case), ()):
         shape = case.shape if isinstance(case, MaskCase) else case
         return eager_attention_bytes(shape, max(modes, key=MODES.index))
-    # of a reader's own nothing is known
+    # an implementation of the user's own, "package.module:name", has no prediction
     if isinstance(case, AttentionShape) and ":" not in implementation:
         return flash_attention_bytes(case, max(modes, key=MODES.index))
     return int(getattr(case, "predicted_bytes", 0))

@@ -1,9 +1,9 @@
-"""The command line: `cs336-systems` list, run, report, profile, memory, train, generate, grade,
-doctor, tune, compare.
+"""The command line `cs336-systems`: its commands, their panels in the help, and its entry point.
 
-A wrong argument is one line on stderr and exit code 2; a run in which nothing could be measured
-exits 1; Ctrl-C exits 130 and loses only the cell it interrupted, and so does a termination or a
-hang-up (143, 129).
+The commands are list, run, report, profile, memory, train, generate, grade, doctor, tune, compare
+and branches. A wrong argument is one line on stderr and exit code 2. A run in which nothing could
+be measured exits 1. Ctrl-C exits 130 and loses only the cell it interrupted, and so does a
+termination or a hang-up (143, 129).
 """
 
 import warnings
@@ -46,7 +46,7 @@ def options(
         raise typer.Exit
 
 
-# of the help, in the order in which one needs them
+# Panels of the help, in the order in which a user needs the commands.
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Begin": {"list": list_problems, "doctor": doctor},
     "Train": {"train": train, "generate": generate},
@@ -61,7 +61,11 @@ app.add_typer(tune, name="tune", rich_help_panel="Develop kernels")
 
 
 def main(run_app: Callable[[], None] = app) -> None:
-    """Entry point of the console script."""
+    """Run the command line: the entry point of the console script.
+
+    A UserWarning is printed as one line. A package that is not installed is one line on stderr,
+    with the command that installs it, and exit code 2.
+    """
     format_warning = warnings.formatwarning
 
     def briefly(
@@ -76,7 +80,7 @@ def main(run_app: Callable[[], None] = app) -> None:
         run_app()
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == __package__:
-            raise  # our own mistake
+            raise  # a module of this package is missing: our own mistake
         typer.echo(
             f"error: {error.name} is not installed: pip install {error.name.partition('.')[0]}",
             err=True,

@@ -1,7 +1,8 @@
-"""What is run: model sizes, attention shapes, precisions and run options, as frozen dataclasses.
+"""Configurations of what is run: model sizes, attention shapes, precisions and run options.
 
-Standard library only, so that every other module may import it. Model sizes exist here and nowhere
-else: `MODEL_SIZES["xl"].d_ff == 10240`. A bad value raises ValueError with the field's name.
+All are frozen dataclasses. The file needs the standard library only, so that every other module
+may import it. Model sizes exist here and nowhere else: `MODEL_SIZES["xl"].d_ff == 10240`. A bad
+value raises ValueError with the field's name.
 """
 
 from dataclasses import dataclass, replace
@@ -11,22 +12,22 @@ DTypeName = Literal["float64", "float32", "float16", "bfloat16"]
 Scale = Literal["tiny", "smoke", "handout"]
 Mode = Literal["forward", "backward", "forward_backward", "train_step"]
 
-# What a model may attend with: attentions that store the probabilities for backward, and those that
-# are one operator and store the log-sum-exp. sdpa is PyTorch's scaled_dot_product_attention, the
-# others are this package's back ends.
+# Attentions of a model: the first store the probabilities for backward, the second are one operator
+# and store the log-sum-exp. sdpa is PyTorch's scaled_dot_product_attention, the others are this
+# package's back ends.
 SCORE_STORING_ATTENTION = ("reference", "compiled")
 FUSED_ATTENTION = ("tiled", "triton", "hopper", "sdpa")
 ATTENTION_NAMES = (*SCORE_STORING_ATTENTION, *FUSED_ATTENTION)
 DTYPES: tuple[str, ...] = get_args(DTypeName)
 SCALES: tuple[str, ...] = get_args(Scale)
 MODES: tuple[str, ...] = get_args(Mode)
-MAX_CELL_TIMEOUT_S = 24 * 60 * 60  # waiting on a pipe overflows far above
-MAX_SEED = 2**63 - 1  # what a torch.Generator takes
+MAX_CELL_TIMEOUT_S = 24 * 60 * 60  # far longer waits on a pipe overflow
+MAX_SEED = 2**63 - 1  # the largest that a torch.Generator takes
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def require_positive(config: Any, *fields: str) -> None:
-    """ValueError naming the first of `fields` that is no positive int."""
+    """Raise ValueError naming the first of `fields` of `config` that is not a positive int."""
     for field in fields:
         value = getattr(config, field)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -36,7 +37,7 @@ def require_positive(config: Any, *fields: str) -> None:
 
 
 def require_choice(config: Any, field: str, choices: tuple[str, ...]) -> None:
-    """ValueError if `field` is none of `choices`."""
+    """Raise ValueError naming `field` of `config` unless its value is one of `choices`."""
     value = getattr(config, field)
     if value not in choices:
         raise ValueError(
@@ -71,6 +72,7 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
+        """Return the width of one attention head."""
         return self.d_model // self.num_heads
 
 
@@ -99,14 +101,14 @@ MODEL_SIZES: dict[str, ModelConfig] = {
     )
 }
 HANDOUT_SIZES = ("small", "medium", "large", "xl", "10b")  # of the 2026 edition
-# The 2025 edition's, whose 2.7b is called xl here: they have one shape.
+# Of the 2025 edition, whose 2.7b has the shape of xl.
 SIZES_2025 = ("small", "medium", "large", "xl-2025", "xl")
-# each shape once, by the number of parameters
+# Of both editions: each shape once, by the number of parameters.
 SIZES_OF_BOTH = ("small", "medium", "large", "xl-2025", "xl", "10b")
 
 
 def proxy_model(size: str, d_model: int = 256) -> ModelConfig:
-    """A model of `size`'s proportions, scaled down to width `d_model`, named `<size>-proxy`.
+    """Return a model of `size`'s proportions, scaled down to width `d_model`, named `<size>-proxy`.
 
     Depth and feed-forward width shrink by the same factor as the width (at least two layers), so
     that the share of attention, feed-forward and head stays recognisable; heads have 64 dimensions.
@@ -167,7 +169,7 @@ class MaskCase:
 
     @property
     def shape(self) -> AttentionShape:
-        """The same under the dense kernels' own masks."""
+        """Return the same case for the dense kernels, whose only masks are causal and none."""
         return AttentionShape(
             batch=self.batch,
             heads=self.heads,
@@ -200,7 +202,7 @@ class ModelCase:
     batch: int
     attention: str  # inside the model, one of ATTENTION_NAMES
     precision: Precision = Precision()
-    # steps run before the first timed one, in a fresh process where the problem is about warm-up
+    # steps before the first timed one, in a fresh process where the problem is about warm-up
     warmup: int = 5
 
     def __post_init__(self) -> None:
@@ -215,10 +217,10 @@ DISTRIBUTED_BACKENDS = ("gloo", "nccl")
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCase:
-    """One collective of float32 on the ranks of one host."""
+    """One collective on float32 tensors among the ranks of one host."""
 
     operation: str  # one of COLLECTIVES
-    # of the whole tensor: what all-gather gives each rank, what reduce-scatter takes from each
+    # of the whole tensor: all-gather's output on each rank, reduce-scatter's input on each rank
     num_bytes: int
     num_ranks: int
     backend: str  # gloo moves host memory, nccl GPU memory
@@ -231,23 +233,22 @@ class CollectiveCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """What a run sets of the attention that it measures; an empty axis is left as each problem has
-    it.
-    """
+    """Modes and sizes of attention that a run sets; an empty axis leaves each problem's own."""
 
-    modes: tuple[str, ...] = ()  # forward, backward, forward_backward: rows of others are left out
+    # forward, backward, forward_backward; rows of other modes are left out
+    modes: tuple[str, ...] = ()
     heads: tuple[int, ...] = ()
     seqlens: tuple[int, ...] = ()
     head_dims: tuple[int, ...] = ()
 
     @property
     def sizes(self) -> bool:
-        """Whether any case is another than the problem's own."""
+        """Return whether the run sets heads, sequence lengths or head dimensions."""
         return bool(self.heads or self.seqlens or self.head_dims)
 
     @property
     def options(self) -> str:
-        """The options that are set, as they are typed."""
+        """Return the command-line options of the axes that are set: "--mode, --heads"."""
         names = {
             "--mode": self.modes,
             "--heads": self.heads,
@@ -266,7 +267,7 @@ class RunConfig:
     seed: int = 0  # of inputs and initial weights
     model: str | None = None  # "package.module:Class" of the user's own model; None: this package's
     cell_timeout_s: int = 600  # a cell that takes longer becomes a failed row
-    axes: Axes = Axes()  # of the sweeps of attention
+    axes: Axes = Axes()  # modes and sizes of the sweeps of attention
 
     def __post_init__(self) -> None:
         require_choice(self, "scale", SCALES)
@@ -274,7 +275,8 @@ class RunConfig:
         require_positive(self, "cell_timeout_s")
         if self.cell_timeout_s > MAX_CELL_TIMEOUT_S:
             raise ValueError(
-                f"RunConfig.cell_timeout_s must be at most {MAX_CELL_TIMEOUT_S} (a day), got {self.cell_timeout_s}"
+                f"RunConfig.cell_timeout_s must be at most {MAX_CELL_TIMEOUT_S} (a day), "
+                f"got {self.cell_timeout_s}"
             )
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"RunConfig.seed must be from 0 to {MAX_SEED}, got {self.seed}")

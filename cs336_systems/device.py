@@ -1,9 +1,9 @@
-"""The machine: what it is, and what it could reach.
+"""Facts about the machine: its device, the device's peak rates, compilers, Triton's interpreter.
 
 Facts are read from the driver and the operating system when asked, never on import. Usage:
 
-    info = get_device_info()                          # the first facts of every record
-    device_peak(info)                                 # its rates on paper; None for a GPU that is not in the table
+    info = get_device_info()    # the first facts of every record
+    device_peak(info)           # the vendor's rates; None for a GPU that is not in the table
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ NVIDIA_SMI_TIMEOUT_S = 10
 
 
 def dotted(compute_capability: tuple[int, int]) -> str:
+    """Return a compute capability as text: (9, 0) as "9.0"."""
     return "{}.{}".format(*compute_capability)
 
 
@@ -38,8 +39,9 @@ def dotted(compute_capability: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
-    """What the driver or the operating system says of one device; None where it says nothing. No
-    host names.
+    """Facts that the driver or the operating system tells of one device; None if it does not.
+
+    There is no host name among them.
     """
 
     name: str  # e.g. "NVIDIA H200", "AMD EPYC"
@@ -53,7 +55,7 @@ class DeviceInfo:
 
     @property
     def slug(self) -> str:
-        """Folder name: `nvidia-h200`, `cpu-amd-epyc-2-cores`."""
+        """Return the device's name as a folder name: `nvidia-h200`, `cpu-amd-epyc-2-cores`."""
         if self.kind == "cuda":
             return slugify(self.name)
         name = re.sub(r"\((r|tm)\)", " ", self.name, flags=re.IGNORECASE)
@@ -61,7 +63,7 @@ class DeviceInfo:
         return slugify(f"cpu {name} {cores}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values, for records; the compute capability as "9.0"."""
+        """Return the fields as JSON values for records, the compute capability as "9.0"."""
         fields = asdict(self)
         if self.compute_capability is not None:
             fields["compute_capability"] = dotted(self.compute_capability)
@@ -69,17 +71,18 @@ class DeviceInfo:
 
 
 def slugify(name: str) -> str:
-    """`NVIDIA H200` -> `nvidia-h200`: a folder name of lower-case letters, digits and single
-    hyphens.
+    """Return `name` as a folder name: `NVIDIA H200` as `nvidia-h200`.
+
+    The folder name has lower-case letters, digits and single hyphens.
     """
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def resolve_device(requested: str) -> Literal["cpu", "cuda"]:
-    """The device kind that `requested` (auto, cpu or cuda) means here; auto is cuda where there is
-    a CUDA device.
+    """Return the device kind, "cpu" or "cuda", that `requested` (auto, cpu or cuda) means here.
 
-    Raises ValueError for another name, and for cuda where there is none.
+    auto is cuda where there is a CUDA device. Raises ValueError for another name, and for cuda
+    where there is no CUDA device.
     """
     if requested not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device must be auto, cpu or cuda, got {requested!r}")
@@ -100,8 +103,9 @@ def resolve_device(requested: str) -> Literal["cpu", "cuda"]:
 
 
 def get_device_info(device: str = "auto") -> DeviceInfo:
-    """Facts of the current CUDA device or of the CPU; `device` as in `resolve_device`, which may
-    raise ValueError.
+    """Return facts about the current CUDA device, or about the CPU.
+
+    `device` is as in `resolve_device`, which may raise ValueError.
     """
     if resolve_device(device) == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -113,8 +117,7 @@ def get_device_info(device: str = "auto") -> DeviceInfo:
     return DeviceInfo(
         name=properties.name,
         kind="cuda",
-        # AMD GPUs come under the same torch.cuda; their "capability" numbers another line of
-        # devices.
+        # torch.cuda also serves AMD GPUs, whose "capability" numbers another line of devices
         compute_capability=None
         if torch.version.hip is not None
         else (properties.major, properties.minor),
@@ -126,11 +129,10 @@ def get_device_info(device: str = "auto") -> DeviceInfo:
 
 
 def _query_nvidia_smi(uuid: Any) -> tuple[str | None, int | None]:
-    """Driver version and highest SM clock in MHz of the GPU `uuid`; None for what nvidia-smi does
-    not tell.
+    """Return the driver version and the highest SM clock in MHz of the GPU `uuid`.
 
-    The GPU is named by its UUID: nvidia-smi numbers all GPUs of the host, torch those in
-    CUDA_VISIBLE_DEVICES.
+    Either is None if nvidia-smi does not tell it. The GPU is named by its UUID: nvidia-smi numbers
+    all GPUs of the host, torch those in CUDA_VISIBLE_DEVICES.
     """
     executable = shutil.which("nvidia-smi")
     if executable is None or uuid is None:
@@ -156,7 +158,7 @@ def _query_nvidia_smi(uuid: Any) -> tuple[str | None, int | None]:
 
 
 def _cpu_name() -> str:
-    """The model name of the first core, or what the platform calls its processor (macOS, ARM)."""
+    """Return the first core's model name, or the platform's name of the processor (macOS, ARM)."""
     if CPUINFO.exists():
         model = re.search(
             r"^model name[ \t]*:[ \t]*(\S.*)$",
@@ -169,6 +171,7 @@ def _cpu_name() -> str:
 
 
 def _usable_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -179,7 +182,7 @@ def _usable_cores() -> int:
 
 @dataclass(frozen=True)
 class Peak:
-    """A GPU's rates on the vendor's paper: dense, without sparsity, at boost clock."""
+    """Rates of a GPU on the vendor's data sheet: dense, without sparsity, at boost clock."""
 
     bf16_tflops: float  # tensor cores, bfloat16 or float16 inputs, float32 accumulation
     fp32_tflops: float  # outside the tensor cores (IEEE float32, not TF32)
@@ -187,8 +190,8 @@ class Peak:
     source: str
 
 
-# By the driver's whole name without "NVIDIA ", so that a MIG slice or a sibling product is unknown,
-# not mistaken. Where a sheet prints rates with sparsity, the dense rate is half.
+# By the driver's whole name without "NVIDIA ", so that a MIG slice or a sibling product is unknown
+# and not mistaken for another. Where a sheet prints rates with sparsity, the dense rate is half.
 PEAKS = {
     "B200": Peak(2250, 75, 7700, "NVIDIA Blackwell datasheet (HGX B200)"),
     "H200": Peak(989.5, 67, 4800, "NVIDIA H200 Tensor Core GPU datasheet (SXM)"),
@@ -206,17 +209,15 @@ PEAKS = {
 
 
 def device_peak(info: DeviceInfo) -> Peak | None:
-    """The peak of the GPU by its exact name; None for a CPU and for any GPU that is not in the
-    table.
-    """
+    """Return the peak of the GPU with exactly this name; None for a CPU or a GPU not in PEAKS."""
     return PEAKS.get(info.name.removeprefix("NVIDIA ")) if info.kind == "cuda" else None
 
 
 def recommended_dtype(compute_capability: tuple[int, int] | None) -> DTypeName:
-    """The fastest dtype that training can trust: bfloat16 from sm_80, float16 on sm_70 and sm_75,
-    else float32.
+    """Return the fastest dtype that training can trust on a GPU of this compute capability.
 
-    None, a CPU or an AMD GPU, gets float32. Older GPUs only emulate bfloat16.
+    bfloat16 from sm_80, float16 on sm_70 and sm_75, else float32. None, a CPU or an AMD GPU, gets
+    float32. Older GPUs only emulate bfloat16.
     """
     if compute_capability is None or compute_capability < (7, 0):
         return "float32"
@@ -227,22 +228,24 @@ def recommended_dtype(compute_capability: tuple[int, int] | None) -> DTypeName:
 
 
 def has_cxx_compiler() -> bool:
-    """Whether torch.compile finds a C++ compiler for CPU code: $CXX if set, else the platform's
-    default.
+    """Return whether torch.compile finds a C++ compiler for CPU code.
+
+    It takes $CXX if set, else the platform's default.
     """
     default = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
     return shutil.which(os.environ.get("CXX", default)) is not None
 
 
 def has_c_compiler() -> bool:
-    """Whether Triton finds a C compiler for its launchers: $CC if set, else gcc or clang."""
+    """Return whether Triton finds a C compiler for its launchers: $CC if set, else gcc or clang."""
     candidates = (os.environ["CC"],) if "CC" in os.environ else ("gcc", "clang")
     return any(shutil.which(candidate) is not None for candidate in candidates)
 
 
 def interpreter_is_on() -> bool:
-    """Whether Triton kernels loaded from now on are interpreted: its own switch where imported,
-    else the variable.
+    """Return whether Triton kernels that are loaded from now on will be interpreted.
+
+    Triton's own switch decides if Triton is imported, else the variable TRITON_INTERPRET.
     """
     knobs = sys.modules.get("triton.knobs")
     if knobs is not None:
@@ -251,11 +254,11 @@ def interpreter_is_on() -> bool:
 
 
 def interpret_kernels() -> None:
-    """Turn Triton's interpreter on for all kernels, and make it quick; before Triton is imported.
+    """Turn on Triton's interpreter for all kernels and speed it up; call before importing Triton.
 
     Each launch, and each call of one `@triton.jit` function by another, replaces the builtins of
     `triton.language`. The interpreter searches whole modules for them every time, which is two
-    fifths of its work: here it searches once.
+    fifths of its work. Here it searches each module once.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     if find_spec("triton") is None:
@@ -270,7 +273,7 @@ def interpret_kernels() -> None:
     def patch_builtins(place: Any, builder: Any, scope: Any) -> None:
         for name in builtins_of(place):
             member = getattr(place, name)
-            if is_builtin(member):  # or it is replaced already
+            if is_builtin(member):  # not replaced yet
                 interpreter._patch_attr(place, name, member, builder, scope)
 
     interpreter._patch_builtin = patch_builtins

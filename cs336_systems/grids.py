@@ -2,9 +2,9 @@
 
 A neighbourhood mask lets each token of an n × n grid attend those at most `radius` away in both
 directions. Kernels skip tiles of the (queries, keys) matrix in which nothing is attended, so the
-order of tokens decides how much. Hilbert's curve makes a tile's tokens a square instead of a piece
-of a row. That helps where the neighbourhood is wide, and costs where it is narrow: rows put a
-narrow one into few diagonals.
+order of tokens decides how many are left. Hilbert's curve makes a tile's tokens a square instead
+of a piece of a row. That helps where the neighbourhood is wide, and costs where it is narrow: rows
+put a narrow one into few diagonals.
 
     order = hilbert_order(64)                         # order[i] is the token, row-major, at place i
     tokens = tokens[:, order]
@@ -17,16 +17,17 @@ from torch import Tensor
 
 
 def row_major_order(n: int) -> Int[Tensor, " n*n"]:
-    """Row after row: the order in which an image is flattened."""
+    """Return the tokens of an n × n grid row after row, the order of a flattened image."""
     return torch.arange(n * n)
 
 
 def hilbert_order(n: int) -> Int[Tensor, " n*n"]:
-    """The tokens of an n × n grid along Hilbert's curve, as row-major indices; it begins at (0, 0).
+    """Return the tokens of an n × n grid along Hilbert's curve, as row-major indices.
 
-    Consecutive tokens are always neighbours, and every aligned run of 4ᵏ of them is a square. Built
-    from the last refinement to the first: a curve through quadrants of side s turns and mirrors its
-    first and last quadrant. ValueError unless n is a power of two.
+    The curve begins at (0, 0). Consecutive tokens are always neighbours, and every aligned run of
+    4ᵏ of them is a square. Built from the last refinement to the first: a curve through quadrants
+    of side s turns and mirrors its first and last quadrant. Raises ValueError unless n is a power
+    of two.
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1 or n & (n - 1):
         raise ValueError(f"n must be a power of two, got {n!r}")
@@ -34,8 +35,11 @@ def hilbert_order(n: int) -> Int[Tensor, " n*n"]:
     row, column = torch.zeros_like(place), torch.zeros_like(place)
     side = 1
     while side < n:
-        right = 1 & (place // 2)  # of the quadrant at this refinement
+        # Each place's quadrant at this refinement: (down, right) is (0, 0), (1, 0), (1, 1), (0, 1).
+        right = 1 & (place // 2)
         down = 1 & (place ^ right)
+
+        # Mirror the last quadrant, then turn the first and the last.
         mirrored = (down == 0) & (right == 1)
         row, column = (
             torch.where(mirrored, side - 1 - row, row),
@@ -49,8 +53,9 @@ def hilbert_order(n: int) -> Int[Tensor, " n*n"]:
 
 
 def inverse_order(order: Int[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
-    """The place of each token: what undoes `tokens[:, order]`. ValueError if `order` is no
-    permutation.
+    """Return the place of each token in `order`: the permutation that undoes `tokens[:, order]`.
+
+    Raises ValueError if `order` is not a permutation.
     """
     places = torch.arange(len(order), device=order.device)
     if not torch.equal(order.sort().values, places):
@@ -61,11 +66,10 @@ def inverse_order(order: Int[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
 def neighbourhood_block_density(
     n: int, *, radius: int, block_size: int, order: Int[Tensor, " n*n"]
 ) -> float:
-    """Fraction of (block_size, block_size) tiles with an attended pair, tokens of the n × n grid
-    being in `order`.
+    """Return the fraction of (block_size, block_size) tiles of the mask that hold an attended pair.
 
-    No (tokens, tokens) tensor is made. The last tile of a row may be shorter. ValueError on a bad
-    argument.
+    The tokens of the n × n grid are in `order`. No (tokens, tokens) tensor is made. The last tile
+    of a row may be shorter. Raises ValueError on a bad argument.
     """
     if len(order) != n * n:
         raise ValueError(f"order must have n * n = {n * n} tokens, got {len(order)}")
@@ -76,7 +80,8 @@ def neighbourhood_block_density(
     block = (inverse_order(order) // block_size).view(n, n)  # of the token at each grid point
     num_blocks = -(-n * n // block_size)
     attended = torch.zeros(num_blocks * num_blocks, dtype=torch.bool)
-    # the mask is symmetric: half of the offsets are enough
+
+    # The mask is symmetric: half of the offsets are enough, each marked both ways.
     for down in range(min(radius, n - 1) + 1):
         for right in range(-min(radius, n - 1), min(radius, n - 1) + 1):
             ours = block[: n - down, max(0, -right) : n - max(0, right)]

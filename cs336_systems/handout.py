@@ -1,5 +1,4 @@
-"""The problems of both handouts, in handout order: section, points, editions, and how each is
-answered, once.
+"""The problems of both handouts, in handout order: section, points, editions, kind of answer.
 
 `HANDOUT["flash_forward"].points == 15`. `list`, `run`, `grade` and the pages read it. `grade` can
 give points only for what an adapter reaches; the others are answered by measuring or in writing.
@@ -8,7 +7,7 @@ give points only for what an adapter reaches; the others are answered by measuri
 from dataclasses import dataclass
 from typing import Literal
 
-# Of problems that are neither measured nor reached by an adapter: the command that answers them.
+# The command that answers a problem which is neither measured nor reached by an adapter.
 COMMANDS = {"naive_ddp": "train --wrapper naive --ranks 2"}
 Answer = Literal["graded", "measured", "written"]
 EDITIONS = (2025, 2026)
@@ -19,7 +18,7 @@ class HandoutProblem:
     """A problem as the handouts give it."""
 
     name: str  # also the CLI argument, the experiment's file, the record file and the page
-    section: str  # of the 2026 handout, of the 2025 handout where only that has it
+    section: str  # of the 2026 handout, or of the 2025 handout if only that has the problem
     points: int
     editions: tuple[int, ...]
     answer: Answer
@@ -221,8 +220,9 @@ HANDOUT: dict[str, HandoutProblem] = {row[0]: HandoutProblem(*row) for row in _P
 
 
 def problems_of(edition: int | None = None, answer: Answer | None = None) -> list[HandoutProblem]:
-    """The problems of one edition, or of both, and those answered in one way, in the handout's
-    order.
+    """Return the problems of `edition` with this kind of `answer`, in the handout's order.
+
+    None stands for both editions, and for every kind of answer.
     """
     return [
         problem

@@ -1,4 +1,4 @@
-"""Seeded inputs: the same numbers for every implementation of a case, on every device.
+"""Seeded inputs: every implementation of a case sees the same numbers on one device.
 
 Attention inputs are drawn on the device that will use them (drawing gigabytes on the host would
 dominate a sweep), so two devices see different numbers, and two implementations on one device see
@@ -24,7 +24,7 @@ class AttentionInputs(NamedTuple):
 
 
 def attention_inputs(shape: AttentionShape, *, device: str, seed: int = 0) -> AttentionInputs:
-    """Inputs of `shape`, drawn in float32 and rounded to its dtype."""
+    """Return random inputs of `shape` on `device`, drawn in float32 and rounded to its dtype."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype = getattr(torch, shape.dtype)
     kv_heads = shape.kv_heads or shape.heads
@@ -44,7 +44,10 @@ def attention_inputs(shape: AttentionShape, *, device: str, seed: int = 0) -> At
 def token_batch(
     model: ModelConfig, batch: int, *, device: str, seed: int = 0
 ) -> tuple[Int[Tensor, "batch sequence"], Int[Tensor, "batch sequence"]]:
-    """Uniformly random tokens and next-token targets of `model`'s context length and vocabulary."""
+    """Return random tokens and next-token targets, both (batch, model.context_length).
+
+    Tokens are uniform over the model's vocabulary.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     size = (batch, model.context_length + 1)
     tokens = torch.randint(model.vocab_size, size, device=device, generator=generator)

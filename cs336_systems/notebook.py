@@ -1,7 +1,7 @@
-"""What the notebooks share: figures kept small, and a check's answer in one line.
+"""Functions that the notebooks share: small figures, and checks that answer in one line.
 
-show(figure, "Peak memory by sequence length")      # instead of plt.show(), whose PNG is three times as large
-check((split([4, 4], 8), [[1, 0]], "both fit"))     # prints "right", or what is wrong
+show(figure, "Peak memory by sequence length")    # a third of the size of plt.show()'s PNG
+check((split([4, 4], 8), [[1, 0]], "both fit"))   # prints "right", or what is wrong
 """
 
 from io import BytesIO
@@ -10,7 +10,10 @@ from typing import Any
 
 
 def show(figure: Any, description: str) -> None:
-    """Display a matplotlib figure as a PNG of 256 colours: the outputs are kept in the repository."""
+    """Display a matplotlib figure as a PNG of 256 colours, and close it.
+
+    Notebook outputs are kept in the repository, so they must be small.
+    """
     from matplotlib import pyplot
     from PIL import Image
 
@@ -23,7 +26,7 @@ def show(figure: Any, description: str) -> None:
 
 
 def show_published(path: Path, description: str) -> None:
-    """Display a figure of the report at half its size."""
+    """Display a figure of the report, the image file `path`, at half its size."""
     from PIL import Image
 
     drawn = Image.open(path).convert("RGB")
@@ -31,6 +34,7 @@ def show_published(path: Path, description: str) -> None:
 
 
 def _display(picture: Any, description: str) -> None:
+    """Display a PIL picture as an optimized PNG with `description` as its alternative text."""
     from IPython.display import Image, display
 
     png = BytesIO()
@@ -39,10 +43,10 @@ def _display(picture: Any, description: str) -> None:
 
 
 def check(*cases: tuple[Any, Any, str]) -> None:
-    """Print "right" where each case's (found, expected, hint) agree, or the first difference with
-    its hint.
+    """Print "right" if found and expected of each (found, expected, hint) agree.
 
-    Floats, alone or in lists, agree to within rounding.
+    Otherwise print the first difference with its hint. Floats, alone or in lists, agree to within
+    rounding.
     """
     for found, expected, hint in cases:
         if not _agrees(found, expected):
@@ -52,6 +56,7 @@ def check(*cases: tuple[Any, Any, str]) -> None:
 
 
 def _agrees(found: Any, expected: Any) -> bool:
+    """Return whether two values agree: floats to within 1e-6 relative, lists element by element."""
     if isinstance(expected, list | tuple):
         return (
             isinstance(found, list | tuple)

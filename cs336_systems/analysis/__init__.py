@@ -1,8 +1,7 @@
-"""Parallel training on paper: rings, closed forms of each scheme, and predictions of step time and
-memory.
+"""Parallel training on paper: rings, closed forms of each scheme, predicted step time and memory.
 
-Nothing here is measured, and nothing needs a GPU or a process group. What is measured is compared
-with it by tests.
+Nothing here is measured, and nothing needs a GPU or a process group. Tests compare measurements
+with it.
 """
 
 from cs336_systems.accounting import RankBytes

@@ -1,7 +1,7 @@
-"""Machines as the analysis sees them: FLOP/s, bytes a second out of a GPU, and memory, each with
-its source.
+"""Machines as the analysis sees them: FLOP/s, bandwidths and memory, each with its source.
 
-HARDWARE["H200"].ring_bytes_per_s(16, ranks_per_node=8)   # what a ring over two nodes gets from NVLink and network
+# bandwidth of a ring over two nodes, from NVLink and the network
+HARDWARE["H200"].ring_bytes_per_s(16, ranks_per_node=8)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TERA = 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One kind of GPU in nodes of `gpus_per_node`; bandwidths are one way, out of a GPU (egress)."""
+    """One kind of GPU in nodes of `gpus_per_node`; bandwidths are one way, out of a GPU."""
 
     name: str
     flops_per_s: float  # C: dense bfloat16 matmuls
@@ -31,7 +31,7 @@ class Hardware:
     source: str
 
     def ring_bytes_per_s(self, num_ranks: int, *, ranks_per_node: int) -> float:
-        """Bytes a second that each rank of a ring gets, `ranks_per_node` of it on a node.
+        """Return the bytes per second of each rank of a ring with `ranks_per_node` ranks on a node.
 
         Inside a node that is the node's link. Between nodes a collective runs as many rings at once
         as it has ranks on a node, each of which leaves the node through another adapter; so the
@@ -43,11 +43,11 @@ class Hardware:
         return min(self.node_bytes_per_s, ranks_per_node * self.network_bytes_per_s)
 
     def latency_s(self, num_ranks: int, *, ranks_per_node: int) -> float:
-        """Latency of a reduce-scatter or an all-gather: its launch, a ring inside a node, doubling
-        between nodes.
+        """Return the latency of a reduce-scatter or an all-gather, in seconds.
 
-        A flat ring would take num_ranks - 1 network hops, 80 ms at 16,384 ranks; large collectives
-        are built as trees or by doubling, with a number of hops that grows as the logarithm.
+        It is the launch, a ring inside a node, and doubling between nodes. A flat ring would take
+        num_ranks - 1 network hops, 80 ms at 16,384 ranks; large collectives are built as trees or
+        by doubling, with a number of hops that grows as the logarithm.
         """
         local = min(num_ranks, ranks_per_node)
         nodes = -(-num_ranks // local)
@@ -65,8 +65,8 @@ HARDWARE: dict[str, Hardware] = {
         network_bytes_per_s=50 * GB,
         memory_bytes=141 * GB,
         memory_bytes_per_s=PEAKS["H200"].memory_gb_per_s * GB,
-        source="NVIDIA H200 datasheet (141 GB; NVLink 900 GB/s, both ways); DGX H200 datasheet (one 400 Gb/s adapter "
-        "a GPU)",
+        source="NVIDIA H200 datasheet (141 GB; NVLink 900 GB/s, both ways); "
+        "DGX H200 datasheet (one 400 Gb/s adapter a GPU)",
     ),
     "B200": Hardware(
         name="B200",
@@ -75,7 +75,7 @@ HARDWARE: dict[str, Hardware] = {
         network_bytes_per_s=50 * GB,
         memory_bytes=180 * GB,
         memory_bytes_per_s=PEAKS["B200"].memory_gb_per_s * GB,
-        source="NVIDIA Blackwell datasheet (HGX B200: 180 GB; NVLink 1.8 TB/s, both ways); DGX B200 datasheet (one "
-        "400 Gb/s adapter a GPU)",
+        source="NVIDIA Blackwell datasheet (HGX B200: 180 GB; NVLink 1.8 TB/s, both ways); "
+        "DGX B200 datasheet (one 400 Gb/s adapter a GPU)",
     ),
 }

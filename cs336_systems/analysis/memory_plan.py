@@ -1,12 +1,13 @@
-"""Bytes on each GPU for every way of training in parallel: what says that a model fits before it is
-built.
+"""Bytes on each GPU for every scheme of parallel training, known before a model is built.
 
-    rank_bytes(MODEL_SIZES["10b"], Plan(scheme="fsdp", data_parallel=2), batch=2).peak / 2**30       # GiB
-    fsdp_bytes(MODEL_SIZES["10b"], 4, num_ranks=2, attention="triton", compute_dtype="bfloat16").fits(139 * 2**30)
+    plan = Plan(scheme="fsdp", data_parallel=2)
+    rank_bytes(MODEL_SIZES["10b"], plan, batch=2).peak / 2**30    # GiB
+    options = {"attention": "triton", "compute_dtype": "bfloat16"}
+    fsdp_bytes(MODEL_SIZES["10b"], 4, num_ranks=2, **options).fits(139 * 2**30)
 
-`rank_bytes` is of every scheme, float32 masters and bfloat16 compute; `fsdp_bytes` of FSDP in any
-dtypes, as `distributed/fsdp` keeps it. As `accounting`, whose counts of activations these are: an
-estimate of what tensors need, without the allocator's fragmentation, the CUDA context and NCCL's
+`rank_bytes` is for every scheme, with float32 masters and bfloat16 compute; `fsdp_bytes` is for
+FSDP in any dtypes, as `distributed/fsdp` keeps it. Activations are counted as in `accounting`. Both
+estimate what tensors need, without the allocator's fragmentation, the CUDA context and NCCL's
 buffers (about 1 GiB together).
 """
 
@@ -26,8 +27,10 @@ from cs336_systems.analysis import traffic
 from cs336_systems.analysis.traffic import COMPUTE_BYTES, MASTER_BYTES, Plan
 from cs336_systems.config import BYTES_PER_ELEMENT, DTypeName, ModelConfig, Precision
 
-GATHERED_UNITS = 2  # of `distributed/fsdp`: the one in use and the one behind it
-GRADIENTS_IN_FLIGHT = 2  # its units whose whole gradients wait for, or are in, a reduce-scatter
+# Units of `distributed/fsdp` that are whole at once: the one in use and the next.
+GATHERED_UNITS = 2
+# Units whose whole gradients wait for a reduce-scatter, or are in one.
+GRADIENTS_IN_FLIGHT = 2
 
 
 def rank_bytes(
@@ -38,15 +41,16 @@ def rank_bytes(
     attention: str = "triton",
     checkpointed: bool = False,
 ) -> RankBytes:
-    """Bytes of each rank with `batch` sequences on it.
+    """Return the bytes of each rank under `plan`, with `batch` sequences a replica of the model.
 
     DDP keeps everything on every rank, `flat` a second copy of the gradients while it reduces,
-    `bucketed` and `zero1` the gradients in buckets that are never freed. The sharded optimizer
-    and ZeRO-1 keep 1/N of the moments, ZeRO-1 also the averaged 1/N of the gradients. FSDP keeps
-    1/N, rounded up, of every matrix, its gradient and its moments, and gathers the unit in use and
+    `bucketed` and `zero1` the gradients in buckets that are never freed. The sharded optimizer and
+    ZeRO-1 keep 1/N of the moments, ZeRO-1 also the averaged 1/N of the gradients. FSDP keeps 1/N,
+    rounded up, of every matrix, its gradient and its moments, and gathers the unit in use and
     PREFETCH more; norms are whole on every rank. Tensor parallelism divides the matrices and, a
     little too well, all activations. `checkpointed` saves only each block's input.
     """
+    # Elements that a rank keeps of parameters and gradients, and of each moment
     held = traffic.parameters(model, plan.tensor_parallel)
     ranks = plan.data_parallel
     total = traffic.num_elements(held)
@@ -54,8 +58,8 @@ def rank_bytes(
     if plan.scheme == "fsdp":
         kept = sum(-(-one.elements // ranks) if one.is_matrix else one.elements for one in held)
     moments = -(-total // ranks) if plan.scheme in ("sharded-optimizer", "zero1") else kept
+    # FSDP's whole tensors: PREFETCH + 1 consecutive units, and one unit's gradients
     gathered = 0
-    # PREFETCH + 1 consecutive units, and one unit's gradients
     if plan.scheme == "fsdp" and ranks > 1:
         sizes = list(map(traffic.num_elements, traffic.fsdp_units(held)))
         window = traffic.PREFETCH + 1
@@ -63,6 +67,7 @@ def rank_bytes(
             sum(sizes[start : start + window]) for start in range(max(1, len(sizes) - window + 1))
         )
         gathered = COMPUTE_BYTES * (weights + max(sizes))
+
     activations, block = saved_bytes(model, batch, attention, "bfloat16", checkpointed)
     logits = LOSS_BACKWARD_COPIES * loss_logit_bytes(model, batch, Precision(parameters="bfloat16"))
     return RankBytes(
@@ -90,10 +95,11 @@ def fsdp_bytes(
     checkpointing: bool = False,
     parameters: DTypeName = "float32",
 ) -> RankBytes:
-    """Bytes of a rank that trains `model` with AdamW on `batch` sequences of its own, sharded by
-    blocks.
+    """Return the bytes of an FSDP rank that trains `model` with AdamW on its own `batch` sequences.
 
-    Weights, gradients and both moments rest in the dtype `parameters`.
+    The model is sharded by blocks among `num_ranks` ranks. Weights, gradients and both moments rest
+    in the dtype `parameters`. Matmuls run in `compute_dtype` (None: `parameters`), and gradients
+    are reduced in `reduce_dtype` (None: the dtype of the matmuls).
     """
     master = BYTES_PER_ELEMENT[parameters]
     computed: DTypeName = compute_dtype or parameters  # type: ignore[assignment]
@@ -116,8 +122,9 @@ def fsdp_bytes(
 def saved_bytes(
     model: ModelConfig, batch: int, attention: str, dtype: DTypeName, checkpointed: bool
 ) -> tuple[int, int]:
-    """What is saved for backward, and one block's part of it; `checkpointed`: one block's and the
-    inputs of all.
+    """Return the bytes saved for backward, and one block's part of them.
+
+    If `checkpointed`, all blocks' inputs and one block's activations are saved.
     """
     precision = Precision(parameters=dtype)
     block = sum(block_saved_bytes(model, batch, attention=attention, precision=precision).values())

@@ -1,11 +1,10 @@
-"""Step time on paper, for any number of GPUs: computation, communication, and how much of it
-computation hides.
+"""Step time on paper, for any number of GPUs: computation, and communication that it does not hide.
 
     plan = Plan(scheme="fsdp", data_parallel=2048, tensor_parallel=8)
     predict(MODEL_SIZES["8b"], plan, HARDWARE["H200"], batch=1).utilization
 
 A step is forward, backward, optimizer. Two clocks run, one of computation and one of communication;
-a collective starts when the data is there and the one before it is done, and computation waits for
+a collective starts when its data is there and the one before it is done, and computation waits for
 the weights that it needs. Matmuls run at `matmul_efficiency` of the peak, an assumption that stands
 in every table made from this; collectives at the ring's bandwidth plus a latency each. Not
 modelled: contention for SMs and memory between the two, launch overhead, stragglers.
@@ -32,7 +31,7 @@ DEFAULT_EFFICIENCY = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One step of every GPU, in seconds."""
+    """Predicted times of one step in seconds, the same on every GPU."""
 
     forward_s: float  # computation alone
     backward_s: float
@@ -45,11 +44,12 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
+        """Return the seconds of the whole step: computation, and exposed communication."""
         return self.forward_s + self.backward_s + self.optimizer_s + self.exposed_s
 
     @property
     def utilization(self) -> float:
-        """Model FLOPs utilization: useful FLOP/s over the peak of all GPUs."""
+        """Return the model FLOPs utilization: useful FLOP/s over the peak of all GPUs."""
         return self.flops / self.step_s / self.peak_flops_per_s
 
 
@@ -61,22 +61,26 @@ def predict(
     batch: int,
     matmul_efficiency: float = DEFAULT_EFFICIENCY,
 ) -> Prediction:
-    """One training step with `batch` sequences a replica (a group of `plan.tensor_parallel` GPUs).
+    """Return the predicted times of one training step with `batch` sequences a replica.
 
-    Tensor-parallel groups lie inside a node, so each data-parallel group has gpus_per_node /
-    tensor_parallel ranks there. ValueError for a group that does not fit a node or an efficiency
-    outside (0, 1].
+    A replica is a group of `plan.tensor_parallel` GPUs. Tensor-parallel groups lie inside a node,
+    so each data-parallel group has gpus_per_node / tensor_parallel ranks there. Raises ValueError
+    for a group that does not fit a node or an efficiency outside (0, 1].
     """
     if not 0 < matmul_efficiency <= 1:
         raise ValueError(f"matmul_efficiency must be in (0, 1], got {matmul_efficiency}")
     if hardware.gpus_per_node % plan.tensor_parallel:
         raise ValueError(
-            f"tensor_parallel must divide {hardware.gpus_per_node} GPUs a node, got {plan.tensor_parallel}"
+            f"tensor_parallel must divide {hardware.gpus_per_node} GPUs a node, "
+            f"got {plan.tensor_parallel}"
         )
+
+    # Computation, at an assumed efficiency
     rate = hardware.flops_per_s * matmul_efficiency * plan.tensor_parallel
     forward_s, backward_s = (
         model_flops(model, batch, mode) / rate for mode in ("forward", "backward")
     )
+    # Communication that computation does not hide
     held = traffic.parameters(model, plan.tensor_parallel)
     links = _Links(hardware, plan)
     if plan.data_parallel == 1:
@@ -85,8 +89,10 @@ def predict(
         exposed_s = _fsdp_exposed_s(held, links, forward_s, backward_s)
     else:
         exposed_s = _replicated_exposed_s(model, held, plan, links, backward_s)
-    # the next matmul needs the sum: nothing to hide it behind
+    # The next matmul needs TP's sum: no computation hides it.
     exposed_s += links.tensor_parallel_s(model, batch)
+
+    # The optimizer, bound by memory
     sharded = plan.scheme in ("sharded-optimizer", "zero1", "fsdp")
     updated = traffic.num_elements(held) / (plan.data_parallel if sharded else 1)
     return Prediction(
@@ -102,14 +108,14 @@ def predict(
 
 
 class _Links:
-    """Time of collectives on the two axes of a plan."""
+    """Seconds that collectives take on the two axes of a plan."""
 
     def __init__(self, hardware: Hardware, plan: Plan) -> None:
         self.hardware, self.plan = hardware, plan
         self.local_ranks = hardware.gpus_per_node // plan.tensor_parallel
 
     def seconds(self, collective: Collective) -> float:
-        """One collective of the data-parallel group."""
+        """Return the seconds of one collective of the data-parallel group."""
         ranks = self.plan.data_parallel
         rate = self.hardware.ring_bytes_per_s(ranks, ranks_per_node=self.local_ranks)
         latency = self.hardware.latency_s(ranks, ranks_per_node=self.local_ranks)
@@ -117,7 +123,7 @@ class _Links:
         return bus_factor(collective.kind, ranks) * collective.size_bytes / rate + passes * latency
 
     def tensor_parallel_s(self, model: ModelConfig, batch: int) -> float:
-        """All activations' all-reduces of a step."""
+        """Return the seconds of a step's all-reduces of activations among tensor-parallel ranks."""
         ranks = self.plan.tensor_parallel
         if ranks == 1:
             return 0.0
@@ -130,8 +136,9 @@ class _Links:
 def _replicated_exposed_s(
     model: ModelConfig, held: list[Parameter], plan: Plan, links: _Links, backward_s: float
 ) -> float:
-    """Of DDP in its four ways and of the sharded optimizers: gradients during or after backward,
-    weights after it.
+    """Return the exposed seconds of the schemes that replicate weights: DDP and sharded optimizers.
+
+    Gradients are communicated during or after backward, weights after it.
     """
     groups = traffic.gradient_groups(held, plan)
     calls = collectives(model, plan)
@@ -155,11 +162,10 @@ def _replicated_exposed_s(
 def _fsdp_exposed_s(
     held: list[Parameter], links: _Links, forward_s: float, backward_s: float
 ) -> float:
-    """Time that computation waits for weights, and for the last gradients after backward.
+    """Return the seconds that FSDP's computation waits for weights, and at the end for gradients.
 
     The gather of a unit starts when the one PREFETCH before it has been used. Norms' gradients,
-    small and needed
-    only by the optimizer, are left out.
+    small and needed only by the optimizer, are left out.
     """
     units = traffic.fsdp_units(held)
     elements = list(map(traffic.num_elements, units))
@@ -180,12 +186,12 @@ def _fsdp_exposed_s(
 def pipeline_s(
     gathers: Sequence[float], computes: Sequence[float], scatters: Sequence[float], prefetch: int
 ) -> float:
-    """End of a pass over layers whose weights are gathered, used, and their gradients scattered, on
-    two clocks.
+    """Return the end of a pass over layers, on a clock of computation and one of communication.
 
-    Gather i waits for layer i - prefetch to be computed, layer i for gather i, scatter i for layer
-    i; the communication clock serves the gather that is next before the scatter that is ready at
-    the same moment.
+    Each layer's weights are gathered, used, and its gradients scattered: `gathers`, `computes` and
+    `scatters` are their seconds by layer. Gather i waits for layer i - prefetch to be computed,
+    layer i for gather i, scatter i for layer i; the communication clock serves the gather that is
+    next before the scatter that is ready at the same moment.
     """
     link = compute = 0.0
     gathered = []

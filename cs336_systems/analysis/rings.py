@@ -1,5 +1,4 @@
-"""Ring collectives, step by step, between simulated ranks: data moves, and what each rank sent is
-counted.
+"""Ring collectives, step by step, between simulated ranks, with a count of what each rank sends.
 
     results, traffic = ring_all_reduce([[1, 2, 3, 4], [10, 20, 30, 40]])     # one buffer a rank
     results == [[11, 22, 33, 44]] * 2; traffic.steps == 2; traffic.sent == [4, 4]
@@ -23,7 +22,7 @@ Buffer = list[Any]
 
 @dataclass
 class Traffic:
-    """What a collective moved."""
+    """Count of the steps and elements that a collective takes."""
 
     num_ranks: int
     steps: int = 0
@@ -43,13 +42,17 @@ class Traffic:
             self.sent[rank] += len(message)
 
     def seconds(self, bytes_per_s: float, bytes_per_element: float = 1) -> float:
-        """Time with links of `bytes_per_s`."""
+        """Return the time in seconds over links of `bytes_per_s`.
+
+        Each step takes as long as its longest message.
+        """
         return self.critical * bytes_per_element / bytes_per_s
 
 
 def chunk_bounds(length: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Start and end of each rank's chunk: as even as can be, the first `length % num_ranks` one
-    element longer.
+    """Return start and end of each rank's chunk of a buffer of `length` elements.
+
+    Chunks are as even as can be: the first `length % num_ranks` are one element longer.
     """
     short, longer = divmod(length, num_ranks)
     starts = [rank * short + min(rank, longer) for rank in range(num_ranks + 1)]
@@ -57,7 +60,7 @@ def chunk_bounds(length: int, num_ranks: int) -> list[tuple[int, int]]:
 
 
 def ring_reduce_scatter(buffers: Sequence[Sequence[Any]]) -> tuple[list[Buffer], Traffic]:
-    """Rank i ends with the sum of all ranks' chunk i.
+    """Return each rank's result, chunk i of the sum of all buffers for rank i, and the traffic.
 
     In step t rank i sends its partial sum of chunk i - t and adds what it receives to its own chunk
     i - t - 1.
@@ -77,8 +80,9 @@ def ring_reduce_scatter(buffers: Sequence[Sequence[Any]]) -> tuple[list[Buffer],
 
 
 def ring_all_gather(chunks: Sequence[Sequence[Any]]) -> tuple[list[Buffer], Traffic]:
-    """Every rank ends with the chunks of all ranks, joined in their order; chunks may differ in
-    length by one.
+    """Return each rank's result, the chunks of all ranks joined in their order, and the traffic.
+
+    Chunks may differ in length by one.
     """
     num_ranks = len(chunks)
     held: list[dict[int, Buffer]] = [{rank: list(chunk)} for rank, chunk in enumerate(chunks)]
@@ -94,8 +98,9 @@ def ring_all_gather(chunks: Sequence[Sequence[Any]]) -> tuple[list[Buffer], Traf
 
 
 def ring_all_reduce(buffers: Sequence[Sequence[Any]]) -> tuple[list[Buffer], Traffic]:
-    """Every rank ends with the sum of all buffers: a reduce-scatter, then an all-gather of the
-    summed chunks.
+    """Return each rank's result, the sum of all buffers, and the traffic.
+
+    A reduce-scatter, then an all-gather of the summed chunks.
     """
     chunks, scattered = ring_reduce_scatter(buffers)
     results, gathered = ring_all_gather(chunks)
@@ -105,12 +110,11 @@ def ring_all_reduce(buffers: Sequence[Sequence[Any]]) -> tuple[list[Buffer], Tra
 
 
 def alternate_ring_all_reduce(buffers: Sequence[Sequence[Any]]) -> tuple[list[Buffer], Traffic]:
-    """The same sum by passing whole buffers around the ring, N - 1 times their size instead of 2(N
-    - 1)/N times.
+    """Return the results of `ring_all_reduce` by passing whole buffers around, and the traffic.
 
-    In step t rank i sends the buffer of rank i - t + 1, which it received in the step before, and
-    adds rank i - t's. Half the steps, so the better of the two when latency outweighs size; at N =
-    2 both send the same.
+    Each rank sends N - 1 times a buffer's size instead of 2(N - 1)/N times. In step t rank i sends
+    the buffer of rank i - t + 1, which it received in the step before, and adds rank i - t's. Half
+    the steps, so the better of the two when latency outweighs size; at N = 2 both send the same.
     """
     num_ranks, _ = _check(buffers)
     sums = [list(buffer) for buffer in buffers]
@@ -127,21 +131,25 @@ def alternate_ring_all_reduce(buffers: Sequence[Sequence[Any]]) -> tuple[list[Bu
 
 
 def all_gather_seconds(size_bytes: float, num_ranks: int, bytes_per_s: float) -> float:
-    """(N - 1)/N · S/W, which a reduce-scatter takes as well."""
+    """Return the seconds of an all-gather, or of a reduce-scatter: (N - 1)/N · S/W."""
     return bus_factor("all_gather", num_ranks) * size_bytes / bytes_per_s
 
 
 def all_reduce_seconds(size_bytes: float, num_ranks: int, bytes_per_s: float) -> float:
-    """2 (N - 1)/N · S/W."""
+    """Return the seconds of an all-reduce: 2 (N - 1)/N · S/W."""
     return bus_factor("all_reduce", num_ranks) * size_bytes / bytes_per_s
 
 
 def alternate_all_reduce_seconds(size_bytes: float, num_ranks: int, bytes_per_s: float) -> float:
-    """(N - 1) · S/W: N/2 times as long as `all_reduce_seconds`."""
+    """Return the seconds of the alternate all-reduce: (N - 1) · S/W.
+
+    That is N/2 times as long as `all_reduce_seconds`.
+    """
     return (num_ranks - 1) * size_bytes / bytes_per_s
 
 
 def _check(buffers: Sequence[Sequence[Any]]) -> tuple[int, int]:
+    """Return the number of buffers and their length; ValueError unless all have the same length."""
     lengths = sorted({len(buffer) for buffer in buffers})
     if len(lengths) != 1:
         raise ValueError(f"buffers must be one or more of the same length, got lengths {lengths}")
@@ -149,4 +157,5 @@ def _check(buffers: Sequence[Sequence[Any]]) -> tuple[int, int]:
 
 
 def _add(left: Sequence[Any], right: Sequence[Any]) -> Buffer:
+    """Return the sum of two buffers, element by element."""
     return [one + other for one, other in zip(left, right)]

@@ -1,5 +1,4 @@
-"""The feed-forward layer really split over simulated devices: the equations of `ffn`, executed and
-counted.
+"""The feed-forward layer split over simulated devices: the equations of `ffn`, run and counted.
 
 A grid of N_FSDP × N_TP devices in one process, which exchange data by the rings of `rings` only.
 N_TP = 1 is FSDP, N_FSDP = 1 is tensor parallelism. Device (i, j), TP rank i and FSDP rank j, holds
@@ -25,11 +24,11 @@ from torch import Tensor
 from cs336_systems.analysis.ffn import ELEMENT_BYTES
 from cs336_systems.analysis.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 
-FSDP_DIMS = {"w1": 0, "w2": 0, "w3": 1}  # in which FSDP cuts each matrix; TP cuts the other one
+FSDP_DIMS = {"w1": 0, "w2": 0, "w3": 1}  # dimension that FSDP cuts; TP cuts the other one
 
 
 class Weights(NamedTuple):
-    """The layer's matrices or their gradients."""
+    """Three matrices: the layer's weights or their gradients."""
 
     w1: Float[Tensor, "d_model d_ff"]
     w2: Float[Tensor, "d_model d_ff"]
@@ -37,25 +36,27 @@ class Weights(NamedTuple):
 
 
 class Pass:
-    """One pass of a grid's devices, who do the same: what they compute and exchange, and the counts
-    of one of them.
+    """One pass on a grid of devices: its operations, and the FLOPs and bytes of one device.
+
+    All devices do the same amount of work.
     """
 
     def __init__(self, num_devices: int) -> None:
         self.num_devices = num_devices
-        # bytes are sent along an axis, two an element
+        # FLOPs of one device, and bytes that it sends along an axis, two an element
         self.flops = self.fsdp_bytes = self.tp_bytes = 0.0
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return `left @ right`, one device's product, and count its FLOPs."""
         self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1] / self.num_devices
         return left @ right
 
     def gather(self, shards: list[Weights]) -> Weights:
-        """All-gather of each matrix over the FSDP ranks of a TP rank."""
+        """Return a TP rank's whole matrices, by an all-gather of each over its FSDP ranks."""
         matrices = []
         for name, dim in FSDP_DIMS.items():
             parts = [getattr(shard, name) for shard in shards]
-            # a whole shard is an element of the ring
+            # one element of the ring is a whole shard
             results, traffic = ring_all_gather([[part] for part in parts])
             matrices.append(torch.cat(results[0], dim))
             self.fsdp_bytes += (
@@ -64,7 +65,7 @@ class Pass:
         return Weights(*matrices)
 
     def reduce_scatter(self, gradients: list[Weights]) -> list[Weights]:
-        """Reduce-scatter of each gradient over the FSDP ranks: rank j keeps its shard of the sum."""
+        """Return FSDP rank j's shard of each summed gradient, for every j, by reduce-scatters."""
         kept = []
         for name, dim in FSDP_DIMS.items():
             parts = [getattr(one, name).chunk(len(gradients), dim) for one in gradients]
@@ -76,14 +77,14 @@ class Pass:
         return [Weights(*one) for one in zip(*kept)]
 
     def all_reduce(self, parts: list[Tensor]) -> Tensor:
-        """The sum over the TP ranks, row by row."""
+        """Return the sum of `parts` over the TP ranks, by an all-reduce whose elements are rows."""
         results, traffic = ring_all_reduce([list(part) for part in parts])
         self.tp_bytes += ELEMENT_BYTES * parts[0].shape[1] * sum(traffic.sent) / self.num_devices
         return torch.stack(results[0])
 
 
 class Simulation(NamedTuple):
-    """Whole results, put together from the devices', and the counts of one device by mode."""
+    """Whole results, joined from the devices', and the counts of one device by mode."""
 
     y: Tensor
     dx: Tensor
@@ -99,8 +100,9 @@ def simulate(
     num_fsdp: int = 1,
     num_tp: int = 1,
 ) -> Simulation:
-    """Forward and backward with f = SiLU; num_fsdp must divide batch and d_model, num_tp d_ff
-    (ValueError).
+    """Return outputs and gradients of the layer with f = SiLU, computed on a grid, and the counts.
+
+    Raises ValueError unless num_fsdp divides batch and d_model, and num_tp divides d_ff.
     """
     (batch, d_model), d_ff = x.shape, weights.w1.shape[1]
     for name, devices, sizes in (
@@ -113,7 +115,7 @@ def simulate(
     shards = _shard(weights, num_fsdp, num_tp)
     xs, dys = x.chunk(num_fsdp), dy.chunk(num_fsdp)  # of FSDP rank j
 
-    # forward
+    # Forward
     full = [forward.gather(shards[i]) for i in range(num_tp)]  # of TP rank i
     saved, ys = [], []
     for j in range(num_fsdp):
@@ -125,7 +127,7 @@ def simulate(
             partial.append(forward.matmul(z, full[i].w3))
         ys.append(forward.all_reduce(partial))
 
-    # backward
+    # Backward
     full = [backward.gather(shards[i]) for i in range(num_tp)]
     # [i][j]: gradients of a TP rank's matrices
     local: list[list[Weights]] = [[] for _ in range(num_tp)]
@@ -151,7 +153,10 @@ def simulate(
 
 
 def _shard(weights: Weights, num_fsdp: int, num_tp: int) -> list[list[Weights]]:
-    """[i][j]: W1 and W2 cut in columns by TP and rows by FSDP, W3 the other way round."""
+    """Return the shard of TP rank i and FSDP rank j as [i][j].
+
+    TP cuts W1 and W2 in columns and FSDP in rows; W3 is cut the other way round.
+    """
 
     shards = {
         name: [part.chunk(num_fsdp, dim) for part in getattr(weights, name).chunk(num_tp, 1 - dim)]
@@ -164,6 +169,8 @@ def _shard(weights: Weights, num_fsdp: int, num_tp: int) -> list[list[Weights]]:
 
 
 def _unshard(shards: list[list[Weights]]) -> Weights:
+    """Return the whole matrices of shards [i][j], the inverse of `_shard`."""
+
     def join(name: str, dim: int) -> Tensor:
         return torch.cat(
             [torch.cat([getattr(shard, name) for shard in row], dim) for row in shards], 1 - dim

@@ -1,8 +1,8 @@
-"""What each way of training in parallel communicates in a step: its collectives, their sizes, and
-when they may start.
+"""Collectives of a step for each scheme of parallel training: kinds, sizes and order.
 
     plan = Plan(scheme="fsdp", data_parallel=64)
-    sum(collective.bytes_sent(64) for collective in collectives(MODEL_SIZES["xl"], plan))    # by each rank, in a step
+    calls = collectives(MODEL_SIZES["xl"], plan)
+    sum(collective.bytes_sent(64) for collective in calls)    # by each rank, in a step
 
 Every rank holds one replica's batch. Parameters, gradients and optimizer state are float32; FSDP
 gathers a block's weights at once, and reduces gradients, in bfloat16. Tensor parallelism
@@ -33,13 +33,13 @@ MASTER_BYTES = 4
 COMPUTE_BYTES = 2  # an element of activations, and of weights and gradients that FSDP communicates
 BUCKET_BYTES = 25 * 2**20  # of the schemes that collect gradients in buckets
 PREFETCH = 2  # FSDP: blocks gathered ahead of the one in use
-# FSDP: at the end of the forward, whose wholes stay for the backward, which begins with them
+# FSDP: last units of the forward, which stay whole for the backward, since it begins with them
 KEPT_UNITS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a model is spread over `data_parallel` · `tensor_parallel` GPUs."""
+    """Scheme of training, and how many GPUs it has: `data_parallel` · `tensor_parallel`."""
 
     # one of SCHEMES: how the data-parallel ranks share weights, gradients and optimizer state
     scheme: str
@@ -56,6 +56,7 @@ class Plan:
 
     @property
     def devices(self) -> int:
+        """Return the number of GPUs."""
         return self.data_parallel * self.tensor_parallel
 
 
@@ -77,17 +78,16 @@ class Collective:
     size_bytes: float
 
     def bytes_sent(self, num_ranks: int) -> float:
-        """By each rank of a ring; of a broadcast the mean over the ranks, the last of which sends
-        nothing.
+        """Return the bytes that each of `num_ranks` ranks sends in a ring.
+
+        For a broadcast it is the mean over the ranks, the last of which sends nothing.
         """
         mean = (num_ranks - 1) / num_ranks if self.kind == "broadcast" else 1.0
         return mean * bus_factor(self.kind, num_ranks) * self.size_bytes
 
 
 def parameters(model: ModelConfig, tensor_parallel: int = 1) -> list[Parameter]:
-    """The parameters that one tensor-parallel rank holds, in the order in which the forward uses
-    them.
-    """
+    """Return the parameters of one tensor-parallel rank, in the order of the forward."""
 
     def matrix(name: str, rows: int, columns: int) -> Parameter:
         return Parameter(name=name, elements=-(-rows * columns // tensor_parallel), is_matrix=True)
@@ -111,12 +111,12 @@ def parameters(model: ModelConfig, tensor_parallel: int = 1) -> list[Parameter]:
 
 
 def num_elements(group: list[Parameter]) -> int:
+    """Return the number of elements of all parameters in `group`."""
     return sum(one.elements for one in group)
 
 
 def gradient_groups(held: list[Parameter], plan: Plan) -> list[list[Parameter]]:
-    """The parameters whose gradients share a collective, in the order in which backward finishes
-    them.
+    """Return the parameters in groups whose gradients share a collective, in the backward's order.
 
     Buckets hold at most BUCKET_BYTES; a larger tensor stands alone.
     """
@@ -134,7 +134,10 @@ def gradient_groups(held: list[Parameter], plan: Plan) -> list[list[Parameter]]:
 
 
 def fsdp_units(held: list[Parameter]) -> list[list[Parameter]]:
-    """The matrices that FSDP gathers at once, those of a block, in the forward's order."""
+    """Return the matrices in the units that FSDP gathers at once, in the forward's order.
+
+    A block is a unit; so are the embedding and the head.
+    """
     units: dict[str, list[Parameter]] = {}
     for one in held:
         if one.is_matrix:
@@ -144,7 +147,7 @@ def fsdp_units(held: list[Parameter]) -> list[list[Parameter]]:
 
 
 def collectives(model: ModelConfig, plan: Plan) -> list[Collective]:
-    """All data-parallel collectives of a step; none on one rank."""
+    """Return all data-parallel collectives of a step in their order; none for one rank."""
     if plan.data_parallel == 1:
         return []
     held = parameters(model, plan.tensor_parallel)
@@ -160,16 +163,17 @@ def collectives(model: ModelConfig, plan: Plan) -> list[Collective]:
                 calls.append(over("all_gather", unit, COMPUTE_BYTES))
             calls.append(over("reduce_scatter", unit, COMPUTE_BYTES))
         return [*calls, over("all_reduce", [one for one in held if not one.is_matrix])]
+
     groups = gradient_groups(held, plan)
     if plan.scheme == "zero1":
         return [over(kind, group) for kind in ("reduce_scatter", "all_gather") for group in groups]
     calls = [over("all_reduce", group) for group in groups]
-    # the owner of each parameter sends it to the others after the step
+    # The owner of each parameter sends it to the others after the optimizer's step.
     if plan.scheme == "sharded-optimizer":
         calls += [over("broadcast", [one]) for one in held]
     return calls
 
 
 def bytes_sent(model: ModelConfig, plan: Plan) -> float:
-    """By each rank in a step along the data-parallel axis."""
+    """Return the bytes that each rank sends in a step along the data-parallel axis."""
     return sum(collective.bytes_sent(plan.data_parallel) for collective in collectives(model, plan))

@@ -1,5 +1,10 @@
-"""Attention, stage by stage: reference, compiled, tiled, triton, hopper. `flash_attention` is the
-public entry.
+"""Attention in stages, each a back end: reference, compiled, tiled, triton_first, triton, hopper.
+
+    from cs336_systems.attention import flash_attention
+
+    out = flash_attention(q, k, v, is_causal=True)
+
+`flash_attention` is the public entry; `flash_attention_varlen` serves packed documents.
 """
 
 from cs336_systems.attention.api import flash_attention
@@ -25,7 +30,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # Loads Triton, so only on demand: `from cs336_systems.attention import FlashAttentionTriton`.
+    # `from cs336_systems.attention import FlashAttentionTriton` loads Triton, so only on demand.
     if name == "FlashAttentionTriton":
         from cs336_systems.attention.triton.passes import FlashAttentionTriton
 

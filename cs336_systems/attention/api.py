@@ -1,13 +1,13 @@
-"""`flash_attention`: validate, choose a back end, dispatch.
+"""`flash_attention`: validate the inputs, choose a back end, dispatch to it.
 
-    out = flash_attention(q, k, v, is_causal=True)                      # the best of our back ends here
+    out = flash_attention(q, k, v, is_causal=True)      # the fastest back end that serves the call
     out, lse = flash_attention(q, k, v, backend="tiled", return_lse=True)
-    out = flash_attention(q, k, v, block_mask=BlockMask.sliding_window(4096, window=512,
-    device="cuda"))
+    window = BlockMask.sliding_window(4096, window=512, device="cuda")
+    out = flash_attention(q, k, v, block_mask=window)
 
-Back ends are the stages of this package: `reference`, `compiled`, `tiled`, `triton_first`,
-`triton`, `hopper`. A named one is used or refused with the reason; `auto` chooses, and
-`explain_backend` says what it chose and why.
+The back ends are the stages of this package: `reference`, `compiled`, `tiled`, `triton_first`,
+`triton`, `hopper`. `backend="auto"` chooses among them, and `explain_backend` returns the choice
+with its reason. A back end that is named is used, or refused with a ValueError that says why.
 """
 
 from __future__ import annotations
@@ -51,53 +51,50 @@ def flash_attention(
     config: AttentionConfig | None = None,
     **unknown: Never,
 ) -> Float[Tensor, "... heads queries head_dim"] | tuple[Tensor, Tensor]:
-    """Exact scaled dot-product attention with memory linear in the sequence (back ends `tiled`,
-    `triton`, `hopper`).
+    """Return exact scaled dot-product attention, with the log-sum-exp L where `return_lse` is set.
+
+    Memory is linear in the sequence length with the back ends `tiled`, `triton` and `hopper`.
 
     Args:
-        q, k, v: one floating dtype and device, any strides; head_dim up to 256 for `triton`, and
-        for `hopper`, which
-            takes float16 and bfloat16, up to 256 and with a block_mask up to 128.
+        q, k, v: one floating dtype, one device, any strides. `triton` takes a head_dim of at most
+            256. `hopper` takes float16 and bfloat16 with a head_dim of at most 256, under a
+            block_mask of at most 128.
         is_causal: query i attends keys j <= i, aligned at the top left as in SDPA, also when
-        lengths differ. block_mask: which keys each query attends, instead of is_causal; its batch
-        and heads are 1 or q's, with leading
-            dimensions flattened into the batch. `triton` and `hopper` walk its lists of tiles and
-            never read a dead one, at any density; tiles are of 64 or more, for `hopper` with 128
-            keys or more. The other back ends attend through `block_mask.to_dense()`, a bool (batch,
-            heads, queries, keys) tensor. A query without a key has
-            O = 0, L = -inf and no gradient, whatever gradient reaches its L. A NaN in the gradient
-            of its O is confined by `tiled` alone. With backend `auto` and no config, a mask that is
-            exactly full or causal (`block_mask.dense_form`) takes the dense kernels, as without a
-            mask.
-        attn_mask: SDPA's, of bools: True where attended, broadcast to (..., heads, queries, keys).
-        Each call makes a
-            BlockMask of it, and waits for the GPU meanwhile; make one with `BlockMask.from_dense`
-            to use it often.
-        scale: multiplies the scores; 1/sqrt(head_dim) by default. Positive.
-        enable_gqa: allow kv_heads that divide heads; query head h uses key head h // (heads /
-        kv_heads).
+            lengths differ.
+        block_mask: which keys each query attends, instead of is_causal. Its batch and heads are 1
+            or those of q, whose leading dimensions count as one flattened batch. `triton` and
+            `hopper` walk its lists of tiles and never read a dead one, at any density; they take
+            tiles of at least 64 x 64, `hopper` of at least 64 x 128. The other back ends attend
+            through `block_mask.to_dense()`, a bool (batch, heads, queries, keys) tensor. A query
+            without a key has O = 0, L = -inf and no gradient, whatever gradient reaches its L. A
+            NaN in the gradient of its O stays out of other gradients in `tiled` alone. With
+            backend `auto` and no config, a mask that is exactly full or causal
+            (`block_mask.dense_form`) takes the dense kernels, as without a mask.
+        attn_mask: as in SDPA, bools only: True where attended, broadcast to (..., heads, queries,
+            keys). Each call converts it to a BlockMask and waits for the GPU meanwhile. Convert a
+            mask that is used often once, with `BlockMask.from_dense`.
+        scale: factor of the scores, positive; 1/sqrt(head_dim) by default.
+        enable_gqa: allow kv_heads that divide heads: query head h uses key head
+            h // (heads / kv_heads).
         return_lse: also return the natural log of the summed exponentials of the scaled scores,
-        (..., heads, queries),
-            float32 (float64 for float64 inputs); gradients flow through it.
-        deterministic: True makes every gradient the same to the last bit in each run. Without it
-        only one may differ
-            from run to run: dQ of `hopper` up to head_dim 128 (also where `auto` takes `hopper`),
-            since atomic additions come in any order. True then adds in a fixed order, and the
-            backward takes up to 8 %
-            longer, 16 % at 2,048 causal tokens; with few heads, whose work is then not divided,
-            more, where `auto` therefore takes `triton`. Without a mask the float32 sums of dQ then
-            take twice the memory. Under a block_mask it takes the backward of `triton`. None: as
+            (..., heads, queries), float32 (float64 for float64 inputs). Gradients flow through it.
+        deterministic: True makes every gradient equal to the last bit in each run. Without it, one
+            gradient alone may differ between runs: dQ of `hopper` up to head_dim 128 (also where
+            `auto` takes `hopper`), which atomic additions sum in any order. True adds in a fixed
+            order instead, and that backward takes up to 8 % longer, 16 % at 2,048 causal tokens.
+            With few heads it takes longer still, since their work is then not divided; `auto`
+            therefore takes `triton` there. Without a mask the float32 sums of dQ take twice the
+            memory. Under a block_mask `hopper` runs the backward of `triton`. None: as
             `torch.use_deterministic_algorithms` has set it.
-        backend: `auto`, `reference`, `compiled`, `tiled`, `triton_first`, `triton` or `hopper`. The
-        first kernel takes
-            lengths in whole tiles of 64, head dims of 16, 32, 64 and 128, and no block mask.
-        config: tiles of the `triton` kernels, instead of the table's; `auto` then takes these
-        kernels.
+        backend: `auto`, `reference`, `compiled`, `tiled`, `triton_first`, `triton` or `hopper`.
+            `triton_first` takes lengths in whole tiles of 64, head dims of 16, 32, 64 and 128, and
+            no block mask.
+        config: tiles of the `triton` kernels, instead of the table's; `auto` then takes `triton`.
 
-    Where queries are too few to fill a GPU, as in one head or one generated token, the forward of
-    `triton` splits the keys among programs, and meanwhile holds a float32 output for each part, at
-    most 128. `hopper` likewise divides the keys, with at most 34 MiB on 132 multiprocessors, and in
-    the backward the queries, with at most 66 MiB.
+    Few queries, as in one head or one generated token, do not fill a GPU. There the forward of
+    `triton` splits the keys among programs and holds a float32 output for each part, of at most
+    128 parts. `hopper` divides the keys likewise, with at most 34 MiB on 132 multiprocessors, and
+    in the backward the queries, with at most 66 MiB.
 
     Inputs must be finite. A NaN or infinity in a row of K or V makes wrong every query that attends
     this key, and its gradients. One in V also reaches the queries that do not attend the key but
@@ -112,17 +109,17 @@ def flash_attention(
     contract in float32, and from 1e8 on they may overflow in 16 bits. If a query sees one key only,
     its exact dQ and dK are 0; rounding gives some 1e-5 in float32.
 
-    Under autocast inputs of 16 or 32 bits are cast to autocast's dtype, as SDPA does. Without keys
-    the output is 0 and the log-sum-exp -inf. Not there: dropout, additive bias, a value head dim
-    other than the key's. Only
-    `reference` has double backward; `tiled`, `triton` and `hopper` have no forward-mode AD, and of
-    torch.func's transforms vmap alone.
+    Under autocast, inputs of 16 or 32 bits are cast to autocast's dtype, as in SDPA. Without keys
+    the output is 0 and the log-sum-exp -inf. There is no dropout, no additive bias and no value
+    head dim other than the key's. Only `reference` has double backward. `tiled`, `triton` and
+    `hopper` have no forward-mode AD, and of torch.func's transforms vmap alone.
 
     Raises:
-        TypeError, ValueError: an argument is wrong or the back end cannot serve it, before anything
-        is launched. NotImplementedError: an input carries a forward-mode tangent, or torch.func
-        differentiates `tiled`, `triton` or
-            `hopper`.
+        TypeError, ValueError: an argument is wrong or the back end cannot serve it; raised before
+            anything is launched.
+        NotImplementedError: an input of `tiled`, `triton` or `hopper` carries a forward-mode
+            tangent, or torch.func differentiates one of them.
+
     Source: FlashAttention-2 (Dao 2023).
     """
     if unknown:
@@ -144,6 +141,7 @@ def flash_attention(
         check_block_mask(block_mask, q, k, is_causal=is_causal)
         if backend == "auto" and config is None and block_mask.dense_form is not None:
             is_causal, block_mask = block_mask.dense_form == "causal", None
+
     layout: AttentionLayout = "dense" if block_mask is None else "block_mask"
     size = None if block_mask is None else block_mask.block_size
     deterministic = is_deterministic(deterministic)
@@ -162,10 +160,11 @@ def flash_attention(
     leading = q.shape[:-3]
     if backend in ("triton", "hopper"):
         lists = None if block_mask is None else block_mask.lists
-    else:  # takes neither grouped heads nor lists of tiles
+    else:  # these back ends take neither grouped heads nor lists of tiles
         if q.shape[-3] != k.shape[-3]:
             k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3) for x in (k, v))
         mask = None if block_mask is None else block_mask.to_dense()
+
     if backend in ("reference", "compiled"):
         if mask is not None:
             sizes = [1] * len(leading) if len(mask) == 1 else leading
@@ -173,6 +172,7 @@ def flash_attention(
         attend = attention_reference if backend == "reference" else compiled_reference()
         return attend(q, k, v, is_causal=is_causal, mask=mask, scale=scale, return_lse=return_lse)
 
+    # operators take (batch, heads, seq, head_dim)
     if len(leading) != 1:
         q, k, v = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) for x in (q, k, v))
     names = "" if config is None else config.names
@@ -190,8 +190,9 @@ _operators: dict[tuple[str, AttentionLayout], AttentionOperator] = {}
 
 
 def operator_of(backend: str, layout: AttentionLayout = "dense") -> AttentionOperator:
-    """The operator of a back end whose backward is ours; kernels, which load Triton, are imported
-    when first used.
+    """Return the AttentionOperator of `tiled`, `triton_first`, `triton` or `hopper` for `layout`.
+
+    Kernels are imported when they are first asked for, since they load Triton.
     """
     if backend == "tiled":
         return tiled_attention
@@ -223,17 +224,17 @@ def attention_backward(
     scale: float | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v through these keys, where `output` and `lse` may be over these and
-    others.
+    """Return the gradients of q, k and v, given the output and log-sum-exp over these or more keys.
 
-    P = exp(S - L) with the L of all keys is these keys' part of the softmax. So the parts'
-    gradients of q add up, and no part's output is needed. `reference` and `compiled`, which save no
-    L, take the backward of `tiled`.
+    `k` and `v` may be one part of the keys that `output` and `lse` (natural log) were computed
+    over, as in ring attention. P = exp(S - L) with the L of all keys is this part's share of the
+    softmax. The gradients of q then add up over the parts, and no part's own output is needed.
+    `reference` and `compiled` save no L and take the backward of `tiled`.
     """
     backend, _ = explain_backend(q, k, backend=backend, is_causal=is_causal)
     call = Call(is_causal, resolve_scale(scale, q.shape[-1]), is_deterministic(None))
     saved = Saved(q, k, v, output, lse, grad_output)
-    if backend not in ("triton", "hopper"):  # which take grouped heads
+    if backend not in ("triton", "hopper"):  # only these two take grouped heads
         backend = "tiled" if backend in ("reference", "compiled") else backend
         repeated_k, repeated_v = (
             x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v)
@@ -242,6 +243,7 @@ def attention_backward(
     operator = operator_of(backend)
     operator.check_backward(saved)
     grad_q, *grads = operator.gradients(saved, call)
+    # the gradients of repeated heads are summed over their group
     grad_k, grad_v = (
         grad if grad.shape == k.shape else grad.unflatten(1, (k.shape[1], -1)).sum(2)
         for grad in grads

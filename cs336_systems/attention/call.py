@@ -1,4 +1,4 @@
-"""What an attention call is told beside q, k and v, as it goes from `api` to the launch."""
+"""The records that carry an attention call's options and tensors from `api` to the launch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from cs336_systems.attention.masks.tiles import TileLists
 
 
 class Documents(NamedTuple):
-    """Boundaries of packed documents, and the lengths of the longest."""
+    """Boundaries of packed documents, and the lengths of the longest one.
+
+    Document d has the rows cu_seqlens[d] to cu_seqlens[d + 1] - 1 of q, and of k and v.
+    """
 
     cu_seqlens_q: Int[Tensor, " documents_plus_1"]
     cu_seqlens_k: Int[Tensor, " documents_plus_1"]
@@ -20,21 +23,26 @@ class Documents(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Checked options; nothing here has a gradient. At most one of `mask`, `lists` and `documents`
-    is given.
+    """Checked options of one attention call; none of them has a gradient.
+
+    At most one of `mask`, `lists` and `documents` is given.
     """
 
     is_causal: bool
     scale: float
     deterministic: bool = False
-    config: str = ""  # `AttentionConfig.names`, a schedule of Hopper's, or the back end's choice
+    # `AttentionConfig.names`, a schedule of the Hopper kernels, or "" for the back end's choice
+    config: str = ""
     mask: Bool[Tensor, "batch heads queries keys"] | None = None  # for back ends that walk no lists
     lists: TileLists | None = None  # of a block mask
-    documents: Documents | None = None  # q, k and v are packed
+    documents: Documents | None = None  # given if q, k and v are packed
 
 
 class Saved(NamedTuple):
-    """What a backward gets of its forward, and the upstream gradients."""
+    """Tensors that a backward needs: the forward's inputs and results, and the upstream gradients.
+
+    `grad_lse` is None where no gradient reaches the log-sum-exp.
+    """
 
     q: Tensor
     k: Tensor
@@ -46,7 +54,7 @@ class Saved(NamedTuple):
 
 
 class Passes(Protocol):
-    """A forward and a backward, as an operator has them, or replays of them."""
+    """A forward and a backward of attention: those of an `AttentionOperator`, or its replays."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]: ...
 

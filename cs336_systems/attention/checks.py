@@ -1,7 +1,7 @@
-"""One check and one message for each way an attention call can be wrong, and whether anybody
-watches it.
+"""Checks of an attention call: its arguments, the transforms it runs under, and autocast.
 
-Nothing is launched before all checks pass.
+Each way in which a call can be wrong has one check and one message. Nothing is launched before all
+checks pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils._device import DeviceContext
 
 from cs336_systems.measure.stages import stage
 
-# torch computes with no others
+# The dtypes that attention takes: torch multiplies matrices in no other floating ones.
 FLOATING_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MOST = 2**31 - 1  # tokens, batch entries or heads: kernels number them in 32 bits
 
@@ -41,8 +41,10 @@ def check_tensor(
     shapes: dict[int, str] | None = None,
     dtypes: tuple[torch.dtype, ...] = FLOATING_DTYPES,
 ) -> Tensor:
-    """`tensor` if it is dense, of one of `dtypes` and one of `shapes` (dimensions: how to write
-    them).
+    """Return `tensor`, or raise unless it is dense, of one of `dtypes` and of one of `shapes`.
+
+    `shapes` maps allowed numbers of dimensions to their spelling in the message; None allows any.
+    TypeError for a dtype or layout, ValueError for a number of dimensions.
     """
     if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -58,8 +60,9 @@ def check_tensor(
 
 
 def check_count(name: str, value: int, least: int = 0, most: int | None = MOST) -> int:
-    """`value` if it is an int from `least` to `most`; of what may be more than there are, `most` is
-    None.
+    """Return `value`, or raise ValueError unless it is an int from `least` to `most`.
+
+    `most` is None for counts that may be larger than what is counted, such as a window.
     """
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < least:
         raise ValueError(f"{name} must be an int from {least} on, got {brief(value)}")
@@ -69,13 +72,14 @@ def check_count(name: str, value: int, least: int = 0, most: int | None = MOST) 
 
 
 def check_flag(name: str, value: bool) -> bool:
+    """Return `value`, or raise TypeError unless it is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {value!r}")
     return value
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether the host can look at `tensor` for nothing: it is on the CPU, real, and nobody traces."""
+    """Return whether the host can read `tensor` without a wait: a plain CPU tensor, not traced."""
     if (
         not tensor.is_cpu
         or torch.compiler.is_compiling()
@@ -86,13 +90,14 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def brief(value: object) -> str:
-    """`value` for a message; of a very large integer how large it is."""
+    """Return `repr(value)` for a message, or the number of bits of an integer of more than 128."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     return repr(value)
 
 
 def kind_of(value: object) -> str:
+    """Return a tensor's dtype and shape, or another object's type, for a message."""
     return (
         f"{value.dtype} of shape {tuple(value.shape)}"
         if isinstance(value, Tensor)
@@ -100,9 +105,9 @@ def kind_of(value: object) -> str:
     )
 
 
-# Those of a call
+# The arguments of a call
 
-# Keywords of SDPA, flash-attn and FlexAttention, and what is said to who uses them here.
+# Keywords of SDPA, flash-attn and FlexAttention, with the hint that a message gives for each.
 KEYWORDS_ELSEWHERE = {
     "causal": "it is called is_causal here",
     "softmax_scale": "it is called scale here",
@@ -122,8 +127,9 @@ KEYWORDS_ELSEWHERE = {
 
 
 def refuse_keywords(function: str, unknown: Mapping[str, object]) -> NoReturn:
-    """Raise the TypeError of keywords that `function` does not have, with the name that they have
-    here.
+    """Raise TypeError for the first of the `unknown` keywords of `function`, with a hint.
+
+    The hint names this library's keyword for it, or says that there is none (KEYWORDS_ELSEWHERE).
     """
     name = next(iter(unknown))
     hint = f"; {KEYWORDS_ELSEWHERE[name]}" if name in KEYWORDS_ELSEWHERE else ""
@@ -131,7 +137,7 @@ def refuse_keywords(function: str, unknown: Mapping[str, object]) -> NoReturn:
 
 
 def check_flags(**flags: bool) -> None:
-    """Raise TypeError unless each is a bool: "no" and None would quietly count as True and False."""
+    """Raise TypeError unless each flag is a bool: "no" would silently count as True."""
     for name, value in flags.items():
         if value is not True and value is not False:
             check_flag(name, value)
@@ -144,10 +150,12 @@ def check_attention_inputs(
 
     Expected: q (..., heads, queries, head_dim), k and v (..., kv_heads, keys, head_dim), one
     floating dtype, one device, equal leading dimensions; kv_heads equals heads, or divides it under
-    `enable_gqa`. `packed`: q (total_queries, heads, head_dim), k and v (total_keys, kv_heads,
+    `enable_gqa`. With `packed`: q (total_queries, heads, head_dim), k and v (total_keys, kv_heads,
     head_dim).
     """
     heads_at, rows_at = (-2, -3) if packed else (-3, -2)
+
+    # each tensor alone
     for name, x in (("q", q), ("k", k), ("v", v)):
         if (
             type(x) is not Tensor
@@ -162,6 +170,8 @@ def check_attention_inputs(
             raise ValueError(
                 f"{name} must have shape {layout}, head_dim at least 1, got {tuple(x.shape)}"
             )
+
+    # k and v beside q: dtype and device, heads, shape
     dtype, device, shape_q, shape_k = q.dtype, q.device, q.shape, k.shape
     for name, x in (("k", k), ("v", v)):
         if x.dtype is not dtype:
@@ -171,6 +181,7 @@ def check_attention_inputs(
     heads, kv_heads = shape_q[heads_at], shape_k[heads_at]
     if shape_q == shape_k == v.shape:
         return
+
     if heads != kv_heads:
         if not enable_gqa:
             raise ValueError(
@@ -180,11 +191,13 @@ def check_attention_inputs(
             raise ValueError(
                 f"k must have a number of heads that divides q's {heads}, got {kv_heads}"
             )
+
     expected_k = [*shape_q]
     expected_k[heads_at], expected_k[rows_at] = kv_heads, shape_k[rows_at]
     if [*shape_k] != expected_k:
         raise ValueError(
-            f"k must have shape {tuple(expected_k)} to go with q {tuple(q.shape)}, got {tuple(k.shape)}"
+            f"k must have shape {tuple(expected_k)} to go with q {tuple(q.shape)}, "
+            f"got {tuple(k.shape)}"
         )
     if v.shape != shape_k:
         hint = (
@@ -203,10 +216,10 @@ def check_documents(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> None:
-    """Raise TypeError or ValueError unless the boundaries cut q and k, (total, heads, head_dim),
-    into documents.
+    """Raise TypeError or ValueError unless the boundaries cut q and k into equally many documents.
 
-    The boundaries' values are looked at on the CPU only: on a GPU that would stall the host.
+    q and k are (total, heads, head_dim). The boundaries' values are checked on the CPU only: on a
+    GPU, reading them would stall the host.
     """
     for side, packed, cu_seqlens, longest in (
         ("q", q, cu_seqlens_q, max_seqlen_q),
@@ -216,17 +229,20 @@ def check_documents(
         check_tensor(name, cu_seqlens, {1: "(documents + 1,)"}, (torch.int32,))
         if not len(cu_seqlens) or cu_seqlens.device != q.device or not cu_seqlens.is_contiguous():
             raise ValueError(
-                f"{name} must be contiguous on q's device {q.device} and not empty, got {tuple(cu_seqlens.shape)} "
+                f"{name} must be contiguous on q's device {q.device} and not empty, "
+                f"got {tuple(cu_seqlens.shape)} "
                 f"with stride {cu_seqlens.stride()} on {cu_seqlens.device}"
             )
         check_count(f"max_seqlen_{side}", longest, most=2**63 - 1)
         if not has_values(cu_seqlens):
             continue
+
         # in 32 bits a fall from 2³¹ - 1 would wrap around to a rise
         lengths = cu_seqlens.long().diff()
         if cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] > len(packed):
             raise ValueError(
-                f"{name} must rise from 0 to at most the {len(packed)} rows of {side}, got {cu_seqlens.tolist()}"
+                f"{name} must rise from 0 to at most the {len(packed)} rows of {side}, "
+                f"got {cu_seqlens.tolist()}"
             )
         if len(lengths) and longest < (needed := int(lengths.max())):
             raise ValueError(
@@ -240,10 +256,11 @@ def check_documents(
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
-    """`scale`, or 1/sqrt(head_dim) when it is None.
+    """Return `scale`, or 1/sqrt(head_dim) when it is None; raise unless it is a usable number.
 
-    Must be positive: kernels take row maxima before it. They multiply it by log₂e, in float32,
-    where neither may overflow, and a scale that is subnormal loses its digits.
+    It must be positive, since kernels take row maxima before they multiply by it. They multiply it
+    by log₂e in float32: neither may overflow, and a subnormal scale loses its digits. TypeError
+    for another type, ValueError for another value.
     """
     if scale is None:
         return 1 / math.sqrt(head_dim)
@@ -258,8 +275,10 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 
 
 def are_plain(*arguments: Any) -> bool:
-    """Whether these are plain tensors and nobody watches: no compiler, no mode, no transform of
-    torch.func.
+    """Return whether all tensors among `arguments` are plain and no compiler or mode is active.
+
+    Modes are dispatch modes, function modes and the transforms of torch.func. A plain tensor is a
+    `Tensor` or `Parameter`, no subclass, whose memory holds its values.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
@@ -270,10 +289,9 @@ def are_plain(*arguments: Any) -> bool:
     for x in arguments:
         kind = type(x)
         if kind is Tensor or kind is Parameter:
-            # Negated lazily (the imaginary part of a conjugate): in memory the sign is the other
-            # one. Batched the old way: `torch.autograd.grad(is_grads_batched=True)` maps a backward
-            # without a transform. Wrapped: what has left a transform of torch.func, which has
-            # ended.
+            # is_neg: negated lazily (the imaginary part of a conjugate), with the other sign in
+            # memory. Legacy batched: `torch.autograd.grad(is_grads_batched=True)` maps a backward
+            # without a transform. Wrapped: a result of a transform of torch.func that has ended.
             if (
                 x.is_meta
                 or x.is_neg()
@@ -287,10 +305,9 @@ def are_plain(*arguments: Any) -> bool:
 
 
 def _functions_are_plain() -> bool:
-    """Whether no mode sees calls of torch's functions but that of `torch.set_default_device`, which
-    alters none here.
+    """Return whether no function mode is active but that of `torch.set_default_device`.
 
-    It gives a device to what is made without one, and our calls name theirs.
+    That mode gives a device to tensors made without one; calls in this package name theirs.
     """
     return all(
         type(torch._C._get_function_stack_at(place)) is DeviceContext
@@ -299,11 +316,10 @@ def _functions_are_plain() -> bool:
 
 
 def has_hooks() -> bool:
-    """Whether `torch.autograd.graph.saved_tensors_hooks` is active with hooks that may give back
-    other tensors.
+    """Return whether `torch.autograd.graph.saved_tensors_hooks` may give back other tensors.
 
-    Those of an object that says `gives_back_the_same`, as FSDP's do, give back the memory that they
-    were given.
+    Hooks that are methods of an object with `gives_back_the_same` set, as FSDP's are, give back
+    the memory that they were given: for them the answer is False.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and not getattr(
@@ -312,13 +328,12 @@ def has_hooks() -> bool:
 
 
 def refuse_forward_mode(*tensors: Tensor) -> None:
-    """Raise NotImplementedError if a tensor carries a forward-mode tangent, which a custom backward
-    would drop.
-    """
-    # tangents live within a level
+    """Raise NotImplementedError if a tensor has a forward-mode tangent, which would be dropped."""
+    # tangents exist within a dual level only
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
-    # vmap may have wrapped what carries one; a batched tensor itself cannot be unpacked.
+
+    # vmap may have wrapped a tensor with a tangent; a batched tensor itself cannot be unpacked
     plain = (layer for x in tensors for layer in layers(x) if not is_batchedtensor(layer))
     if any(forward_ad.unpack_dual(layer, level=0).tangent is not None for layer in plain):
         raise NotImplementedError(
@@ -327,9 +342,7 @@ def refuse_forward_mode(*tensors: Tensor) -> None:
 
 
 def refuse_differentiating_transforms(*tensors: Tensor) -> None:
-    """Raise NotImplementedError where torch.func would differentiate: the operators have no rule
-    for it.
-    """
+    """Raise NotImplementedError if torch.func would differentiate: the operators have no rule."""
     if (
         torch.compiler.is_compiling()
         or not torch._C._are_functorch_transforms_active()
@@ -340,13 +353,14 @@ def refuse_differentiating_transforms(*tensors: Tensor) -> None:
         is_gradtrackingtensor(layer) and layer.requires_grad for x in tensors for layer in layers(x)
     ):
         raise NotImplementedError(
-            "torch.func's grad, vjp, jacrev and hessian are not supported here; backend='reference' has them, "
+            "torch.func's grad, vjp, jacrev and hessian are not supported here; "
+            "backend='reference' has them, "
             "and tensor.backward() and torch.autograd.grad work"
         )
 
 
 def layers(x: Tensor) -> Iterator[Tensor]:
-    """x, and what transforms of torch.func have wrapped in it, from the outermost in."""
+    """Yield x, then each tensor that transforms of torch.func have wrapped in it, inwards."""
     while is_functorch_wrapped_tensor(x):
         yield x
         x = get_unwrapped(x)
@@ -357,29 +371,33 @@ DOUBLE_BACKWARD = "double backward is not supported here; backend='reference' ha
 
 
 def autocast_kind(x: Tensor) -> str | None:
-    """x's device type if autocast exists there, else None.
+    """Return "cuda" or "cpu" if x is there, else None: the device types with autocast.
 
-    A list and not `torch.amp.is_autocast_available`, which torch 2.11's compiler cannot trace.
+    Not by `torch.amp.is_autocast_available`, which torch 2.11's compiler cannot trace.
     """
     return "cuda" if x.is_cuda else "cpu" if x.is_cpu else None
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Autocast off on x's device: what accumulates in float32 must not be cast back to 16 bits."""
+    """Return a context that turns autocast off on x's device.
+
+    Operations that accumulate in float32 must not be cast back to 16 bits.
+    """
     kind = autocast_kind(x)
     return nullcontext() if kind is None else torch.autocast(kind, enabled=False)
 
 
 def to_autocast_dtypes(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """`to_autocast_dtype` of each; where autocast is on nowhere, these as they are."""
+    """Return `to_autocast_dtype` of each tensor; the same tuple if no autocast is on."""
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
         return tensors
     return tuple(to_autocast_dtype(x) for x in tensors)
 
 
 def to_autocast_dtype(x: Tensor) -> Tensor:
-    """x in autocast's dtype where autocast is on and x has 16 or 32 bits; anything else is for the
-    checks to judge.
+    """Return x in autocast's dtype if autocast is on and x has 16 or 32 bits, else x itself.
+
+    Anything else, also what is no tensor, passes unchanged: the checks that follow judge it.
     """
     if not isinstance(x, Tensor) or not autocast_casts(x):
         return x
@@ -388,7 +406,7 @@ def to_autocast_dtype(x: Tensor) -> Tensor:
 
 
 def autocast_casts(x: Tensor) -> bool:
-    """Whether autocast is on where x is, and x has 16 or 32 bits of another dtype than autocast's."""
+    """Return whether autocast would cast x: on, x of 16 or 32 bits, dtype other than autocast's."""
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return False
     kind = autocast_kind(x)

@@ -1,8 +1,8 @@
 """Attention's back ends: which run on this machine, and which one `auto` takes.
 
-available_backends()                # {"triton": "ok", "compiled": "no C++ compiler", ...}
-explain_backend(q, k)               # ("hopper", "hopper is the fastest of ours at head_dim 64 from ...")
-refuse_hopper(q)                    # ValueError with the reason where the Hopper kernels cannot attend q
+available_backends()     # {"triton": "ok", "compiled": "no C++ compiler", ...}
+explain_backend(q, k)    # ("hopper", "hopper is the fastest of ours at head_dim 64 from ...")
+refuse_hopper(q)         # ValueError with the reason if the Hopper kernels cannot attend q
 """
 
 from __future__ import annotations
@@ -32,29 +32,33 @@ from cs336_systems.device import (
     interpreter_is_on,
 )
 
-# Which run here
+# Which back ends run on this machine
 
 BACKENDS = ("reference", "compiled", "tiled", "triton_first", "triton", "hopper")
-INTERPRETER_HINT = "set TRITON_INTERPRET=1 before the first import of triton kernels to run them on the CPU interpreter"
+INTERPRETER_HINT = (
+    "set TRITON_INTERPRET=1 before the first import of triton kernels "
+    "to run them on the CPU interpreter"
+)
 INTERPRETER_BFLOAT16 = (
     "Triton's CPU interpreter computes wrong bfloat16 products; use float32 or float16 there"
 )
-# the first with bfloat16 and asynchronous copies, which the kernels are written for
+# The first GPUs with bfloat16 and asynchronous copies, which the kernels are written for.
 MIN_TRITON_CAPABILITY = (8, 0)
-# sm_90a has instructions (wgmma, setmaxnreg) that neither older nor newer GPUs run
+# sm_90a has instructions (wgmma, setmaxnreg) that neither older nor newer GPUs run.
 HOPPER_CAPABILITY = (9, 0)
-# older Gluons launch partitions in another way; 3.8 has renamed copies by TMA
+# Versions from the first to below the second: older Gluons launch partitions in another way, and
+# 3.8 has renamed copies by TMA.
 HOPPER_TRITON = ((3, 6), (3, 8))
 HOPPER_KERNELS = "cs336_systems.attention.hopper.entry"
 MIN_COMPILE_CAPABILITY = (7, 0)  # torch.compile's own bound on CUDA
 
 
 def available_backends(info: DeviceInfo | None = None) -> dict[str, str]:
-    """For each attention back end "ok" or the reason why it does not run on `info`'s device
-    (default: the auto one).
+    """Return for each attention back end "ok", or the reason why it does not run on a device.
 
-    Looks for packages and compilers without importing or running them; only on a GPU that could run
-    the Hopper kernels they are imported, to see whether Triton has what they are written in.
+    `info` describes the device; by default it is that of `get_device_info()`. Packages and
+    compilers are looked for without importing or running them. Only on a GPU that could run the
+    Hopper kernels are these imported, to see whether Triton has the Gluon features they use.
     """
     info = get_device_info() if info is None else info
     reasons = {
@@ -69,17 +73,22 @@ def available_backends(info: DeviceInfo | None = None) -> dict[str, str]:
 
 
 def _compiled_reason(info: DeviceInfo) -> str | None:
+    """Return why torch.compile does not run on a device; None if it does."""
     if info.kind == "cpu":
         return None if has_cxx_compiler() else "no C++ compiler"
     if importlib.util.find_spec("triton") is None:
         return "torch.compile needs triton on a GPU, and it is not installed"
     capability = info.compute_capability
     if capability is not None and capability < MIN_COMPILE_CAPABILITY:
-        return f"torch.compile needs compute capability 7.0 or higher, {info.name} has {dotted(capability)}"
+        return (
+            "torch.compile needs compute capability 7.0 or higher, "
+            f"{info.name} has {dotted(capability)}"
+        )
     return None if has_c_compiler() else "no C compiler, which triton needs to build its launchers"
 
 
 def _triton_reason(info: DeviceInfo) -> str | None:
+    """Return why Triton kernels do not run on a device; None if they do, or are interpreted."""
     if sys.platform != "linux":
         return f"triton kernels run on Linux, and this is {sys.platform}"
     if importlib.util.find_spec("triton") is None:
@@ -95,6 +104,7 @@ def _triton_reason(info: DeviceInfo) -> str | None:
 
 
 def _hopper_reason(info: DeviceInfo) -> str | None:
+    """Return why the Hopper kernels do not run on a device; None if they do."""
     if info.compute_capability != HOPPER_CAPABILITY:
         capability = info.compute_capability
         has = "is no NVIDIA GPU" if capability is None else f"has {dotted(capability)}"
@@ -107,48 +117,57 @@ def _hopper_reason(info: DeviceInfo) -> str | None:
 
 
 def _gluon_reason() -> str | None:
-    """Why the installed Triton cannot compile the Hopper kernels, found by importing them."""
+    """Return why the installed Triton cannot compile the Hopper kernels, by importing them.
+
+    None if it can.
+    """
     try:
         version = importlib.import_module("triton").__version__
         lowest, end = HOPPER_TRITON
         if not lowest <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < end:
-            return f"hopper kernels need triton from {dotted(lowest)} to below {dotted(end)}, this is {version}"
+            return (
+                f"hopper kernels need triton from {dotted(lowest)} to below {dotted(end)}, "
+                f"this is {version}"
+            )
         importlib.import_module(HOPPER_KERNELS)
     except (ImportError, AttributeError) as error:
         return f"the Gluon of this triton lacks what the hopper kernels are written in ({error})"
     return None
 
 
-# Which one to take
+# Which back end to take
 
-# Above this size of one head's score matrix, plain attention gives way to tiles. Its backward holds
-# three such copies for every head and sequence of the batch: at 64 MiB (4096² in float32), 3 GiB
-# for 16 heads. Below it the copies are affordable, and two large matmuls beat a Python loop over
-# tiles.
+# Above this size of one head's score matrix, `auto` takes `tiled` in place of `reference`. The
+# backward of plain attention holds three such copies for every head and sequence of the batch: at
+# 64 MiB (4096² in float32), 3 GiB for 16 heads. Below it the copies are affordable, and two large
+# matmuls beat a Python loop over tiles.
 MAX_REFERENCE_SCORE_BYTES = 64 * 2**20
-AttentionLayout = Literal["dense", "block_mask", "packed"]  # what attention runs over
+# All keys (or the causal ones), the tiles of a block mask, or packed documents.
+AttentionLayout = Literal["dense", "block_mask", "packed"]
 LAYOUT_WORDS = {
     "dense": "",
     "block_mask": " under a block mask",
     "packed": " over packed documents",
 }
-# (tokens, queries in all heads) from which on hopper was measured to be at least 1.18 times as fast
-# where no work is divided among idle multiprocessors, by is_causal; additions in a fixed order take
-# up to 16 % of that.
+# is_causal -> (tokens, queries in all heads) from which on hopper was measured to be at least 1.18
+# times as fast as triton although it divides no work among idle multiprocessors. Additions in a
+# fixed order take up to 16 % of that.
 UNDIVIDED_FROM = {False: (1024, 16384), True: (2048, 65536)}
-DIVIDED_HEAD_DIM = 128  # at most: wider heads have nothing divided, and one order of additions
-# of columns of 16 bits; hopper copies inputs of other head dims first, which has not been timed
+# The largest head dim whose work hopper divides; wider heads are always added in one order.
+DIVIDED_HEAD_DIM = 128
+# Head dims, in columns of 16 bits, that TMA reads in place. hopper first copies inputs of others,
+# which has not been timed.
 TMA_MULTIPLE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the kernels of a back end take, where they run."""
+    """The inputs that the kernels of a back end take."""
 
     dtypes: tuple[str, ...]
-    head_dim: int  # at most
-    masked_head_dim: int  # at most, under a block mask
-    block_size: tuple[int, int]  # of a mask's tiles, at least
+    head_dim: int  # the largest
+    masked_head_dim: int  # the largest under a block mask
+    block_size: tuple[int, int]  # the smallest tiles of a block mask: query rows, key columns
 
 
 TRITON_LIMITS = Limits(
@@ -186,24 +205,27 @@ def select_backend(
     deterministic: bool = False,
     available: dict[str, str],
 ) -> tuple[str, str]:
-    """(name, reason) of the attention back end for these inputs; a pure function of its arguments.
+    """Return the (name, reason) of the attention back end for these inputs.
 
-    A back end requested by name is returned, or refused with a ValueError that says why; nothing
-    else is tried. `auto` takes hopper where `hopper_from` says so, else triton on CUDA; elsewhere,
-    and for what triton does not take (float64, head_dim over 256), tiled where one head's score
-    matrix exceeds 64 MiB, else reference. It never takes compiled, which compiles again for new
-    shapes.
+    A pure function of its arguments. A back end requested by name is returned, or refused with a
+    ValueError that says why; no other is tried. `auto` takes hopper where `hopper_from` says so,
+    else triton on CUDA. On other devices, and for inputs that triton does not take (float64,
+    head_dim over 256), it takes tiled where one head's score matrix exceeds 64 MiB, else reference.
+    It never takes compiled, which compiles again for new shapes.
 
     Args:
-        device_kind: torch's device type of the inputs; on others than cuda triton is taken by name
-        only.
+        device_kind: torch's device type of the inputs. On devices other than cuda, triton is taken
+            by name only.
         dtype, head_dim, seqlen_q, seqlen_k: of the inputs; a length may be 0.
-        batch_heads: heads that queries have in the whole batch.
-        layout, is_causal: what the call attends over; a block mask is no causal one.
-        block_size: of a block mask; kernels are refused for one of smaller tiles than theirs.
-        longest: queries and keys of the longest of packed documents, whose totals are seqlen_q and
-        seqlen_k. deterministic: whether gradients must be bit-reproducible, for which hopper needs
-        more queries to be faster. available: from `available_backends`, on the inputs' device.
+        batch_heads: number of query heads in the whole batch.
+        requested: "auto" or the name of a back end.
+        layout, is_causal: what the call attends over; a call with a block mask is not causal.
+        block_size: of a block mask. Kernels are refused for tiles smaller than they take.
+        longest: queries and keys of the longest packed document; seqlen_q and seqlen_k are then the
+            totals.
+        deterministic: whether gradients must be bit-reproducible. hopper then needs more queries
+            to be faster.
+        available: `available_backends` of the inputs' device.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -211,6 +233,7 @@ def select_backend(
         raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}, got {requested!r}")
 
     def refusal(name: str) -> str | None:
+        """Return why the back end cannot serve these inputs; None if it can."""
         return _refusal(name, available, device_kind, dtype, head_dim, layout, block_size)
 
     if requested != "auto":
@@ -218,7 +241,8 @@ def select_backend(
             raise ValueError(f"backend {requested!r} cannot be used: {why}")
         return requested, f"{requested} was asked for"
 
-    by_name = ""
+    # hopper, where it was measured to be the fastest
+    by_name = ""  # what to add to the reason for triton
     if refusal("hopper") is None:
         limits = hopper_from(layout, is_causal, head_dim, deterministic)
         by_name = "; hopper has not been measured to be faster there"
@@ -228,22 +252,27 @@ def select_backend(
                 where = f"head_dim {head_dim}{LAYOUT_WORDS[layout]} from {tokens} tokens"
                 return (
                     "hopper",
-                    f"hopper is the fastest of ours at {where} and {queries} queries in all heads on",
+                    f"hopper is the fastest of ours at {where} and {queries} queries "
+                    "in all heads on",
                 )
             by_name = (
                 f"; hopper is faster from {tokens} tokens and {queries} queries in all heads on"
             )
             if limits != hopper_from(layout, is_causal, head_dim):
                 by_name += ", where deterministic=True divides no work"
+
+    # triton on CUDA
     why_not_triton = (
         refusal("triton") if device_kind == "cuda" else f"the inputs are on {device_kind}"
     )
     if why_not_triton is None:
         return "triton", f"triton serves {dtype} with head_dim {head_dim} on this GPU{by_name}"
+
+    # plain PyTorch, in tiles where the scores are large
     score_bytes = seqlen_q * seqlen_k * BYTES_PER_ELEMENT[dtype]
     limit = f"{MAX_REFERENCE_SCORE_BYTES / 2**20:g} MiB"
     size = "one head's score matrix"
-    # a number in words would be a constant, and each length compiled anew
+    # under torch.compile a number in the text would be a constant, and each length compiled anew
     if not torch.compiler.is_compiling():
         size += f" takes {score_bytes / 2**20:.1f} MiB"
     if score_bytes > MAX_REFERENCE_SCORE_BYTES:
@@ -260,15 +289,16 @@ def select_backend(
 def hopper_from(
     layout: AttentionLayout, is_causal: bool, head_dim: int, deterministic: bool = False
 ) -> tuple[int, int] | None:
-    """The shortest length and the fewest queries in all heads from which on hopper is faster than
-    triton.
+    """Return (tokens, queries in all heads) from which on hopper is faster than triton.
 
-    By HOPPER_FROM, which is made from measurements; None where it is not known to be faster at any
-    size. Those of few queries had their work divided: head dims between the measured ones, which
-    divide less of it, and `deterministic` backwards, which divide nothing, need UNDIVIDED_FROM.
+    None if hopper is not known to be faster at any size. The numbers come from HOPPER_FROM, which
+    is made from measurements. For few queries these were measured with the work divided among
+    multiprocessors. Head dims between the measured ones divide less of it and `deterministic`
+    backwards none, so both also need the sizes of UNDIVIDED_FROM.
     """
     if head_dim % TMA_MULTIPLE:
         return None
+
     smallest = HOPPER_FROM[layout, is_causal][0][0]
     for measured, limits in HOPPER_FROM[layout, is_causal]:
         if smallest <= head_dim <= measured:
@@ -289,13 +319,14 @@ def _refusal(
     layout: AttentionLayout = "dense",
     block_size: tuple[int, int] | None = None,
 ) -> str | None:
-    """Why a back end cannot serve these inputs; None where it can."""
+    """Return why a back end cannot serve these inputs; None if it can."""
     state = available.get(name, "it is not among the available back ends")
     if state != "ok":
         return state
     if name not in LIMITS:
         return None
-    # lengths and head dims are for the kernel to refuse
+
+    # the first kernel itself refuses the lengths and head dims that it does not take
     if name == "triton_first" and layout != "dense":
         return (
             "the first kernel takes neither block masks nor packed documents; backend 'triton' does"
@@ -304,7 +335,10 @@ def _refusal(
     if block_size is not None and (
         block_size[0] < limits.block_size[0] or block_size[1] < limits.block_size[1]
     ):
-        return f"{kernels} walks lists of tiles of at least {limits.block_size}, and the mask's are {block_size}"
+        return (
+            f"{kernels} walks lists of tiles of at least {limits.block_size}, "
+            f"and the mask's are {block_size}"
+        )
     if dtype not in limits.dtypes:
         return f"{kernels} takes {', '.join(limits.dtypes)}, not {dtype}"
     most = limits.head_dim if block_size is None else limits.masked_head_dim
@@ -315,8 +349,9 @@ def _refusal(
 
 
 def hopper_refusal(q: Tensor) -> str | None:
-    """Why q (..., head_dim), and what goes with it, cannot be attended by the Hopper kernels; None
-    if it can.
+    """Return why the Hopper kernels cannot attend q (..., head_dim) where it is; None if they can.
+
+    They are judged for dense attention; k and v have q's dtype, device and head_dim.
     """
     if q.device.type not in ("cpu", "cuda"):
         return f"hopper kernels run on CUDA devices, and the inputs are on {q.device.type}"
@@ -325,30 +360,32 @@ def hopper_refusal(q: Tensor) -> str | None:
 
 
 def refuse_hopper(q: Tensor) -> None:
-    """ValueError where the Hopper kernels cannot attend q (..., head_dim)."""
+    """Raise ValueError with the reason if the Hopper kernels cannot attend q (..., head_dim)."""
     if (why := hopper_refusal(q)) is not None:
         raise ValueError(f"q cannot be attended by the Hopper kernels: {why}")
 
 
 def available_here(device: torch.device) -> dict[str, str]:
-    """`available_backends` of one of this machine's devices, asked once for each state of Triton's
-    interpreter.
+    """Return `available_backends` of one of this machine's devices, from a cache.
+
+    The cache has an entry for each device with Triton's interpreter on, and one with it off.
     """
     return _asked_once(device, interpreter_is_on())
 
 
-# What `torch.compiler.assume_constant_result` does, but that loads the compiler: half of the time
-# of importing this.
+# `torch.compiler.assume_constant_result` sets the same attribute. It also loads the compiler, which
+# would double the time of importing this module.
 available_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
 def _asked_once(device: torch.device, interpreter: bool) -> dict[str, str]:
+    """Return `available_backends` of a device; `interpreter` is a key of the cache alone."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         return available_backends(get_device_info(device.type))
 
 
-# Of a call
+# The choice for a call
 
 
 def explain_backend(
@@ -363,13 +400,19 @@ def explain_backend(
     deterministic: bool | None = None,
     config: AttentionConfig | None = None,
 ) -> tuple[str, str]:
-    """(name, reason) of the back end that `flash_attention` uses for these inputs; ValueError if it
-    refuses.
+    """Return the (name, reason) of the back end that `flash_attention` uses for these inputs.
 
-    `layout` is `block_mask` for a call with one, of this `block_size`, and `packed` for
-    `flash_attention_varlen`, whose longest document has `longest` queries and keys. A `config` is
-    for `triton` alone, which `auto` then takes. `deterministic` is as in `flash_attention`: `auto`
-    then takes `hopper` for more queries only.
+    Args:
+        q, k: (..., heads, seq, head_dim), on a CPU or a CUDA device.
+        backend: "auto" or a name, as in `flash_attention`.
+        layout: "block_mask" for a call with one, "packed" for `flash_attention_varlen`.
+        block_size: of the block mask.
+        longest: queries and keys of the longest packed document.
+        deterministic: as in `flash_attention`; `auto` then takes `hopper` for more queries only.
+        config: tiles for `triton`, which `auto` then takes.
+
+    Raises ValueError if the back end cannot serve the call, TypeError for an argument of a wrong
+    type.
     """
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor):
@@ -400,12 +443,15 @@ def explain_backend(
         return _answer(asked)
     try:
         return _answer_once(asked, interpreter_is_on())
-    except TypeError:  # what cannot be hashed: sizes that are symbols, a backend that is no name
+    except TypeError:  # not hashable: symbolic sizes, or a backend that is no name
         return _answer(asked)
 
 
 class Asked(NamedTuple):
-    """All that the choice of a back end depends on, beside what runs on the device."""
+    """The facts about a call on which the choice of its back end depends.
+
+    The choice also depends on what runs on the device (`available_here`).
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -421,13 +467,15 @@ class Asked(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _answer_once(asked: Asked, interpreter: bool) -> tuple[str, str]:
-    """`_answer`, found once for equal calls and each state of Triton's interpreter: short calls
-    wait for the host.
+    """Return `_answer` from a cache: short calls wait for the host.
+
+    `interpreter` is a key of the cache alone: the answer depends on whether it is on.
     """
     return _answer(asked)
 
 
 def _answer(asked: Asked) -> tuple[str, str]:
+    """Return the (name, reason) of `select_backend` for a call on this machine."""
     if asked.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q must be on a cpu or cuda device, got {asked.device}")
     return select_backend(
@@ -449,5 +497,5 @@ def _answer(asked: Asked) -> tuple[str, str]:
 
 
 def is_deterministic(asked: bool | None) -> bool:
-    """Whether gradients must be bit-reproducible: as asked, or as PyTorch has been told."""
+    """Return whether gradients must be bit-reproducible; None asks PyTorch's global setting."""
     return torch.are_deterministic_algorithms_enabled() if asked is None else asked

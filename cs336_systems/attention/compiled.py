@@ -1,7 +1,10 @@
-"""Stage 2: the reference under torch.compile, which fuses scale, mask and softmax but still stores
-the score matrix.
+"""Stage 2: the reference under torch.compile, fused but still with a stored score matrix.
 
-What happens where a caller compiles a call of `flash_attention` is in `rule.py`, the watched way.
+The compiler fuses scale, mask and softmax.
+
+    output = compiled_reference()(q, k, v, is_causal=True)
+
+This is not about callers that compile a call of `flash_attention`: see "watched" in `rule.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ from cs336_systems.attention.reference import attention_reference
 
 @cache
 def compiled_reference(dynamic: bool | None = None) -> Callable[..., Any]:
-    """`attention_reference` compiled, with the same arguments.
+    """Return `attention_reference` under torch.compile; it takes the same arguments.
 
     One compiled function serves every caller of a process. `dynamic=True` compiles once for all
-    lengths, which a sweep over lengths wants; the default specialises on the first shape and
-    generalises when a second one comes.
+    lengths, for sweeps over lengths. The default specialises on the first shape and generalises
+    when a second one comes.
     """
     return torch.compile(attention_reference, dynamic=dynamic)

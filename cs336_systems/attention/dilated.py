@@ -1,17 +1,16 @@
-"""Dilated attention as a reshape and dense attention: no mask, no new kernel, r times fewer FLOPs
-at rate r.
+"""Dilated attention as a reshape and dense attention: r times fewer FLOPs at rate r, no new kernel.
 
 The sequence is cut into segments of w tokens. In a segment, the tokens whose positions are equal
-modulo the rate r are one phase, and a phase attends itself: r sequences of w / r tokens cost w² / r
-scores in place of w². Laid out as
-(w / r, r), a segment's phases are its columns, so a strided view puts them along the batch:
+modulo the rate r form one phase, and each phase attends itself: r sequences of w / r tokens cost
+w² / r scores in place of w². Laid out as (w / r, r), a segment's phases are its columns. A strided
+view then puts them along the heads, and no mask is needed:
 
     out = dilated_attention(q, k, v, segment_length=2048, dilation_rate=4, is_causal=True)
 
-Source: LongNet (Ding et al. 2023, sections 2.2 and 2.3). There head h keeps one phase only, h
-modulo r, and the other tokens have no output from it: `phases="by_head"`, r² times fewer FLOPs. The
-oracle of both is `BlockMask.dilated(...).to_dense()`. LongNet mixes several segment lengths and
-rates, each weighed by its softmax denominators (equations 10 and 11); `merge_attention` of
+Source: LongNet (Ding et al. 2023, sections 2.2 and 2.3). There head h computes one phase only, h
+modulo r, and its other tokens have no output: `phases="by_head"`, r² times fewer FLOPs. The oracle
+of both forms is `BlockMask.dilated(...).to_dense()`. LongNet mixes several segment lengths and
+rates, each weighed by its softmax denominators (equations 10 and 11). `merge_attention` of
 `cs336_systems.distributed` does so:
 
     branches = [
@@ -55,20 +54,23 @@ def dilated_attention(
     backend: str = "auto",
     **unknown: Never,
 ) -> Float[Tensor, "batch heads tokens head_dim"] | tuple[Tensor, Tensor]:
-    """Token i attends token j where both are in one segment and i ≡ j modulo the rate (and j <= i
-    if `is_causal`).
+    """Return self-attention of each token to the tokens of its segment and phase.
+
+    Token i attends token j if both are in one segment and their positions in it are equal modulo
+    the rate (and j <= i if `is_causal`). Memory is linear in the tokens.
 
     Args:
-        q, k, v: self-attention, as many keys as queries and as many key heads as query heads.
-        segment_length: tokens of a segment; the last one may be shorter, and more than there are
-        tokens is one segment. dilation_rate: r; a segment that r does not divide has phases of two
-        lengths. Above the segment length each
-            token is a phase alone.
+        q, k, v: as many keys as queries and as many key heads as query heads.
+        segment_length: tokens of a segment. The last segment may be shorter; a length above the
+            number of tokens means one segment.
+        dilation_rate: r. A segment that r does not divide has phases of two lengths. With a rate
+            above the segment length each token is a phase of its own.
         phases: "all", or "by_head": head h computes phase h % r alone and its other rows are 0
-        (LongNet's offsets). scale, return_lse, backend: as `flash_attention` takes them; a row that
-        a head does not compute has L = -inf.
+            (LongNet's offsets).
+        scale, return_lse, backend: as in `flash_attention`; a row that a head does not compute has
+            L = -inf.
 
-    Raises TypeError or ValueError naming the argument. Memory is linear in the tokens.
+    Raises TypeError or ValueError naming the argument.
     """
     if unknown:
         refuse_keywords("dilated_attention", unknown)
@@ -88,17 +90,18 @@ def dilated_attention(
         raise ValueError(f"phases must be one of {', '.join(get_args(Phases))}, got {phases!r}")
 
     def dense(*inputs: Tensor) -> list[Tensor]:
-        """O, and if asked for L as a column, so that both are cut and joined alike."""
+        """Return [O] or, with `return_lse`, [O, L as a column]: both are cut and joined alike."""
         found = flash_attention(
             *inputs, is_causal=is_causal, scale=scale, return_lse=return_lse, backend=backend
         )
         return [found] if isinstance(found, Tensor) else [found[0], found[1][..., None]]
 
-    # more is a phase for each token, and for each head
+    # At this rate each token and each head has a phase of its own; a higher one changes nothing.
     dilation_rate = min(dilation_rate, max(1, *q.shape[1:3]))
     attend = _every_phase if phases == "all" else _phase_by_head
     tokens = q.shape[2]
-    # tokens of whole segments; the rest is a shorter one
+
+    # `whole` tokens are in whole segments; the rest is one shorter segment
     whole = tokens // segment_length * segment_length
     parts: list[list[Tensor]] = [] if q.numel() else [dense(q, k, v)]
     for start, stop, length in ((0, whole, segment_length), (whole, tokens, tokens - whole)):
@@ -109,6 +112,7 @@ def dilated_attention(
             ]
             found = attend(dense, by_phase, length, dilation_rate)
             parts.append([x.flatten(3, 4)[:, :, :, :length].flatten(2, 3) for x in found])
+
     joined = [torch.cat(x, dim=2) if len(x) > 1 else x[0] for x in zip(*parts)]
     return (joined[0], joined[1][..., 0]) if return_lse else joined[0]
 
@@ -116,7 +120,7 @@ def dilated_attention(
 def _split_phases(
     x: Float[Tensor, "batch heads segments length head_dim"], rate: int
 ) -> Float[Tensor, "batch heads segments rows phases head_dim"]:
-    """Tokens of a segment as rows of one token of each phase; zeros fill the last row."""
+    """Return each segment's tokens in rows of one token a phase; zeros fill the last row."""
     length = x.shape[3]
     phases = min(rate, length)
     missing = -length % phases
@@ -126,8 +130,9 @@ def _split_phases(
 
 
 def _phase_groups(length: int, phases: int) -> list[tuple[range, int]]:
-    """Phases of one length and that length: the first `length % phases` have a token more than the
-    others.
+    """Return (phases, tokens of each) of a segment for each length that its phases have.
+
+    The first `length % phases` phases have one token more than the others.
     """
     # torch.compile has no divmod of a length that varies
     rows, longer = length // phases, length % phases
@@ -138,7 +143,10 @@ def _phase_groups(length: int, phases: int) -> list[tuple[range, int]]:
 def _every_phase(
     dense: Callable[..., list[Tensor]], by_phase: list[Tensor], length: int, rate: int
 ) -> list[Tensor]:
-    """Each phase attends itself; all phases of one length are one call, with phases in the place of
+    """Return (batch, heads, segments, rows, phases, ...) results of every phase attending itself.
+
+    All phases of one length are one call of `dense`. Its inputs are (batch, heads, segments,
+    phases, tokens, head_dim): leading dimensions count as batch, and phases stand in the place of
     heads.
     """
     rows, phases = by_phase[0].shape[3:5]
@@ -147,7 +155,7 @@ def _every_phase(
         group = (
             x[:, :, :, :tokens, members.start : members.stop].transpose(3, 4) for x in by_phase
         )
-        # of (batch, heads, segments, members, tokens, head_dim or 1)
+        # `dense` gives (batch, heads, segments, members, tokens, head_dim or 1): pad the tokens
         missing = (0, 0, 0, rows - tokens)
         groups.append(
             [torch.nn.functional.pad(x, missing) if tokens < rows else x for x in dense(*group)]
@@ -161,8 +169,9 @@ def _every_phase(
 def _phase_by_head(
     dense: Callable[..., list[Tensor]], by_phase: list[Tensor], length: int, rate: int
 ) -> list[Tensor]:
-    """Head h attends in phase h % rate; equally long phases are a call. Other rows: O = 0, L =
-    -inf.
+    """Return (batch, heads, segments, rows, phases, ...) results of head h in phase h % rate alone.
+
+    All phases of one length are one call of `dense`. Other rows have O = 0 and L = -inf.
     """
     heads, phases = by_phase[0].shape[1], by_phase[0].shape[4]
     results: list[Tensor] = []
@@ -170,11 +179,15 @@ def _phase_by_head(
         kept = [phase for phase in members if phase < heads]
         if not kept:
             continue
+
+        # the heads of each phase, one phase behind the other along the heads
         group = [
             torch.cat([x[:, phase::rate, :, :tokens, phase] for phase in kept], dim=1)
             for x in by_phase
         ]
         found = [x.transpose(1, 2) for x in dense(*(x.transpose(1, 2) for x in group))]
+
+        # scatter the heads back to their rows
         if not results:
             shape = by_phase[0].shape[:5]
             results = [
@@ -184,4 +197,4 @@ def _phase_by_head(
         for result, x in zip(results, found):
             for phase, part in zip(kept, x.split(counts, dim=1)):
                 result[:, phase::rate, :, :tokens, phase] = part
-    return results  # of phase 0, which has at least one token, and head 0 on
+    return results  # never empty: phase 0 has at least one token, and head 0

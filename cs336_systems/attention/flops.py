@@ -1,9 +1,10 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts for the attention operators: their useful
-FLOPs.
+"""FLOP formulas of the attention operators for `torch.utils.flop_counter.FlopCounterMode`.
 
-As `accounting.attention_flops` has them: 4 · attended pairs · head_dim of each head forward, 2.5
-times that backward. Of masks and packed documents the values decide: counting reads them, and waits
-for a GPU.
+    count_flops("triton_attention", call_of)    # done by `AttentionOperator` when it is counted
+
+They count useful FLOPs, as `accounting.attention_flops` does: 4 · attended pairs · head_dim for
+each head in the forward, 2.5 times that in the backward. The pairs of masks and packed documents
+depend on tensor values: counting reads them, and waits for a GPU.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from cs336_systems.attention.masks.block_mask import BlockMask
 
 
 def count_flops(name: str, call_of: Callable[[tuple[Any, ...]], Call]) -> None:
-    """Register the formulas of the operators `cs336_systems::<name>` and `<name>_backward`.
+    """Register FLOP formulas for the operators `cs336_systems::<name>` and `<name>_backward`.
 
-    `call_of` makes a Call of what they take behind their tensors of q, k, v and, in the backward,
-    their gradients.
+    `call_of` returns the Call that an operator's last arguments describe: those behind q, k, v
+    and, in the backward, behind the seven fields of `Saved`.
     """
     for operator, mode, num_tensors in ((name, "forward", 3), (f"{name}_backward", "backward", 7)):
 
@@ -37,13 +38,15 @@ def count_flops(name: str, call_of: Callable[[tuple[Any, ...]], Call]) -> None:
             first: int = num_tensors - 2,
             out_val: Any = None,
         ) -> int:
+            """Return the FLOPs of one call, with the operator's arguments by position."""
             pairs = _attended_pairs(q, k, call_of(others[first:]))
             return ATTENTION_FLOPS_PER_PAIR[mode] * pairs * q.shape[-1]
 
         overload_packet: Callable[..., Any] = getattr(torch.ops.cs336_systems, operator)
         register_flop_formula(overload_packet, get_raw=True)(formula)
-        # A counter copies the formulas when it is made; kernels are imported by their first call,
-        # perhaps inside it.
+
+        # A counter copies the formulas when it is made. The first call imports a kernel, perhaps
+        # while a counter is active: add the formula to its copy too.
         for active in _get_current_dispatch_mode_stack():
             counter = getattr(active, "counter", None)
             if isinstance(counter, FlopCounterMode):
@@ -51,12 +54,13 @@ def count_flops(name: str, call_of: Callable[[tuple[Any, ...]], Call]) -> None:
 
 
 def _attended_pairs(q: Tensor, k: Tensor, call: Call) -> int:
-    """(query, key) pairs that are attended, over all heads."""
+    """Return the number of attended (query, key) pairs over all batch entries and query heads."""
     if call.documents is not None:
         lengths_q, lengths_k = (ends.diff().tolist() for ends in call.documents[:2])
         return q.shape[1] * sum(
             _area(*lengths, call.is_causal) for lengths in zip(lengths_q, lengths_k)
         )
+
     batch_heads = q.shape[0] * q.shape[1]
     lengths = q.shape[2], k.shape[2]
     if call.lists is not None:
@@ -68,4 +72,5 @@ def _attended_pairs(q: Tensor, k: Tensor, call: Call) -> int:
 
 
 def _area(queries: int, keys: int, is_causal: bool) -> int:
+    """Return the number of pairs of a dense or causal mask (top left)."""
     return causal_area(queries, keys) if is_causal else queries * keys

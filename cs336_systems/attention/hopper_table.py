@@ -1,9 +1,12 @@
-"""Where `auto` takes the Hopper kernels: made from records by `tools/backend_table.py`, which names
-them.
+"""Sizes from which on `auto` takes the Hopper kernels.
 
-(layout, causal) -> by head dim, the length and the number of queries in all heads from which on
-hopper was never more than 2 % slower than triton, on an H100 and, in ten dense cases, on an H200;
-None: at no size measured. A head dim in between takes the next larger one.
+`tools/backend_table.py` makes the table from the records that it names. An entry is
+
+    (layout, is_causal) -> ((head dim, (tokens, queries in all heads)), ...)
+
+From both numbers on, hopper was never more than 2 % slower than triton, on an H100 and, in ten
+dense cases, on an H200. None in their place: at no measured size. A head dim between two entries
+takes the larger one.
 """
 
 HOPPER_FROM: dict[tuple[str, bool], tuple[tuple[int, tuple[int, int] | None], ...]] = {

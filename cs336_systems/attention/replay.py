@@ -1,23 +1,25 @@
-"""Replaying calls: through Triton the first times, by the CUDA driver alone from then on. One call
-site: `operator`.
+"""Replay of attention calls: the first calls launch through Triton, later ones by the CUDA driver.
 
-    passes = replayed(operator, q, k, v, call)      # `operator`'s passes, remembered by all that tells calls apart
+    passes = replayed(operator, q, k, v, call)  # remembered for calls of equal shapes and options
     output, lse = passes.forward(q, k, v, call)
 
 Short attention calls wait for the host: Triton's own launch looks at every argument in Python and
-encodes each TMA descriptor anew, 12 to 29 µs a kernel on an H200's host, where the driver needs 5.
+encodes each TMA descriptor anew. That takes 12 to 29 µs a kernel on an H200's host, where the
+driver needs 5.
   1. run      The first two calls run the function.
-  2. record   During the second, `empty` and `launch` (`triton/launch.py`) note what was allocated and launched.
-  3. bind     Each kernel's parameters are laid out in a block of memory, as its PTX declares them: for a descriptor 128
-              bytes of tensor map, the shape in 32 bits and the strides in 64; an address; a number.
-  4. replay   Every later call allocates, writes the new addresses into the blocks and calls `cuLaunchKernelEx`; in C++
-              where `attention/native` has been built.
-A call is replayed only if it is nothing but launches: every tensor that a kernel touches is one of
-its tensors or came from `empty`, and so did every result. A function that copies an input or fills
-a result always runs itself, and so does every call while a profiler has hooks on Triton's launches
-or the stages of calls are timed.
+  2. record   During the second, `empty` and `launch` (`triton/launch.py`) note each allocation and
+              each launch.
+  3. bind     Each kernel's parameters are laid out in a block of memory, as its PTX declares them.
+              A descriptor takes 128 bytes of tensor map, its shape in 32 bits and its strides in
+              64; other parameters are an address or a number.
+  4. replay   Every later call allocates, writes the new addresses into the blocks and calls
+              `cuLaunchKernelEx`; in C++ where `attention/native` has been built.
+A call is replayed only if it does nothing but launch kernels: every tensor that a kernel touches is
+one of its tensors or came from `empty`, and so did every result. A function that copies an input or
+fills a result always runs itself. So does every call while a profiler has hooks on Triton's
+launches or the stages of calls are timed.
 
-Nothing here imports Triton before something is launched.
+Nothing here imports Triton before a kernel is launched.
 
 Sources: CUDA Driver API, cuLaunchKernelEx, cuTensorMapReplaceAddress;
 triton/backends/nvidia/driver.py.
@@ -41,29 +43,31 @@ from cs336_systems.attention import native
 from cs336_systems.attention.call import Call, Passes, Saved
 from cs336_systems.measure.stages import stages_are_timed
 
-MOST_REMEMBERED = 4096  # calls
-# Of calls that cannot be bound. Most never can; some only where two arguments lie in one place,
-# which may change.
+MOST_REMEMBERED = 4096  # kinds of calls; one more clears the memory
+# How often a call that cannot be bound is recorded at most. Most such calls never can be; a few
+# cannot only while two arguments lie at one address, which may change.
 MOST_RECORDINGS = 3
 POINTER_ALIGNMENT_BYTES = 16  # Triton compiles other code for pointers that this does not divide
 
-# that each parameter of a block gets: a tensor map takes them, at a multiple of 64
+# Bytes that each parameter of a block gets: those of a tensor map, whose address must be a multiple
+# of 64.
 PARAMETER_BYTES = 128
-NUMBERS = {"i32": "u32", "i64": "u64", "fp32": "f32"}  # Triton's kinds and PTX's
+NUMBERS = {"i32": "u32", "i64": "u64", "fp32": "f32"}  # Triton's kinds and those of PTX
 STORED: dict[str, Any] = {"u32": ctypes.c_int32, "u64": ctypes.c_int64, "f32": ctypes.c_float}
-# Triton's numbers of element types are the driver's (cuda.h, CUtensorMapDataType) but for float64,
-# float32, bfloat16.
+# Triton's numbers of element types, where they differ from the driver's (cuda.h,
+# CUtensorMapDataType): float64, float32, bfloat16.
 DRIVER_ELEMENT_TYPES = {8: 10, 9: 8, 10: 9}
-# cuda.h: CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapFloatOOBfill as Triton encodes
-# its descriptors.
+# cuda.h: CUtensorMapInterleave, CUtensorMapL2promotion and CUtensorMapFloatOOBfill, with the values
+# that Triton encodes into its descriptors.
 NO_INTERLEAVE, PROMOTE_TO_128_BYTES, FILL_WITH_ZEROS = 0, 2, 0
 
 Results = tuple[Tensor, ...]
 
 
 class Launched(NamedTuple):
-    """A launch that Triton has made: `compiled[grid](*arguments, ...)`, up to the last run-time
-    argument.
+    """One launch that Triton has made, `compiled[grid](*arguments)`.
+
+    `arguments` end with the last run-time argument.
     """
 
     compiled: Any
@@ -72,40 +76,47 @@ class Launched(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What one call allocates by `empty` and launches."""
+    """The tensors that one call has allocated by `empty`, and the kernels it has launched.
+
+    A launch is None if nothing was compiled for it, as in Triton's interpreter.
+    """
 
     buffers: list[Tensor]
     launches: list[Launched | None]
 
 
 class _Thread(threading.local):
-    recording: Recording | None = None  # of this thread's call
+    """State of one thread."""
+
+    recording: Recording | None = None  # of the call that is being recorded
     has_context = False  # whether this thread is known to have a CUDA context
 
 
 thread = _Thread()
 
 
-# The memory
+# The calls that are remembered
 
 _remembered: dict[Any, Replays] = {}
 
 
 def replayed(passes: Passes, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Passes:
-    """`passes` for checked plain tensors, replayed in later calls that differ from this one in
-    values alone.
+    """Return `passes` with replay: a forward and a backward shared by all calls like this one.
 
-    Not for calls with hooks on saved tensors, which may return others.
+    Calls are alike if they differ in the tensors' values and addresses alone: shapes, strides,
+    dtypes, device and options are equal. The tensors must be checked and plain. Not for calls with
+    hooks on saved tensors, which may give back other tensors.
     """
     told: Any = call
     if call.lists is not None or call.documents is not None:
         tensors = _tensors_of(call)
         ids = [*map(id, tensors)]
-        # as boundaries of queries and keys
+        # which tensors are one and the same, as boundaries of queries and keys may be
         shared = () if len({*ids}) == len(ids) else tuple(map(ids.index, ids))
         told = (call[:4], shared, *[x.shape for x in tensors])
         if call.documents is not None:
             told += call.documents[2:]
+
     facts = (passes, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), v.stride(), told)
     known = _remembered.get(facts)
     if known is None:
@@ -116,66 +127,76 @@ def replayed(passes: Passes, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pas
 
 
 def _tensors_of(call: Call) -> tuple[Tensor, ...]:
-    """Those of a call that kernels read."""
+    """Return the tensors of `call` that kernels read: its lists or its documents' boundaries."""
     return call.lists or (call.documents or ())[:2]
 
 
 def forget() -> None:
-    """All calls are new."""
+    """Drop all remembered calls: the next ones run and are recorded again."""
     _remembered.clear()
 
 
 class Replays:
-    """Both passes of calls that differ in values alone."""
+    """The replayed forward and backward of calls that differ in values and addresses alone."""
 
     def __init__(self, passes: Passes) -> None:
         self._passes, self._forward = passes, Replay()
         self._backwards: dict[Any, Replay] = {}  # by the strides of the upstream gradients
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        # both None: dense
+        """Return (output, lse), replayed from the third call on."""
+        # lists and documents are one object only if both are None, in a dense call
         tensors = (q, k, v) if call.lists is call.documents else (q, k, v, *_tensors_of(call))
-        return self._forward(tensors, lambda: self._passes.forward(q, k, v, call))  # type: ignore[return-value]
+        return self._forward(  # type: ignore[return-value]
+            tensors, lambda: self._passes.forward(q, k, v, call)
+        )
 
     def backward(self, saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v, replayed from the third call of these strides on."""
         grad_lse = saved.grad_lse
         key = saved.grad_output.stride(), None if grad_lse is None else grad_lse.stride()
         if (replay := self._backwards.get(key)) is None:
             replay = self._backwards[key] = Replay()
         tensors = (*saved, *_tensors_of(call))
-        return replay(tensors, lambda: self._passes.backward(saved, call))  # type: ignore[return-value]
+        return replay(  # type: ignore[return-value]
+            tensors, lambda: self._passes.backward(saved, call)
+        )
 
 
 # One pass
 
 
 class Replay:
-    """`replay(tensors, run)`: `run()`, which is a call with these tensors, replayed from the third
-    time on.
+    """One pass of calls that are alike: `replay(tensors, run)` returns the results of `run()`.
 
-    All calls have the same shapes, strides, dtypes, device and other arguments; the module says
-    how.
+    `run()` is one call with these `tensors`. From the third time on its launches are repeated
+    without it, as the module's docstring tells. All calls of one Replay have the same shapes,
+    strides, dtypes, device and other arguments.
     """
 
     def __init__(self) -> None:
         self._recordings_left = MOST_RECORDINGS
-        self._runs = 0  # a shape that comes once, as each step of generation has, is not laid out
-        self._given: Callable[[tuple[Any, ...]], tuple[Tensor, ...]]  # without those that are None
-        # arguments of `new_empty_strided`
+        # A shape that comes once, as each step of generation has, is not recorded.
+        self._runs = 0
+        # Picks the tensors that are not None.
+        self._given: Callable[[tuple[Any, ...]], tuple[Tensor, ...]]
+        # Arguments of `new_empty_strided` for each buffer: results first, then scratch memory.
         self._buffers: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._num_results = 0
         self._kernels: list[_BoundKernel] = []
         self._launches: list[Callable[[], int]] = []
-        # the rest, in C++
+        # The replay in C++: returns the results, or None where it cannot replay.
         self._plug_in: Callable[[tuple[Any, ...]], tuple[Tensor, ...] | None] | None = None
-        self._addresses: list[int] = []  # that the launches are for
-        self._words: Any = None  # the addresses where kernels find them
+        self._addresses: list[int] = []  # of the tensors that the blocks now hold
+        self._words: Any = None  # the same, in the memory that kernels' parameters point to
         self._stream = 0
         self._lock = threading.Lock()  # the blocks serve one call at a time
 
     def __call__(self, tensors: tuple[Tensor | None, ...], run: Callable[[], Results]) -> Results:
+        """Return the results of `run()`, by a replay if this pass is bound and not watched."""
         if not self._launches:
             return self._run_and_record(tensors, run)
+
         first: Any = tensors[0]
         device = first.get_device()
         if torch._C._cuda_getDevice() != device or _somebody_watches():
@@ -184,10 +205,12 @@ class Replay:
         if self._plug_in is not None:
             results = self._plug_in(tensors)
             return run() if results is None else results
+
         buffers = [first.new_empty_strided(*shape, **dtype) for shape, dtype in self._buffers]
         addresses = [x.data_ptr() for x in (*self._given(tensors), *buffers)]
         stream = torch._C._cuda_getCurrentRawStream(device)
         with self._lock:
+            # write other addresses into the blocks
             if addresses != self._addresses or stream != self._stream:
                 for address in addresses:
                     if address % POINTER_ALIGNMENT_BYTES:
@@ -196,14 +219,16 @@ class Replay:
                 self._stream = stream
                 for kernel in self._kernels:
                     kernel.follow(addresses, stream)
+
             for launch_again in self._launches:
-                if launch_again():  # the driver refuses: Triton's own launch says why
+                if launch_again():  # the driver has refused: Triton's own launch reports why
                     return run()
         return tuple(buffers[: self._num_results])
 
     def _run_and_record(
         self, tensors: tuple[Tensor | None, ...], run: Callable[[], Results]
     ) -> Results:
+        """Return `run()`; from the second time on also record it and try to bind its kernels."""
         first: Any = tensors[0]
         if not first.is_cuda or not self._recordings_left:
             return run()
@@ -214,9 +239,11 @@ class Replay:
         self._runs += 1
         if self._runs == 1:
             return run()
+
         self._recordings_left -= 1
         with recorded() as recording:
             results = run()
+
         # The results come first among the buffers, in their order; the others are scratch memory.
         made = {id(x) for x in recording.buffers}
         if all(id(x) in made for x in results):
@@ -226,6 +253,8 @@ class Replay:
             ]
             words = (ctypes.c_uint64 * (len(given) + len(buffers)))()
             kernels = [bind(launched, [*given, *buffers], words) for launched in recording.launches]
+
+            # another thread may have bound this call meanwhile
             with self._lock:
                 if not self._launches and all(kernels):
                     places = [place for place, x in enumerate(tensors) if x is not None]
@@ -237,6 +266,7 @@ class Replay:
                     ]
                     self._kernels = [kernel for kernel in kernels if kernel is not None]
                     self._words = words
+
                     if (library := native.load()) is not None:
                         self._plug_in = library.Replay(
                             first.get_device(),
@@ -248,12 +278,14 @@ class Replay:
                             _address_of(cuda_driver().cuTensorMapReplaceAddress),
                             _address_of(cuda_driver().cuLaunchKernelEx),
                         )
+                    # last: with launches set, other threads replay
                     self._launches = [kernel.launch for kernel in self._kernels]
         return results
 
 
 @contextmanager
 def recorded() -> Iterator[Recording]:
+    """Yield a new Recording, which this thread's allocations and launches fill in the block."""
     outer, thread.recording = thread.recording, Recording([], [])
     try:
         yield thread.recording
@@ -262,9 +294,7 @@ def recorded() -> Iterator[Recording]:
 
 
 def _somebody_watches() -> bool:
-    """Whether a profiler of Triton's wants to hear of launches, or the stages of calls are being
-    timed.
-    """
+    """Return whether a profiler has hooks on Triton's launches or the stages of calls are timed."""
     runtime = _runtime()
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return stages_are_timed() or bool(
@@ -274,13 +304,14 @@ def _somebody_watches() -> bool:
 
 @cache
 def _runtime() -> Any:
+    """Return Triton's runtime knobs, which hold the launch hooks."""
     from triton import knobs
 
     return knobs.runtime
 
 
 class _LaunchConfig(ctypes.Structure):
-    """cuda.h's CUlaunchConfig."""
+    """CUlaunchConfig of cuda.h."""
 
     _fields_ = [
         ("grid_x", ctypes.c_uint),
@@ -297,7 +328,7 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class _LaunchAttribute(ctypes.Structure):
-    """cuda.h's CUlaunchAttribute: its value, here one integer, is a union of 64 bytes."""
+    """CUlaunchAttribute of cuda.h; its value, here one integer, is a union of 64 bytes."""
 
     _fields_ = [
         ("id", ctypes.c_int),
@@ -307,21 +338,29 @@ class _LaunchAttribute(ctypes.Structure):
     ]
 
 
-# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: may start before the kernel ahead in the
-# stream has ended.
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the kernel may start before the one ahead
+# of it in the stream has ended.
 _OVERLAPS = _LaunchAttribute(id=6, value=1)
 
 
 class _BoundKernel:
-    """A compiled kernel and its block of parameters, for tensors at addresses that change."""
+    """A compiled kernel and its block of parameters, for tensors at addresses that change.
+
+    Args:
+        launched: the recorded launch.
+        memory: the block, kept alive here.
+        places: address of each parameter.
+        maps: (address, number of its tensor) of each tensor map in the block.
+    """
 
     def __init__(
         self, launched: Launched, memory: Any, places: list[int], maps: list[tuple[int, int]]
     ) -> None:
         compiled, metadata = launched.compiled, launched.compiled.metadata
         compiled._init_handles()
-        self._kept = compiled, memory  # alive as long as the launch
-        self._maps = maps  # places of tensor maps, and the numbers of their tensors
+        self._kept = compiled, memory  # must live as long as the launch
+        self._maps = maps
+
         attributes = (ctypes.addressof(_OVERLAPS), 1) if metadata.launch_pdl else (None, 0)
         self._config = _LaunchConfig(
             *launched.grid, 32 * metadata.num_warps, 1, 1, metadata.shared, None, *attributes
@@ -329,7 +368,8 @@ class _BoundKernel:
         self._replace_address = cuda_driver().cuTensorMapReplaceAddress
         parameters = (ctypes.c_void_p * len(places))(*places)
         stream = ctypes.addressof(self._config) + _LaunchConfig.stream.offset
-        # For the plug-in: configuration, stream in it, function, parameters, tensor maps.
+
+        # For the C++ replay: configuration, stream in it, function, parameters, tensor maps.
         self.places = (
             ctypes.addressof(self._config),
             stream,
@@ -337,7 +377,8 @@ class _BoundKernel:
             ctypes.addressof(parameters),
             maps,
         )
-        # Returns the driver's status: 0 where the kernel has been launched.
+
+        # Returns the driver's status: 0 if the kernel has been launched.
         self.launch: Callable[[], int] = partial(
             cuda_driver().cuLaunchKernelEx,
             ctypes.byref(self._config),
@@ -347,25 +388,29 @@ class _BoundKernel:
         )
 
     def follow(self, addresses: list[int], stream: int) -> None:
-        """Launches are for tensors at these addresses and for this stream from now on."""
+        """Make later launches use `stream` and read tensor maps of tensors at these `addresses`."""
         for place, number in self._maps:
             self._replace_address(place, addresses[number])
         self._config.stream = stream
 
 
 def bind(launched: Launched | None, tensors: Sequence[Tensor], words: Any) -> _BoundKernel | None:
-    """`launched`, for tensors whose addresses stand in `words`; None where only Triton's own launch
-    will do.
+    """Return a launch bound to `tensors`, or None if only Triton's own launch can repeat it.
+
+    `words` has one 64-bit word for each tensor, in which a replay writes the tensor's address.
     """
     if launched is None or (parameters := parameters_of(launched)) is None:
         return None
+
     numbers: dict[int, int] = {}  # address -> number of its tensor
     for number, x in enumerate(tensors):
         first = numbers.setdefault(x.data_ptr(), number)
-        # Two arguments in one place: an address does not say which. Unless they are one tensor in
-        # every such call, as boundaries of documents may be, which the facts of a call say.
+        # Of two arguments at one address, a parameter does not tell which it is. They may be one
+        # tensor in every such call, as boundaries of documents are: `replayed` tells such calls
+        # apart.
         if first != number and (x is not tensors[first] or x.is_floating_point()):
             return None
+
     memory = (ctypes.c_byte * (PARAMETER_BYTES * (len(parameters) + 1)))()
     start = -(-ctypes.addressof(memory) // PARAMETER_BYTES) * PARAMETER_BYTES
     places = [start + PARAMETER_BYTES * index for index in range(len(parameters))]
@@ -379,7 +424,7 @@ def bind(launched: Launched | None, tensors: Sequence[Tensor], words: Any) -> _B
             return None
         if kind == "map":
             maps.append((places[index], numbers[address]))
-        else:  # one word serves all kernels of the call
+        else:  # the tensor's word serves all kernels of the call
             places[index] = ctypes.addressof(words) + numbers[address] * ctypes.sizeof(
                 ctypes.c_uint64
             )
@@ -387,22 +432,24 @@ def bind(launched: Launched | None, tensors: Sequence[Tensor], words: Any) -> _B
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    """`values`, and those of tuples among them, in the order in which a kernel takes them."""
+    """Yield `values` with tuples flattened, in the order in which a kernel takes them."""
     for value in values:
         yield from _flat(value) if isinstance(value, tuple) else (value,)
 
 
 def parameters_of(launched: Launched) -> list[tuple[str, Any]] | None:
-    """(kind, value) of each parameter that a kernel was given: numbers by their kinds in PTX,
-    `pointer` for a tensor, `map` for a descriptor. None if the kernel wants what a bound launch
-    does not give.
+    """Return the (kind, value) of each parameter of a launch; None if it cannot be bound.
 
-    They follow from Triton's signature, and are compared with what the PTX declares.
+    Kinds are those of PTX for numbers (u32, u64, f32), `pointer` for a tensor and `map` for a
+    descriptor with its metadata. They follow from Triton's signature and must agree with the
+    parameters that the PTX declares. A launch with clusters, a cooperative grid or scratch memory
+    cannot be bound.
     """
     compiled, metadata = launched.compiled, launched.compiled.metadata
     plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid
     if not plain or metadata.global_scratch_size or metadata.profile_scratch_size:
         return None
+
     metas = iter(getattr(metadata, "tensordesc_meta", None) or ())
     parameters: list[tuple[str, Any]] = []
     for value, kind in zip(_flat(launched.arguments), _flat(compiled.src.signature.values())):
@@ -420,13 +467,14 @@ def parameters_of(launched: Launched) -> list[tuple[str, Any]] | None:
             ]
         else:
             return None
-    parameters += [("u64", 0)] * 2  # addresses of scratch memory
+
+    parameters += [("u64", 0)] * 2  # addresses of scratch memory: none
     kinds = ["u64" if kind == "pointer" else kind for kind, _ in parameters]
     return parameters if kinds == [*_declared_by(compiled.asm["ptx"])] else None
 
 
 def _declared_by(ptx: str) -> Iterator[str]:
-    """The kinds of parameters that a kernel's PTX declares, a tensor map as `map`."""
+    """Yield the kind of each parameter that a kernel's PTX declares, a tensor map's as `map`."""
     entry = re.search(r"\.entry\s+\w+\s*\(([^)]*)\)", ptx)
     declaration = r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)[^,\[]*(?:\[(\d+)\])?"
     for kind, size in re.findall(declaration, entry[1] if entry else ""):
@@ -434,15 +482,16 @@ def _declared_by(ptx: str) -> Iterator[str]:
 
 
 def _encode(place: int, descriptor: Any, meta: Any) -> bool:
-    """Write the tensor map of `descriptor` to the address `place`; whether the driver could."""
+    """Write the tensor map of `descriptor` to the address `place`; return whether that worked."""
     if (
         meta["fp4_padded"]
         or descriptor.padding != "zero"
         or getattr(descriptor, "round_f32_to_tf32", False)
     ):
         return False
+
     rank, width = len(meta["block_size"]), meta["elem_size"]
-    # innermost first, as all that the driver takes
+    # the driver takes dimensions innermost first
     sizes, lengths = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
     strides = sizes(*(stride * width for stride in reversed(descriptor.strides[:-1])), 0)
     status = cuda_driver().cuTensorMapEncodeTiled(
@@ -463,22 +512,23 @@ def _encode(place: int, descriptor: Any, meta: Any) -> bool:
 
 
 def _address_of(function: Any) -> int:
+    """Return the address of a function of the driver's library."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @cache
 def cuda_driver() -> Any:
-    """The driver's library; its functions return a CUresult."""
+    """Return the CUDA driver's library; its functions return a CUresult, 0 for success."""
     library = ctypes.CDLL("libcuda.so.1")
     library.cuTensorMapReplaceAddress.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return library
 
 
 def have_context(device: int) -> None:
-    """Make the CUDA context of `device` current where this thread has none: its first kernel of
-    PyTorch's would.
+    """Make the CUDA context of `device` current if this thread has none.
 
-    A thread that has only allocated has none, and without one the driver does not launch.
+    The driver launches in a current context only. PyTorch makes one current at a thread's first
+    kernel; a thread that has only allocated has none.
     """
     if thread.has_context:
         return

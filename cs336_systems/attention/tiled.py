@@ -1,22 +1,29 @@
-"""Stage 3: FlashAttention-2 in plain PyTorch, tile by tile, with a backward that recomputes the
-probabilities.
+"""Stage 3: FlashAttention-2 in plain PyTorch, tile by tile, with a recomputing backward.
 
-Forward (FlashAttention-2, algorithm 1), for each tile of queries, over the tiles of keys that it
-may see:
+    output = FlashAttentionPyTorch.apply(q, k, v, is_causal)
 
-    S = scale · Qᵢ Kⱼᵀ;  m' = max(m, rowmax S);  P = exp(S - m');  l = e^(m-m') l + rowsum P;  O =
-    e^(m-m') O + P Vⱼ
+Forward (FlashAttention-2, algorithm 1): for each tile of queries, over the tiles of keys that it
+may see,
 
-and at the end Oᵢ = O / l, Lᵢ = m + log l. Only Q, K, V, O and L are saved. Backward (algorithm 2,
-with
-D = rowsum(dO ∘ O)), for each tile of keys, over the tiles of queries that may see it:
+    S = scale · Qᵢ Kⱼᵀ
+    m' = max(m, rowmax S)
+    P = exp(S - m')
+    l = e^(m-m') l + rowsum P
+    O = e^(m-m') O + P Vⱼ
 
-    P = exp(S - Lᵢ);  dVⱼ += Pᵀ dOᵢ;  dS = P ∘ (dOᵢ Vⱼᵀ - Dᵢ);  dKⱼ += scale · dSᵀ Qᵢ;  dQᵢ += scale
-    · dS Kⱼ
+and at the end Oᵢ = O / l, Lᵢ = m + log l. Only Q, K, V, O and L are saved.
 
-A tile is upcast to float32 when it is loaded (float64 stays float64), the role that a kernel's
-accumulators play. Usage: `FlashAttentionPyTorch.apply(q, k, v, is_causal)`; with `compiled=True`
-the two tile steps run under torch.compile.
+Backward (algorithm 2, with D = rowsum(dO ∘ O)): for each tile of keys, over the tiles of queries
+that may see it,
+
+    P = exp(S - Lᵢ)
+    dVⱼ += Pᵀ dOᵢ
+    dS = P ∘ (dOᵢ Vⱼᵀ - Dᵢ)
+    dKⱼ += scale · dSᵀ Qᵢ
+    dQᵢ += scale · dS Kⱼ
+
+A tile is upcast to float32 when it is loaded (float64 stays float64), as a kernel accumulates in
+float32. With `compiled=True` the two tile steps run under torch.compile.
 """
 
 from __future__ import annotations
@@ -39,22 +46,22 @@ from cs336_systems.attention.checks import (
 )
 from cs336_systems.attention.rule import AttentionOperator
 
-# Shapes; values have that of keys.
+# Shapes of tensors; values have the shape of keys.
 Queries = Float[Tensor, "... queries head_dim"]
 Keys = Float[Tensor, "... keys head_dim"]
-Rows = Float[Tensor, "... queries"]  # a number for each query: L
+Rows = Float[Tensor, "... queries"]  # one number for each query, such as L
 Mask = Bool[Tensor, "... queries keys"]
 
-# Tiles have at least 64 rows, and grow with the sequence so that a side has at most 16 of them:
-# each tile step costs a dozen kernel launches, and launches, not arithmetic, are what an eager loop
-# over small tiles would measure.
+# Tiles have at least 64 rows. They grow with the sequence so that each side has at most 16 of them:
+# a tile step costs a dozen kernel launches, and an eager loop over small tiles would spend its time
+# on launches, not on arithmetic.
 MIN_TILE = 64
 MAX_TILES = 16
-COMPILED = "compiled"  # an operator's configuration: the tile steps under torch.compile
+COMPILED = "compiled"  # value of `Call.config`: run the tile steps under torch.compile
 
 
 def tile_size(seqlen: int) -> int:
-    """Rows of a tile for a sequence of `seqlen`: a power of two, at least MIN_TILE."""
+    """Return the rows of a tile for `seqlen` tokens: a power of two, at least MIN_TILE."""
     tile = MIN_TILE
     while tile * MAX_TILES < seqlen:
         tile *= 2
@@ -70,10 +77,10 @@ def tiled_forward(
     compiled: bool = False,
     mask: Mask | None = None,
 ) -> tuple[Queries, Rows]:
-    """Output in q's dtype and log-sum-exp in float32 (float64 for float64 inputs).
+    """Return the output in q's dtype and the log-sum-exp in float32 (float64 for float64 inputs).
 
-    `mask` is True where a query may attend a key; it broadcasts over leading dimensions and
-    excludes `is_causal`.
+    `mask` is True where a query may attend a key, and broadcasts over leading dimensions. With a
+    mask `is_causal` must be False. A query without a key has O = 0 and L = -inf.
     """
     step = _compiled_steps()[0] if compiled else _forward_step
     accumulate = torch.promote_types(q.dtype, torch.float32)
@@ -81,6 +88,7 @@ def tiled_forward(
     query_tile, key_tile = tile_size(num_queries), tile_size(num_keys)
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=accumulate, device=q.device)
+
     for q_start in range(0, num_queries, query_tile):
         queries = slice(q_start, min(q_start + query_tile, num_queries))
         q_tile = q[..., queries, :].to(accumulate)
@@ -88,6 +96,8 @@ def tiled_forward(
         row_max = q_tile.new_full(q_tile.shape[:-1], torch.finfo(accumulate).min)
         row_sum = torch.zeros_like(row_max)
         accumulator = torch.zeros_like(q_tile)
+
+        # a causal query tile ends at the diagonal
         for k_start in range(0, queries.stop if is_causal else num_keys, key_tile):
             keys = slice(k_start, min(k_start + key_tile, num_keys))
             if keys.start >= num_keys:
@@ -103,6 +113,7 @@ def tiled_forward(
                 visible,
                 scale,
             )
+
         # A row without keys keeps a row sum of 0: O = 0 and L = -inf.
         output[..., queries, :] = (
             accumulator / row_sum.clamp_min(torch.finfo(accumulate).tiny)[..., None]
@@ -124,28 +135,35 @@ def tiled_backward(
     compiled: bool = False,
     mask: Mask | None = None,
 ) -> tuple[Queries, Keys, Keys]:
-    """Gradients of q, k, v in their dtypes. `grad_lse` is the gradient that reaches the
-    log-sum-exp, if any.
+    """Return the gradients of q, k and v in their dtypes, recomputing P = exp(S - L) by tiles.
+
+    `output` and `lse` are the forward's results. `grad_lse` is the gradient that reaches the
+    log-sum-exp, None where there is none. `mask` is as in `tiled_forward`; a query without a key
+    has no gradient.
     """
     step = _compiled_steps()[1] if compiled else _backward_step
     accumulate = torch.promote_types(q.dtype, torch.float32)
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     query_tile, key_tile = tile_size(num_queries), tile_size(num_keys)
+
     # dL/dS = P, so a gradient of L enters dS = P ∘ (dP - D) as if D were smaller by it.
     delta = (grad_output.to(accumulate) * output.to(accumulate)).sum(dim=-1)
     if grad_lse is not None:
         delta = delta - grad_lse.to(accumulate)
-    if mask is not None:  # a row without keys has P = 0, and 0 times a NaN gradient would be NaN
+    # a row without keys has P = 0, and 0 times a NaN gradient would be NaN
+    if mask is not None:
         dead_rows = lse == -math.inf
         delta = delta.masked_fill(dead_rows, 0.0)
         grad_output = grad_output.masked_fill(dead_rows[..., None], 0.0)
     grad_q = torch.zeros(q.shape, dtype=accumulate, device=q.device)
     grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+
     for k_start in range(0, num_keys, key_tile):
         keys = slice(k_start, min(k_start + key_tile, num_keys))
         k_tile, v_tile = k[..., keys, :].to(accumulate), v[..., keys, :].to(accumulate)
         grad_k_tile, grad_v_tile = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
-        # query tiles before it see none of the keys
+
+        # causal: query tiles before `first` see none of these keys
         first = keys.start // query_tile * query_tile if is_causal else 0
         for q_start in range(first, num_queries, query_tile):
             queries = slice(q_start, min(q_start + query_tile, num_queries))
@@ -163,6 +181,7 @@ def tiled_backward(
                 scale,
             )
             grad_q[..., queries, :] += grad_q_step
+
         grad_k[..., keys, :], grad_v[..., keys, :] = (
             grad_k_tile.to(k.dtype),
             grad_v_tile.to(v.dtype),
@@ -173,7 +192,7 @@ def tiled_backward(
 def _visible(
     queries: slice, keys: slice, device: torch.device, is_causal: bool, mask: Tensor | None
 ) -> Tensor | None:
-    """The part of `mask`, or of the causal mask, in a tile; None for a tile that needs no mask."""
+    """Return the tile's part of `mask` or of the causal mask; None if the tile needs no mask."""
     if mask is not None:
         return mask[..., queries, keys]
     if not is_causal or keys.stop - 1 <= queries.start:
@@ -193,6 +212,7 @@ def _forward_step(
     visible: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (accumulator, row_max, row_sum) of a query tile after one more tile of keys."""
     scores = q @ k.transpose(-2, -1) * scale
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
@@ -215,9 +235,10 @@ def _backward_step(
     visible: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return this pair of tiles' share of grad_q, and grad_k and grad_v with theirs added."""
     probabilities = torch.exp(q @ k.transpose(-2, -1) * scale - lse[..., None])
     if visible is not None:
-        # also of a row without keys, whose L is -inf
+        # also clears a row without keys, where L is -inf and P would be inf
         probabilities = probabilities.masked_fill(~visible, 0.0)
     grad_scores = probabilities * (grad_output @ v.transpose(-2, -1) - delta[..., None]) * scale
     grad_k = grad_k + grad_scores.transpose(-2, -1) @ q
@@ -227,21 +248,24 @@ def _backward_step(
 
 @cache
 def _compiled_steps() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The two tile steps under torch.compile. Dynamic: one compilation serves every tile and
-    length.
+    """Return the forward and the backward tile step under torch.compile.
+
+    They are dynamic: one compilation serves every tile size and length.
     """
     return torch.compile(_forward_step, dynamic=True), torch.compile(_backward_step, dynamic=True)
 
 
 class FlashAttentionPyTorch(torch.autograd.Function):
-    """`apply(q, k, v, is_causal=False, scale=None, compiled=False)` on (..., seq, head_dim)
-    tensors.
+    """FlashAttention-2 as an autograd.Function; `apply` returns the output.
 
-    Saves one tensor of shape (..., queries), the log-sum-exp, beside q, k, v and the output.
-    torch.compile traces the forward's loop over tiles, once for every length;
-    `flash_attention(backend="tiled")` is left whole and compiles once. That is also there for
+    `apply(q, k, v, is_causal=False, scale=None, compiled=False)` takes (..., seq, head_dim)
+    tensors. It saves one tensor of shape (..., queries), the log-sum-exp, beside q, k, v and the
+    output.
+
+    torch.compile traces the forward's loop over tiles, once for every length. It leaves
+    `flash_attention(backend="tiled")` whole, which compiles once. That call also serves
     `torch.vmap`: PyTorch lets no transform of torch.func through this Function. Under a dispatch
-    mode, FlopCounterMode say, its backward is one operator.
+    mode, such as FlopCounterMode, the backward is one operator.
     """
 
     @staticmethod
@@ -254,7 +278,9 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         scale: float | None = None,
         compiled: bool = False,
     ) -> Queries:
+        """Return the output; TypeError or ValueError unless q, k and v fit together."""
         check_flags(is_causal=is_causal, compiled=compiled)
+        # the check wants a dimension of heads; it refuses what is no tensor or has one dimension
         check_attention_inputs(
             *(x.unsqueeze(-3) if isinstance(x, Tensor) and x.ndim > 1 else x for x in (q, k, v))
         )
@@ -267,9 +293,10 @@ class FlashAttentionPyTorch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k and v; the other arguments have none."""
         q, k, v, output, lse = ctx.saved_tensors
         shapes = q.shape, k.shape, v.shape
-        if q.ndim != 4:  # the operator's shape: batch and one head
+        if q.ndim != 4:  # the operator takes 4 dimensions: all leading ones as a batch of one head
             q, k, v, output, grad_output = (
                 x.reshape(-1, 1, *x.shape[-2:]) for x in (q, k, v, output, grad_output)
             )
@@ -280,18 +307,22 @@ class FlashAttentionPyTorch(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return `tiled_forward` of a call, never with compiled steps."""
     with without_autocast(q):
         return tiled_forward(q, k, v, call.is_causal, call.scale, mask=call.mask)
 
 
 def tiled_attention_backward(saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """An operator's backward, also of a forward without a mask."""
+    """Return `tiled_backward` of a call, with compiled steps where `call.config` is COMPILED.
+
+    Operators whose own forward takes no mask use it too.
+    """
     compiled = call.config == COMPILED
     with torch.no_grad(), without_autocast(saved.q):
         return tiled_backward(*saved, call.is_causal, call.scale, compiled, call.mask)
 
 
-# What `flash_attention(backend="tiled")` calls.
+# The operator that `flash_attention(backend="tiled")` calls.
 tiled_attention = AttentionOperator(
     "tiled_attention", _forward, tiled_attention_backward, takes="mask"
 )

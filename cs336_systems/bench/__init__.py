@@ -1,3 +1,1 @@
-"""How an experiment is run and its samples are kept: cells, the processes that measure them,
-records.
-"""
+"""Run experiments and keep their samples: cells, the processes that measure them, records."""

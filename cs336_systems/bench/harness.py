@@ -1,9 +1,8 @@
-"""Running problems: list the cells, leave out the finished ones, measure the rest, append each
-cell's records at once.
+"""Run problems: list their cells, skip finished ones, measure the rest, append records at once.
 
-An interrupted sweep loses the cell it was in and nothing else; running it again continues there.
-Several GPUs are several sweeps, a process a GPU: `--shard 1/4` to `--shard 4/4` into one folder
-share the cells out among themselves.
+An interrupted sweep loses only the cell that it was measuring; the same command continues there.
+On several GPUs, start one process per GPU with `--shard 1/4` to `--shard 4/4` and the same folder:
+each process measures its own part of the cells.
 """
 
 from __future__ import annotations
@@ -43,23 +42,25 @@ from cs336_systems.bench.worker import Outcome, Worker
 from cs336_systems.config import RunConfig
 from cs336_systems.device import DeviceInfo, get_device_info
 
-# Of the machine's memory, what a CPU cell may be predicted to need before it is skipped.
+# A CPU cell is skipped if it is predicted to need more than this fraction of the machine's memory.
 USABLE_MEMORY = 0.8
 Rerun = Literal["none", "failed", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Which code ran. Without git both are given on the command line; a record without them is
-    refused.
-    """
+    """The revision of the code that ran; given on the command line where git does not know it."""
 
     commit: str
-    dirty: bool
+    dirty: bool  # whether the checkout had uncommitted changes
 
 
 def find_provenance(commit: str | None, dirty: bool | None) -> Provenance:
-    """What was given, completed from git; outside of a checkout of this package, its version."""
+    """Return the given commit and dirty flag, completed from git.
+
+    Outside of a checkout of this package, the commit is "unknown" with the package's version.
+    Raises ValueError if `commit` is empty, or is given without `dirty`.
+    """
     file = Path(__file__).resolve()
     folder = file.parent
     if commit is not None and not commit.strip():
@@ -78,6 +79,7 @@ def find_provenance(commit: str | None, dirty: bool | None) -> Provenance:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    """Return the output of a git command in `folder`; None if it fails, or takes over 30 s."""
     try:
         result = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30
@@ -88,14 +90,17 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def results_folder(results: Path, device: DeviceInfo, run: RunConfig) -> Path:
-    """`results/<device>` at handout scale, `results/<device>-<scale>` below it; of chosen sizes one
-    beside it.
+    """Return the folder for the results of `run` on `device`.
+
+    It is `results/<device>` at handout scale and `results/<device>-<scale>` at the others. A run
+    with chosen sizes has its own folder, whose name ends in "-chosen".
     """
     name = device.slug if run.scale == "handout" else f"{device.slug}-{run.scale}"
     return results / (name + CHOSEN * run.axes.sizes)
 
 
 def software_versions() -> dict[str, str]:
+    """Return the versions of Python, PyTorch and Triton; "absent" for a package not installed."""
     versions = {"python": python_version()}
     for package in ("torch", "triton"):
         try:
@@ -107,8 +112,9 @@ def software_versions() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """The `index`-th of `count` parts of a run: cells by turns in groups, and what needs the
-    machine in the first.
+    """The `index`-th of `count` parts into which a run's cells are divided, group by group.
+
+    Cells that need the machine to themselves (`Cell.alone`) all belong to the first part.
     """
 
     index: int = 1
@@ -116,7 +122,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """`2/4`; ValueError for anything else."""
+        """Return the shard that "I/N" names, e.g. "2/4"; ValueError unless 1 <= I <= N."""
         first, slash, second = text.partition("/")
         if not (
             slash and first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)
@@ -125,11 +131,14 @@ class Shard:
         return cls(index=int(first), count=int(second))
 
     def of(self, cells: Sequence[Cell]) -> list[Cell]:
-        """This shard's part of `cells`, in their order. A group, whose cells tables compare, is
-        never split.
+        """Return this shard's part of `cells`, in their order.
+
+        A group is never split, since tables compare its cells. Groups are dealt out in turn,
+        those with the largest predicted memory first.
         """
         if self.count == 1:
             return list(cells)
+
         groups = dict.fromkeys(cell.group for cell in cells if not cell.alone)
         largest = {
             group: max(cell.predicted_bytes for cell in cells if cell.group == group)
@@ -143,7 +152,11 @@ class Shard:
 
 
 class Sweep:
-    """One run of some problems into one results folder."""
+    """One run of some problems into one results folder.
+
+    `rerun` says which finished cells are measured again. `implementations` limits the sweep to
+    cells of these names; None means all. `interpret` runs Triton's kernels in its interpreter.
+    """
 
     def __init__(
         self,
@@ -163,7 +176,8 @@ class Sweep:
         self.worker = Worker(run, folder / "logs" / f"worker{self._suffix}.log", interpret)
         date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         self.facts = Run(
-            id=f"{date[:-1].replace('-', '').replace(':', '')}-{provenance.commit[:8]}{self._suffix}",
+            id=f"{date[:-1].replace('-', '').replace(':', '')}"
+            f"-{provenance.commit[:8]}{self._suffix}",
             scale=run.scale,
             device=self.device.to_dict(),
             software=software_versions(),
@@ -175,13 +189,14 @@ class Sweep:
 
     @property
     def _suffix(self) -> str:
+        """Return "-<index>of<count>" for one of several shards, else ""."""
         return f"-{self.shard.index}of{self.shard.count}" if self.shard.count > 1 else ""
 
     def lock(self) -> None:
-        """Keep other runs out of the folder until `unlock` or this process ends; ValueError if one
-        is in it.
+        """Lock the results folder against other runs until `unlock` or the end of this process.
 
-        Two runs would measure every cell twice, and each other's load.
+        Raises ValueError if another run of the same shard has locked it. Two runs would measure
+        every cell twice, and each other's load.
         """
         path = self.folder / "logs" / f"run{self._suffix}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,24 +209,24 @@ class Sweep:
         self._lock_file = lock_file
 
     def unlock(self) -> None:
-        """Let other runs into the folder."""
+        """Release the lock of the results folder; no effect if it is not locked."""
         if self._lock_file is not None:
             self._lock_file.close()
             self._lock_file = None
 
     def pending(self, problem: str) -> tuple[list[Cell], Counter[str]]:
-        """The cells of `problem` still to measure in this shard, and the finished ones counted by
-        status.
-        """
+        """Return this shard's unmeasured cells of `problem`, and the finished ones' statuses."""
         return self.unfinished(
             problem, self.shard.of(planned_cells(problem, self.run, self.implementations or ()))
         )
 
     def unfinished(self, problem: str, cells: list[Cell]) -> tuple[list[Cell], Counter[str]]:
-        """Those of `cells`, all of `problem`, still to measure, and the finished ones counted by
-        status.
+        """Return the unmeasured ones among `cells` of `problem`, and the finished ones' statuses.
 
-        What another seed measured is not finished: the seed is not part of a record's key.
+        The second value counts finished cells by `cell_status`. A cell is finished if each of its
+        rows has a record of this run's seed; with `rerun` "failed", of another status than failed.
+        With `rerun` "all" no cell is finished. The seed is compared here, since it is not part of
+        a record's key.
         """
         if self.implementations is not None:
             cells = [
@@ -219,12 +234,14 @@ class Sweep:
             ]
         if self.rerun == "all":
             return cells, Counter()
+
         records, _ = place_records(problem, read_records(self.record_file(problem)), plan_of(cells))
         done = {
             record.key: record.status
             for record in latest(records)
             if record.seed == self.run.seed and (self.rerun == "none" or record.status != "failed")
         }
+
         pending: list[Cell] = []
         finished: Counter[str] = Counter()
         for cell in cells:
@@ -237,6 +254,7 @@ class Sweep:
         return pending, finished
 
     def record_file(self, problem: str) -> Path:
+        """Return the path of the file that holds the records of `problem`."""
         return self.folder / "records" / f"{problem}.jsonl"
 
     def measure(
@@ -246,10 +264,11 @@ class Sweep:
         time_budget_s: float | None = None,
         started: Callable[[Cell], None] = lambda _: None,
     ) -> Iterator[list[Record]]:
-        """Measure `cells` one by one, yielding each one's records once they are on disk.
+        """Measure `cells` one by one, yielding each cell's records once they are on disk.
 
-        No cell is started after `time_budget_s` seconds. The measuring process stays for further
-        cells: whoever measures ends it (`self.worker.stop()` or `kill()`).
+        No cell is started after `time_budget_s` seconds. `started` is called before each cell. The
+        measuring process stays alive for further cells: the caller must end it with
+        `self.worker.stop()` or `self.worker.kill()`.
         """
         deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
         for cell in cells:
@@ -261,16 +280,19 @@ class Sweep:
             yield self.record(cell, outcome)
 
     def record(self, cell: Cell, outcome: Outcome) -> list[Record]:
-        """What `cell` came to, as records that are on disk when this returns."""
+        """Write the outcome of `cell` to disk as records, and return these."""
         records = self._records(cell, outcome)
         append_records(self.record_file(cell.problem), records)
         return records
 
     def _records(self, cell: Cell, outcome: Outcome) -> list[Record]:
-        """A record for every promised row: measured, or with the outcome's status and message."""
+        """Return a record for each row of `cell`.
+
+        The record of a row without a measurement has the outcome's status and message instead.
+        """
         measured = {sample.row: sample for sample in outcome.measurements}
         implementation = cell.implementation
-        # a user's own is an implementation of its own
+        # A user's own model counts as a separate implementation.
         if self.run.model is not None and hasattr(cell.case, "model"):
             implementation += f" {self.run.model}"
         records = []
@@ -278,6 +300,7 @@ class Sweep:
             status, message = outcome.status, outcome.message
             if status == "ok":
                 status, message = "failed", "the measurement ended without reporting this row"
+
             nothing = Record(
                 run=self.facts,
                 problem=cell.problem,
@@ -299,8 +322,10 @@ class Sweep:
 
 
 def _with_sample(nothing: Record, sample: Sample) -> Record:
-    """The record with what was measured, or why it has nothing; a failure where no record may say
-    what was measured.
+    """Return the empty record `nothing` with the samples of `sample`, or the reason for their lack.
+
+    Values that no record may hold (NaN, infinity, other types than numbers) give a record with
+    status "failed". Samples are rounded to six digits, the error to four.
     """
     try:
         record = structs.replace(
@@ -316,24 +341,24 @@ def _with_sample(nothing: Record, sample: Sample) -> Record:
                 record, status=sample.status, message=_without_paths(sample.message)
             )
         check_types(record)
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-    ) as error:  # NaN, infinity, what is no number
+    # what NaN, infinity and values other than numbers raise
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         message = f"what was measured cannot be recorded: {error}"
         return structs.replace(nothing, status="failed", message=message[:LONGEST_REASON])
     return record
 
 
 def planned_cells(problem: str, run: RunConfig, implementations: Iterable[str] = ()) -> list[Cell]:
-    """All cells of `problem`. Of `implementations` those named `package.module:Name`, a reader's
-    own, are planned too: they have a cell on each case, or take turns with the others of its cell
-    and promise as much as the first of them.
+    """Return all cells of `problem`, and those of the user's own `implementations`.
+
+    Names of the form `package.module:Name` among `implementations` are the user's own; the others
+    are ignored. Where an experiment measures by turns, the user's own join each cell and promise
+    the rows of its first implementation. Otherwise each of them gets a cell on each case.
     """
     found = load(problem)
     cells = choose_cells(problem, found.cells(run), run.axes)
+
+    # Add the user's own implementations.
     own = [name for name in implementations if ":" in name]
     if found.by_turns:
         for place, cell in enumerate(cells):
@@ -341,10 +366,12 @@ def planned_cells(problem: str, run: RunConfig, implementations: Iterable[str] =
             more = (replace(row, implementation=name) for name in own for row in of_first)
             cells[place] = replace(cell, rows=(*cell.rows, *more))
     else:
-        first: dict[Any, Cell] = {}  # of each case
+        first: dict[Any, Cell] = {}  # case -> its first cell, whose rows are promised
         for cell in cells:
             first.setdefault(cell.case, cell)
         cells += [replace(cell, implementation=name) for name in own for cell in first.values()]
+
+    # Fill in what an experiment leaves open: the problem's name and the predicted peak memory.
     for place, cell in enumerate(cells):
         modes = [row.mode for row in cell.rows]
         predicted = cell.predicted_bytes or predicted_peak_bytes(
@@ -355,8 +382,10 @@ def planned_cells(problem: str, run: RunConfig, implementations: Iterable[str] =
 
 
 def predicted_overflow(num_bytes: int, device: DeviceInfo) -> str:
-    """Why what needs `num_bytes` is not tried; empty on a GPU: a CPU swaps or is killed where a GPU
-    raises.
+    """Return why a cell that needs `num_bytes` must be skipped on `device`; "" if it need not.
+
+    On a GPU it is always "": a GPU raises an out-of-memory error, but on a CPU the machine swaps
+    or the process is killed.
     """
     limit = int(USABLE_MEMORY * device.memory_bytes)
     if device.kind != "cpu" or num_bytes <= limit:
@@ -365,10 +394,10 @@ def predicted_overflow(num_bytes: int, device: DeviceInfo) -> str:
 
 
 def cell_status(statuses: Iterable[str]) -> str:
-    """What a cell came to by its rows' statuses: ok, why nothing was measured, or `partly` and why
-    not all.
+    """Return the status of a cell from the `statuses` of its rows.
 
-    A failure before all: beside it a kernel that this machine lacks is nothing to tell.
+    It is "ok" if all rows are, else the first other status, with "partly " before it if some rows
+    are ok. "failed" takes precedence over the others, e.g. over a kernel that this machine lacks.
     """
     statuses = list(statuses)
     others = [status for status in statuses if status != "ok"]
@@ -379,7 +408,7 @@ def cell_status(statuses: Iterable[str]) -> str:
 
 
 def _without_paths(message: str) -> str:
-    """A message fit for a published record: the checkout's and the home folder's paths shortened."""
+    """Return `message` with the checkout's path as "." and the home folder's path as "~"."""
     for path, short in (
         (str(Path(__file__).resolve().parents[2]), "."),
         (os.path.expanduser("~"), "~"),

@@ -1,18 +1,17 @@
-"""Finds the cell of an experiment that each record is of: the one place where it is decided what a
-report shows.
+"""Match records to the cells of an experiment, which decides what a report shows.
 
     records = of_one_machine(read_records(path))
     placed, left_out = place_records(experiment.name, records, plan_for(experiment, records))
 
-A record belongs to the experiment if its case can be built from the experiment's case classes:
-fields that an older release did not have take their defaults; a field that this release does not
-have means something that it does not know, so that the record is left out. So is one with a value
-that the class refuses, or in another unit than the experiment has for its quantity. A warning names
-what is left out. Of two records with the same key the later in the file is kept.
+A record belongs to the experiment if its case can be built from the experiment's case classes.
+Fields that an older release did not have take their defaults. A record is left out if its case has
+a field that this release does not have or a value that the class refuses, or if its unit is not
+that of its quantity in the experiment. A warning names what is left out. Of two records with the
+same key the later in the file is kept.
 
-Two records with different keys may still want the same cell of a table, as where the experiment no
-longer has the batch size of one. `preferred_rows` then takes the one that the experiment promises,
-or the newest.
+Two records with different keys may still claim the same cell of a table, e.g. if the experiment no
+longer has the batch size of one of them. `preferred_rows` then takes the record that the experiment
+promises, or the newest.
 """
 
 from __future__ import annotations
@@ -32,32 +31,32 @@ from cs336_systems.measure.text import in_one_line
 
 T = TypeVar("T")
 
-# What code that reads rows raises where a row holds what nobody expected there.
+# What code that reads rows raises if a row holds an unexpected value.
 UNREADABLE = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
 LONGEST_WARNING = 300  # characters: it may quote a record
 
 
 class NotMade(UserWarning):  # noqa: N818
-    """Says that a table, a figure or a page could not be made, so that the report is not whole."""
+    """Warning that a table, a figure or a page is missing from a report and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What an experiment's cells promise."""
+    """The cases, rows and units that an experiment's cells promise to measure."""
 
-    classes: Mapping[str, type]  # of cases, by the name that a record has of them
+    classes: Mapping[str, type]  # name of a case's class in records -> the class
     places: Mapping[str, int]  # case_key -> the place of the case among the cells
     promised: frozenset[tuple[str, ...]]  # (case_key, implementation, mode, quantity)
-    units: Mapping[tuple[str, str], set[str]]  # (mode, quantity) -> of the rows that have these
+    units: Mapping[tuple[str, str], set[str]]  # (mode, quantity) -> units of such rows
 
 
 def plan_of(cells: Sequence[Cell]) -> Plan:
-    """Return what `cells` promise."""
+    """Return the plan of `cells`: their cases, promised rows and units."""
     classes: dict[str, type] = {}
     places: dict[str, int] = {}
     promised: set[tuple[str, ...]] = set()
     units: dict[tuple[str, str], set[str]] = defaultdict(set)
-    # by the identity of a case: 1 and 1.0 are equal, and are not the same key
+    # Keys by a case's identity, not its value: cases with 1 and 1.0 are equal but have two keys.
     keys: dict[int, str] = {}
     for cell in cells:
         for case in (cell.case, *(row.case for row in cell.rows if row.case is not None)):
@@ -73,21 +72,23 @@ def plan_of(cells: Sequence[Cell]) -> Plan:
 
 
 def plan_for(experiment: Experiment, records: Sequence[Record]) -> Plan:
-    """Return what `experiment` promises at the scale and on the kind of device that `records` are
-    of.
-    """
+    """Return the plan of `experiment` at the scale and for the device kind of `records[0]`."""
     run = records[0].run
     kind = "cuda" if run.device.get("kind") == "cuda" else "cpu"
-    return plan_of(experiment.cells(RunConfig(scale=run.scale, device=kind)))  # type: ignore[arg-type]
+    return plan_of(
+        experiment.cells(RunConfig(scale=run.scale, device=kind))  # type: ignore[arg-type]
+    )
 
 
 def place_records(
     problem: str, records: Iterable[Record], plan: Plan
 ) -> tuple[list[Record], list[str]]:
-    """Return those of `records` that are of `problem`, with their cases completed, and a line for
-    each other one.
+    """Return the records that belong to `problem`, and a line on each of the others.
+
+    The cases of the returned records have every field that their class has, with defaults for
+    fields that an older release did not record. A line says why its record is left out.
     """
-    # by case_key: the completed case, or why it is none
+    # case_key -> the completed case, or why the case is none of the plan's classes
     cases: dict[str, dict[str, Any] | str] = {}
     placed: list[Record] = []
     left_out: list[str] = []
@@ -96,6 +97,7 @@ def place_records(
         if key not in cases:
             cases[key] = _completed_case(record.case, plan.classes)
         case = cases[key]
+
         units = plan.units.get((record.mode, record.quantity), {record.unit})
         reason = ""
         if record.problem != problem:
@@ -106,6 +108,7 @@ def place_records(
             reason = f"unit must be {' or '.join(sorted(units))}, got {record.unit}"
         elif case is not record.case:
             record = msgspec.structs.replace(record, case=case)
+
         if reason:
             left_out.append(f"{problem}: {record.implementation} left out, {reason}")
         else:
@@ -114,15 +117,16 @@ def place_records(
 
 
 def warn_of(lines: Sequence[str], stacklevel: int) -> None:
-    """Warn of the first of `lines`, and say how many more there are; nothing where there are none."""
+    """Warn with the first of `lines` and the number of the others; do nothing without lines."""
     if lines:
         more = f", and {len(lines) - 1} more records" if len(lines) > 1 else ""
         warnings.warn(in_one_line(lines[0])[:LONGEST_WARNING] + more, stacklevel=stacklevel + 1)
 
 
 def attempt(what: str, make: Callable[..., T], *arguments: Any) -> T | None:
-    """Return what `make` returns; None, with a warning that names `what`, where it cannot read its
-    rows.
+    """Return `make(*arguments)`; if it raises one of UNREADABLE, warn and return None.
+
+    The warning is a `NotMade` that names `what`, the table or figure, and the reason.
     """
     try:
         return make(*arguments)
@@ -135,8 +139,9 @@ def attempt(what: str, make: Callable[..., T], *arguments: Any) -> T | None:
 
 
 def _completed_case(given: dict[str, Any], classes: Mapping[str, type]) -> dict[str, Any] | str:
-    """The case of a record with every field that its class has; in words why it is none of
-    `classes`.
+    """Return a record's case with every field of its class, or the reason why it has no class.
+
+    The reason is a str: its class is none of `classes`, refuses a value, or lacks a field.
     """
     name = given["type"]
     if name not in classes:
@@ -145,11 +150,8 @@ def _completed_case(given: dict[str, Any], classes: Mapping[str, type]) -> dict[
         built: Any = msgspec.convert(
             {key: value for key, value in given.items() if key != "type"}, classes[name]
         )
-    except (
-        msgspec.ValidationError,
-        ValueError,
-        TypeError,
-    ) as error:  # what __post_init__ raises among them
+    # __post_init__ may raise ValueError or TypeError
+    except (msgspec.ValidationError, ValueError, TypeError) as error:
         return f"case is no {name}: {error}"
     whole = case_to_dict(built)
     if unknown := _unknown_fields(given, whole):
@@ -158,6 +160,7 @@ def _completed_case(given: dict[str, Any], classes: Mapping[str, type]) -> dict[
 
 
 def _unknown_fields(given: Mapping[str, Any], whole: Mapping[str, Any]) -> list[str]:
+    """Return the names of fields in `given` that `whole` lacks; nested ones as "outer.inner"."""
     unknown = []
     for name, value in given.items():
         if name not in whole:
@@ -168,8 +171,9 @@ def _unknown_fields(given: Mapping[str, Any], whole: Mapping[str, Any]) -> list[
 
 
 def _filled(given: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-    """`given` with what it lacks of `whole`; `given` itself where it lacks nothing, as 1 stays 1
-    where 1.0 is meant.
+    """Return `given` with the fields that only `whole` has; `given` itself if it lacks none.
+
+    Values of `given` are kept as they are: 1 stays 1 where `whole` has 1.0.
     """
     filled = {}
     for name, value in whole.items():
@@ -181,11 +185,10 @@ def _filled(given: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_one_machine(records: Sequence[Record]) -> list[Record]:
-    """Return those of `records` that are of the device and the scale that most are of; a warning
-    tells the others.
-    """
+    """Return the records of the most frequent pair of device and scale, and warn of the others."""
 
     def machine(record: Record) -> tuple[str, str]:
+        """Return the (device name, scale) that the record was measured with."""
         return str(record.run.device.get("name")), record.run.scale
 
     counts = Counter(map(machine, records))
@@ -195,7 +198,8 @@ def of_one_machine(records: Sequence[Record]) -> list[Record]:
     others = [record for record in records if machine(record) != most]
     warn_of(
         [
-            f"{record.problem}: {record.implementation} left out, it was measured on {name} at scale {scale}, "
+            f"{record.problem}: {record.implementation} left out, "
+            f"it was measured on {name} at scale {scale}, "
             f"most were on {most[0]} at scale {most[1]}"
             for record in others
             for name, scale in [machine(record)]
@@ -206,11 +210,11 @@ def of_one_machine(records: Sequence[Record]) -> list[Record]:
 
 
 def preferred_rows(rows: Sequence[Mapping[str, Any]], cell: str) -> list[Any]:
-    """Return those of a frame's `rows` that may stand in one `cell`: the promised ones, else the
-    newest alone.
+    """Return the promised ones among the `rows` that claim one table cell, else only the newest.
 
-    A warning tells the others. That the experiment promises several is the caller's error to tell:
-    what is declared must tell its own rows apart.
+    `rows` are of a frame; a warning names those not returned, and `cell` in it names the table's
+    cell. Several promised rows are all returned: the declared table fails to tell them apart, and
+    the caller must raise that error.
     """
     if len(rows) < 2:
         return list(rows)

@@ -1,14 +1,16 @@
 """Records: one JSON object a line, appended when measured, the only way a number reaches a page.
 
-    results/<device>/records/<problem>.jsonl    a row a quantity: problem, case, implementation, samples, status, ...
-    results/<device>/records/runs.jsonl         what all rows of a run share: device, software, commit, date, ...
+    results/<device>/records/<problem>.jsonl
+        one row per quantity: problem, case, implementation, samples, status, ...
+    results/<device>/records/runs.jsonl
+        one row per run, with what its records share: device, software, commit, date, ...
 
-A row names its run by `run`. pandas reads both files without this module:
+The field `run` of a record holds its run's id. pandas reads both files without this module:
 
     pandas.read_json("records/attention_shapes.jsonl", lines=True)
 
-Writing is strict. Reading is tolerant: a damaged line costs itself and a warning. placing.py then
-finds the cell of the experiment that a record is of.
+Writing is strict. Reading is tolerant: a damaged line is left out with a warning. placing.py then
+finds the cell of the experiment that a record belongs to.
 """
 
 import codecs
@@ -29,15 +31,15 @@ from cs336_systems.measure.text import in_one_line
 
 T = TypeVar("T")
 Status = Literal["ok", "oom", "failed", "skipped"]
-# it becomes part of file names
+# A problem's name becomes part of file names.
 ProblemName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,100}$")]
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
-RUNS = "runs"  # the file of runs, which no problem may be called
+RUNS = "runs"  # name of the file of runs, so no name for a problem
 LARGEST_SAMPLE = 1e30  # sums and squares of samples stay finite
-LARGEST_INTEGER = 2**63 - 1  # of a case: what tensors and data frames hold
-LONGEST_REASON = 300  # characters of why a line is left out: it may quote the line
-MOST_LEVELS = 16  # of configs within configs in a case
-# no character: no UTF-8 says it, and no reader of JSON takes its escape
+LARGEST_INTEGER = 2**63 - 1  # in a case: the largest that tensors and data frames hold
+LONGEST_REASON = 300  # characters of the reason why a line is left out: it may quote the line
+MOST_LEVELS = 16  # of nested configs in a case
+# Lone surrogates: UTF-8 cannot encode them, and JSON readers refuse their escapes.
 HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")
 
 
@@ -50,13 +52,13 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     software: dict[str, str]  # versions of python, torch, triton; how attention is called
     commit: NonEmpty  # revision of the code that ran
     dirty: bool  # whether the checkout had uncommitted changes
-    date: str  # when it began: ISO 8601, UTC, seconds
+    date: str  # start of the run: ISO 8601, UTC, to the second
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One measured quantity of one implementation on one case, or the reason why there is none."""
+    """One measured quantity of one implementation on one case, or the reason why it is missing."""
 
-    run: Run  # in the file its id
+    run: Run  # the file holds its id only
     problem: ProblemName  # the handout's problem name, e.g. "flash_benchmarking"
     case: dict[str, Any]  # the config object that ran, its class name under "type"
     implementation: NonEmpty  # e.g. "triton", "sdpa_cudnn"
@@ -67,16 +69,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     message: str = ""  # why, when status is not ok
     # largest ratio of |result - oracle| to its bound, over all checked outputs; <= 1
     error: float | None = None
-    # what really ran or was found, where a name says it: a kernel, tiles, a dtype, a line of source
+    # name of what really ran or was found: a kernel, tiles, a dtype, a line of source
     kernel: str = ""
     seed: int = 0
     sources: str = ""  # hash of the operations that were measured (sources.py)
-    held_mib: float | None = None  # of the GPU's memory, by the measuring process as the cell began
+    # GPU memory that the measuring process held as the cell began; None if not counted
+    held_mib: float | None = None
     samples: list[float] = []  # raw, in measured order; empty unless status is ok
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What identifies the quantity; a later record with the same key replaces an earlier one."""
+        """The identity of the quantity: a later record with the same key replaces this one."""
         return (
             self.problem,
             self.run.scale,
@@ -88,18 +91,23 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def case_to_dict(case: Any) -> dict[str, Any]:
-    """The dataclass `case` as a JSON object with its class name under "type"."""
+    """Return the dataclass instance `case` as a JSON object with its class name under "type"."""
     if not is_dataclass(case) or isinstance(case, type):
         raise TypeError(f"case must be a dataclass instance, got {type(case).__name__}")
     return {"type": type(case).__name__, **asdict(case)}
 
 
 def case_key(case: dict[str, Any]) -> str:
+    """Return a text that is the same for cases with the same fields and values."""
     return json.dumps(case, sort_keys=True)
 
 
 def describe_case(case: dict[str, Any]) -> str:
-    """A case in a few words: `bfloat16 1x1x4096x64 causal`, `xl batch=4 context=512 warmup=5`."""
+    """Return a case in a few words.
+
+    For example `bfloat16 1x1x4096x64 causal` (batch x heads x queries x head dim) or
+    `xl batch=4 context=512 warmup=5`.
+    """
     if isinstance(model := case.get("model"), dict):
         context = model.get("context_length")
         facts = {"batch": case.get("batch"), "context": context, "warmup": case.get("warmup")}
@@ -113,8 +121,9 @@ def describe_case(case: dict[str, Any]) -> str:
 
 
 def check(record: Record) -> None:
-    """Raise ValueError naming the field if `record` says what its types allow and no record may
-    say.
+    """Raise ValueError, naming the field, if `record` breaks a rule that its types do not express.
+
+    `record` must have the types of its fields; `check_types` checks them, too.
     """
     if record.problem == RUNS:
         raise ValueError(f"problem must not be {RUNS!r}, the file of the runs")
@@ -133,13 +142,14 @@ def check(record: Record) -> None:
         raise ValueError(f"message must say why status is {record.status}")
     if record.quantity.endswith("_intervals") and len(record.samples) % 2:
         raise ValueError(
-            f"samples of {record.quantity} must be starts and ends by turns, got {len(record.samples)}"
+            f"samples of {record.quantity} must be starts and ends by turns, "
+            f"got {len(record.samples)}"
         )
     _check_plain(record.case, "case")
 
 
 def _check_plain(value: Any, name: str, level: int = 0) -> None:
-    """Raise ValueError naming the field if a case holds what a data frame or JSON cannot."""
+    """Raise ValueError, naming the field, if a case's value does not fit a data frame or JSON."""
     if level > MOST_LEVELS:
         raise ValueError(f"case must have at most {MOST_LEVELS} levels")
     if isinstance(value, dict):
@@ -155,26 +165,23 @@ def _check_plain(value: Any, name: str, level: int = 0) -> None:
 
 
 def check_types(record: Record) -> None:
-    """Raise ValueError naming the field if `record` does not have the types that it says, or breaks
-    a rule.
-    """
+    """Raise ValueError, naming the field, if `record` has a wrong type or breaks a rule."""
     check(msgspec.convert(msgspec.to_builtins(record), Record))
 
 
 def check_run(run: Run) -> None:
-    """Raise ValueError if `run` does not say which device it was on."""
+    """Raise ValueError unless the device of `run` has a name."""
     name = run.device.get("name")
     if not isinstance(name, str) or not name:
         raise ValueError("run must have a device with its name")
 
 
 def append_records(path: Path, records: Sequence[Record]) -> None:
-    """Append `records` to the file at `path`, and their runs to `runs.jsonl` beside it where it
-    lacks them.
+    """Append `records` to the file at `path`, and new runs to `runs.jsonl` beside it.
 
-    Raises ValueError before anything is written if a record says too little. The lines are one
-    write, flushed to disk. Half of a surrogate pair, as an undecodable byte of a file name becomes,
-    is written as the six characters `\\udcff`.
+    Raises ValueError before anything is written if a record or its run fails its checks. The lines
+    of a file are one write, flushed to disk. A lone surrogate, which an undecodable byte of a file
+    name becomes, is written as the six characters of its escape, `\\udcff`.
     """
     for record in records:
         check_types(record)
@@ -186,6 +193,7 @@ def append_records(path: Path, records: Sequence[Record]) -> None:
 
 
 def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Append `rows` to the file at `path` as JSON, one a line, in one write flushed to disk."""
     if not rows:
         return
     text = "".join(
@@ -195,7 +203,7 @@ def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     with open(path, "ab+") as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
-            # a killed run's last line: closed, so that it spoils nothing but itself
+            # A killed run may leave half a line: end it, so that only that line is damaged.
             if file.read(1) != b"\n":
                 text = "\n" + text
         file.write(text.encode())
@@ -204,7 +212,7 @@ def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _readable(value: Any) -> Any:
-    """`value` with each half of a surrogate pair in its texts as the characters of its escape."""
+    """Return `value` with each lone surrogate in its texts replaced by the text of its escape."""
     if isinstance(value, str):
         return HALF_A_PAIR.sub(lambda half: f"\\u{ord(half[0]):04x}", value)
     if isinstance(value, dict):
@@ -215,9 +223,10 @@ def _readable(value: Any) -> Any:
 
 
 def read_runs(folder: Path) -> dict[str, Run]:
-    """The runs of `folder`/runs.jsonl by their ids."""
+    """Return the runs in the file `runs.jsonl` of `folder` by their ids."""
 
     def run_of(row: Any) -> Run:
+        """Return the run of a JSON object; ValueError if it is not one."""
         run = msgspec.convert(row, Run)
         check_run(run)
         return run
@@ -226,17 +235,18 @@ def read_runs(folder: Path) -> dict[str, Run]:
 
 
 def read_records(path: Path) -> list[Record]:
-    """All readable records of the file at `path`, in the order written; an absent file has none.
+    """Return all readable records of the file at `path`, in the order written.
 
-    Unknown keys are dropped. Lines that are no records, or whose run is unknown, are left out with
-    one warning, which names the first; so is a `path` that is not a regular file, since reading a
-    pipe would wait for ever.
+    An absent file has none. Unknown keys are dropped. Lines that are no records, or whose run is
+    unknown, are left out with one warning, which names the first. A `path` that is not a regular
+    file is skipped with a warning, since reading a pipe would wait for ever.
     """
     if path.name == f"{RUNS}.jsonl":
         return []
     runs = read_runs(path.parent)
 
     def record_of(row: Any) -> Record:
+        """Return the record of a JSON object, with its run filled in; ValueError if it is none."""
         if not isinstance(row, dict):
             raise ValueError(f"must be a JSON object, got {type(row).__name__}")
         if not isinstance(name := row.get("run"), str) or name not in runs:
@@ -249,14 +259,15 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _read(path: Path, parse: Callable[[Any], T]) -> list[T]:
-    """What `parse` makes of each line's JSON, and a warning of the lines that it refuses."""
+    """Return `parse` of each line's JSON, with one warning of the lines for which it raises."""
     if not path.exists():
         return []
     if not path.is_file():
         warnings.warn(f"{path.name}: not a regular file, skipped", stacklevel=3)
         return []
     parsed, damaged = [], []
-    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")  # the mark is an editor's
+    # some editors write a byte order mark
+    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -264,7 +275,8 @@ def _read(path: Path, parse: Callable[[Any], T]) -> list[T]:
             parsed.append(parse(msgspec.json.decode(line)))
         except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             damaged.append(
-                f"{path.name}:{number}: not a record, left out ({in_one_line(error)[:LONGEST_REASON]})"
+                f"{path.name}:{number}: not a record, left out "
+                f"({in_one_line(error)[:LONGEST_REASON]})"
             )
     if damaged:
         more = f", and {len(damaged) - 1} more lines of it" if len(damaged) > 1 else ""
@@ -273,31 +285,32 @@ def _read(path: Path, parse: Callable[[Any], T]) -> list[T]:
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-    """The newest record of each key, in the order in which the keys first appeared."""
+    """Return the last record of each key, in the order in which the keys first appeared."""
     return list({record.key: record for record in records}.values())
 
 
 def failures(records: Iterable[Record]) -> list[str]:
-    """What failed among `records`, a line for each implementation and message, with the first of
-    its cases.
+    """Return a line for each problem, implementation and message of failure among `records`.
+
+    A line names the first case that failed so, and the number of the others.
     """
-    cases: dict[tuple[str, str, str], dict[str, None]] = {}  # in their order
+    # (problem, implementation, message) -> the cases, in their order
+    cases: dict[tuple[str, str, str], dict[str, None]] = {}
     for r in records:
         if r.status == "failed":
             cases.setdefault((r.problem, r.implementation, r.message), {})[
                 describe_case(r.case)
             ] = None
     return [
-        f"{problem}: {name} failed ({next(iter(of))}{f' and {len(of) - 1} more' * (len(of) > 1)}): {message}"
+        f"{problem}: {name} failed "
+        f"({next(iter(of))}{f' and {len(of) - 1} more' * (len(of) > 1)}): {message}"
         for (problem, name, message), of in cases.items()
     ]
 
 
 def skips(records: Iterable[Record]) -> list[str]:
-    """Why some of `records` were skipped, a line for each message, with the implementations that it
-    is of.
-    """
-    names: dict[str, dict[str, None]] = {}  # in their order
+    """Return a line for each reason why `records` were skipped, with its implementations."""
+    names: dict[str, dict[str, None]] = {}  # message -> implementations, in their order
     for record in records:
         if record.status == "skipped":
             names.setdefault(record.message, {})[record.implementation] = None
@@ -305,9 +318,9 @@ def skips(records: Iterable[Record]) -> list[str]:
 
 
 def is_series(quantity: str) -> bool:
-    """Whether the samples of `quantity` are a series and no repetitions: a curve, intervals, a
-    timeline.
+    """Return whether the samples of `quantity` are a curve, intervals or a timeline.
 
-    Of repetitions some say what all say; a series lacks what is left out.
+    The samples of other quantities are repetitions, of which a part is as good as all. A part of a
+    series is not.
     """
     return quantity == "loss" or quantity.endswith("_intervals") or quantity.startswith("timeline.")

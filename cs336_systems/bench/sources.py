@@ -1,13 +1,11 @@
-"""Which code a record is of: a hash of the operations that its experiment reaches, stored beside
-the samples.
+"""Hash the operations that an experiment reaches, so that a record says which code it measured.
 
     sources_hash("attention_shapes")        # of this checkout: "3f0c8a51be27"
 
-A record whose hash is another one is older than the code, and its page says so. The hash needs no
-git and no list of files: it follows imports from the experiment's file, at any depth, and takes
-what it finds of OPERATIONS. What only measures and shows (`measure`, `experiments`) is left out,
-and so are
-comments, docstrings and how the code is formatted.
+A record with another hash is older than the code, and its page says so. The hash needs no git and
+no list of files: it follows imports from the experiment's file, at any depth, and covers the files
+in the folders of OPERATIONS. Code that only measures and shows (`measure`, `experiments`) is left
+out, and so are comments, docstrings and how the code is formatted.
 """
 
 import ast
@@ -21,18 +19,19 @@ from cs336_systems.handout import HANDOUT
 
 PACKAGE = "cs336_systems"
 OPERATIONS = ("attention", "model", "distributed", "training")  # folders whose code is measured
-# fields that follow from others or say nothing
+# fields of syntax trees that follow from other fields or mean nothing
 UNSAID = ("ctx", "kind", "type_comment", "type_ignores")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-# in a folder of records: problem -> run -> hash, of records that hold none themselves
+# file in a folder of records: problem -> run -> hash, for records written without a hash
 OLDER_RECORDS = "sources.json"
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @cache
 def sources_hash(problem: str, root: Path = ROOT) -> str:
-    """Twelve digits of the operations that `problem` reaches in the checkout `root`; "" where it
-    has no such file.
+    """Return twelve hex digits that identify the operations which `problem` reaches.
+
+    They are those of the checkout `root`; "" if it has no file of the experiment.
     """
     if not _file_of(problem, root).is_file():
         return ""
@@ -40,7 +39,7 @@ def sources_hash(problem: str, root: Path = ROOT) -> str:
     for file in reached(problem, root):
         code = code_of(file.read_text(encoding="utf-8"), file.suffix).encode()
         name = file.relative_to(root).as_posix()
-        # the length keeps code from passing as a name
+        # The length separates code from the next name.
         digest.update(f"{name}\0{len(code)}\0".encode())
         digest.update(code)
     return digest.hexdigest()[:12]
@@ -48,7 +47,10 @@ def sources_hash(problem: str, root: Path = ROOT) -> str:
 
 @cache
 def reached(problem: str, root: Path = ROOT) -> tuple[Path, ...]:
-    """The files of OPERATIONS that the file of `problem` imports, itself or through others."""
+    """Return the files in OPERATIONS that `problem` imports, itself or through others, sorted.
+
+    C++ sources in the same folders are included.
+    """
     waiting, seen = [_file_of(problem, root)], set()
     while waiting:
         file = waiting.pop()
@@ -62,27 +64,29 @@ def reached(problem: str, root: Path = ROOT) -> tuple[Path, ...]:
 
 
 def _file_of(problem: str, root: Path) -> Path:
+    """Return the path of the experiment `problem` in the checkout `root`; it need not exist."""
     folder = root / PACKAGE / "experiments"
     return folder / f"{problem}.py" if problem in HANDOUT else folder / "beyond" / f"{problem}.py"
 
 
 @cache
 def _imported(file: Path) -> tuple[str, ...]:
-    """The dotted names that `file` imports from the package, also within functions."""
+    """Return the dotted names that `file` imports from the package, also within functions."""
     names = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            # what is no module has one for a parent
+            # If the name is no module, `_files_of` still finds its parent.
             names += [f"{node.module}.{alias.name}" for alias in node.names]
     return tuple(name for name in names if name.startswith(f"{PACKAGE}."))
 
 
 @cache
 def _files_of(name: str, root: Path) -> tuple[Path, ...]:
-    """The files that an import of `name` runs: its own and its parents' `__init__.py`, but the
-    package's.
+    """Return the files that an import of `name` runs, except the top package's `__init__.py`.
+
+    They are the file of the module `name` and the `__init__.py` of each package above it.
     """
     parts = name.split(".")
     places = [root.joinpath(*parts[:count]) for count in range(2, len(parts) + 1)]
@@ -92,19 +96,18 @@ def _files_of(name: str, root: Path) -> tuple[Path, ...]:
 
 @cache
 def code_of(source: str, suffix: str) -> str:
-    """Return what a Python `source` says to Python: its syntax tree, written out, without
-    docstrings.
+    """Return the syntax tree of a Python `source` as text, without docstrings.
 
-    Comments, line breaks, brackets that change nothing and how a string is quoted are not in the
-    tree, so code that is formatted anew keeps its hash. `ast.dump` would differ between versions of
-    Python, and is not used. A source of another `suffix` than ".py" is returned as it is.
-    SyntaxError where the source is no Python.
+    Comments, line breaks, redundant brackets and quotation marks are not in the tree, so that
+    reformatted code keeps its hash. `ast.dump` is not used, since its text differs between versions
+    of Python. A source with another `suffix` than ".py" is returned as it is. Raises SyntaxError if
+    the source is no valid Python.
     """
     return "".join(_written(ast.parse(source))) if suffix == ".py" else source
 
 
 def _written(node: ast.AST) -> Iterator[str]:
-    """Yield `node` as a kind and its fields in brackets, fields that are empty left out."""
+    """Yield the text of `node` in pieces: its type, then its non-empty fields in brackets."""
     yield f"{type(node).__name__}("
     for name in sorted(node._fields):
         value = getattr(node, name, None)
@@ -113,7 +116,7 @@ def _written(node: ast.AST) -> Iterator[str]:
             and isinstance(node, DOCUMENTED)
             and ast.get_docstring(node, clean=False) is not None
         ):
-            value = value[1:]
+            value = value[1:]  # drop the docstring
         if isinstance(node, ast.JoinedStr):
             value = _joined(value)
         if value is None and not isinstance(node, ast.Constant) or value == [] or name in UNSAID:
@@ -126,20 +129,24 @@ def _written(node: ast.AST) -> Iterator[str]:
 
 
 def _joined(parts: Sequence[ast.expr]) -> list[ast.expr]:
-    """Join texts of an f-string that stand side by side: versions of Python part them differently."""
+    """Return the parts of an f-string with adjacent texts joined into one.
+
+    Versions of Python differ in how they split them.
+    """
     joined: list[ast.expr] = []
     for part in parts:
         before = joined[-1] if joined else None
         if isinstance(part, ast.Constant) and isinstance(before, ast.Constant):
-            joined[-1] = ast.Constant(before.value + part.value)
+            joined[-1] = ast.Constant(f"{before.value}{part.value}")
         else:
             joined.append(part)
     return joined
 
 
 def older_hashes(records: Path) -> dict[str, dict[str, str]]:
-    """Of the folder `records`, the hashes by problem and run of records that were written without
-    one.
+    """Return {problem: {run id: hash}} for records in a folder that were written without a hash.
+
+    It is read from `sources.json` in the folder `records`; empty if there is no such file.
     """
     path = records / OLDER_RECORDS
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

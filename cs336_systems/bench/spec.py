@@ -1,5 +1,4 @@
-"""What an experiment is: one class under `@problem` in a file of its name, and the list of all of
-them.
+"""Define experiments, each a class under `@problem` in a file of its name, and list all of them.
 
     @problem(title="Few queries: one head, or generated tokens", order=4)
     class FewQueries(Experiment):
@@ -9,21 +8,27 @@ them.
         def cases(self, run):                       # frozen dataclasses, by scale
             return [...]
 
-        def measure(self, cell, run):               # in a process of its own, checked before it is timed
+        def measure(self, cell, run):               # in its own process; checks before it times
             yield Sample(row=self.rows[0], samples=[...], error=0.4)
 
-        tables = {"times": Pivot(down=("shape",), across="implementation", where={"quantity":
-        "time"})}
-        figures = {"times": Bars(x="shape", y="median", color="implementation", where={"quantity":
-        "time"})}
+        tables = {
+            "times": Pivot(
+                down=("shape",), across="implementation", where={"quantity": "time"}
+            )
+        }
+        figures = {
+            "times": Bars(
+                x="shape", y="median", color="implementation", where={"quantity": "time"}
+            )
+        }
 
-The file lies in `experiments/` where a handout has the problem, else in `experiments/beyond/`;
-these folders hold nothing else. It and `writeup/few_queries.md` are all there is: `list`, `run`,
-`report`, `compare` and the tests find both by themselves. A cell is what is attempted, isolated and
-resumed: a case and an implementation, or all of these `by_turns`. Its `rows` are promised before it
-runs, so that a cell that runs out of memory still leaves a record for each. docs/experiments.md is
-the recipe; mixed_precision_accumulation.py is the shortest example, attention_shapes.py a typical
-one.
+The file lies in `experiments/` if a handout has the problem, else in `experiments/beyond/`; these
+folders hold nothing else. An experiment consists of this file and `writeup/few_queries.md`: `list`,
+`run`, `report`, `compare` and the tests find both by themselves. A cell is the unit that is
+attempted, isolated and resumed: one case with one implementation, or with all of them if the
+experiment measures `by_turns`. Its `rows` are promised before it runs, so that a cell that runs out
+of memory still leaves a record for each row. docs/experiments.md is the recipe;
+mixed_precision_accumulation.py is the shortest example, attention_shapes.py a typical one.
 """
 
 from __future__ import annotations
@@ -48,20 +53,21 @@ if TYPE_CHECKING:
 PACKAGE = "cs336_systems.experiments"
 # the problems of the handouts, one file each
 FOLDER = Path(__file__).resolve().parents[1] / "experiments"
-BEYOND = "beyond"  # its folder of what no handout asks for
-# column -> a value, several in a tuple or list, or a function that says which
+BEYOND = "beyond"  # subfolder of problems that no handout has
+# A choice of rows: column -> the value, a tuple or list of values, or a predicate of the value.
 Where = Mapping[str, Any]
-BY_TURNS = "by turns"  # a cell's implementation where it measures several
+BY_TURNS = "by turns"  # the implementation of a cell that measures several
 
 
 class Unsupported(Exception):  # noqa: N818 - a reason for a row, not an error
-    """An implementation does not exist for a case; the message says why and becomes the `skipped`
-    row's.
+    """Raised if an implementation does not support a case.
+
+    The message says why; the rows become records of status "skipped" with it.
     """
 
 
 class Disagreement(Exception):  # noqa: N818
-    """An implementation's result is outside the numerical contract, so its time is not recorded."""
+    """Raised if an implementation's result is wrong, so that its time is not recorded."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,12 @@ class Row:
     """One quantity that a cell promises to report."""
 
     mode: str  # forward, backward, forward_backward, train_step or collective: what is timed
-    # time, compile_time, peak_memory, ...; a series ends in _intervals or begins with timeline.
+    # time, compile_time, peak_memory, ...; names of series: "loss", "..._intervals", "timeline...."
     quantity: str
     unit: str  # ms, s, MiB, "1" for a pure number, ...
-    case: Any = None  # the config dataclass of this row, where it is not the cell's own
-    implementation: str = ""  # whose it is, where the cell measures several by turns
-    gpu_only: bool = False  # a CPU has none, such as what CUDA's allocator counts
+    case: Any = None  # the config dataclass of this row, if it differs from the cell's
+    implementation: str = ""  # the measured implementation, if the cell measures several
+    gpu_only: bool = False  # not measured on a CPU, e.g. counts of CUDA's allocator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,31 +90,33 @@ class Sample:
     row: Row
     samples: Sequence[float] = ()
     kernel: str = ""  # the kernel or configuration that really ran
-    error: float | None = None  # largest error over its bound, where the row's results were checked
-    # of a row without samples, where others of its cell could be measured
+    error: float | None = None  # largest error over its bound, if the row's results were checked
+    # status of a row without samples in a cell whose other rows could be measured
     status: Status = "skipped"
-    message: str = ""  # why it has none
+    message: str = ""  # why the row has no samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One implementation on one case, or several of them by turns, each with rows of its own."""
+    """The unit of measurement: one case with one implementation, or with several by turns."""
 
     case: Any  # a frozen config dataclass; stored in the records
-    implementation: str  # of several BY_TURNS; no record has it
-    rows: tuple[Row, ...]
-    problem: str = ""  # under which its records are kept; filled in by `planned_cells`
-    # the experiment that measures it, where its records are kept under another name
+    implementation: str  # BY_TURNS if there are several; their rows then name them
+    rows: tuple[Row, ...]  # the promised quantities
+    problem: str = ""  # the problem in its records; filled in by `planned_cells`
+    # the experiment that measures the cell, if not `problem`
     measured_by: str = ""
     # measure in a process that has done nothing before (warm-up effects)
     fresh_process: bool = False
-    # of the peak, by which a CPU run skips what cannot fit; filled in where accounting knows
+    # Predicted peak memory, by which a CPU run skips cells that cannot fit. `planned_cells` fills
+    # it in if it is 0.
     predicted_bytes: int = 0
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """Cells of one group are measured on one GPU, in one shard: those that tables compare or
-        that share inputs.
+        """The key of the cell's group, all of whose cells belong to the same shard (one GPU).
+
+        Tables compare the cells of a group, or these share inputs.
         """
         if hasattr(self.case, "head_dim"):
             return (self.problem, self.case.dtype, self.case.head_dim)
@@ -118,13 +126,14 @@ class Cell:
 
     @property
     def implementations(self) -> tuple[str, ...]:
-        """Whose rows the cell promises."""
+        """The implementations whose rows the cell promises, each once."""
         return tuple(dict.fromkeys(row.implementation or self.implementation for row in self.rows))
 
     @property
     def alone(self) -> bool:
-        """Whether nothing else may run on the machine meanwhile: it has ranks of its own, or times
-        the host.
+        """Whether nothing else may run on the machine meanwhile.
+
+        That holds for cells that start several ranks and for cells that time the host.
         """
         return hasattr(self.case, "num_ranks") or any(
             row.quantity == "host_time" for row in self.rows
@@ -132,66 +141,68 @@ class Cell:
 
 
 def turns_cell(case: Any, implementations: Iterable[str], rows: Iterable[Row]) -> Cell:
-    """The cell in which `implementations` take turns on `case`, each with all of `rows`."""
+    """Return the cell that measures `implementations` by turns on `case`, each with all `rows`."""
     own = tuple(replace(row, implementation=name) for name, row in product(implementations, rows))
     return Cell(case=case, implementation=BY_TURNS, rows=own)
 
 
 class DeclaredTable(Protocol):
-    """A table as an experiment declares it: one of `book.tables`."""
+    """The interface of a table that an experiment declares; `book.tables` has implementations."""
 
     @property
     def where(self) -> Where:
-        """Which rows of the frame it is of."""
+        """The choice of rows of the frame that the table shows."""
 
     def build(self, frame: pd.DataFrame) -> Any:
-        """The table of the experiment's frame."""
+        """Return the finished table of the experiment's frame."""
 
 
 class DeclaredFigure(Protocol):
-    """A figure as an experiment declares it: one of `book.figures`."""
+    """The interface of a figure that an experiment declares; `book.figures` has implementations."""
 
     def chart(self, frame: pd.DataFrame) -> Any:
-        """The Altair chart of the experiment's frame, or None where nothing is drawn."""
+        """Return the Altair chart of the experiment's frame; None if there is nothing to draw."""
 
 
 class Experiment:
-    """Base of every experiment. `cases` and `measure` are needed, or `cells` instead of `cases`;
-    the rest has defaults.
+    """Base class of every experiment.
 
-    `tables` and `figures` are declared by name: the page shows them with `{{ table("times") }}`,
-    files carry it.
+    A subclass defines `measure` and either `cases` or `cells`; the rest has defaults. `tables` and
+    `figures` are declared by name: a page shows them with `{{ table("times") }}`, and names of
+    files contain it.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
-    section: ClassVar[str] = "beyond"  # of the handout, or what none asks for
-    editions: ClassVar[tuple[int, ...]] = ()
+    section: ClassVar[str] = "beyond"  # of the handout; "beyond" if no handout has the problem
+    editions: ClassVar[tuple[int, ...]] = ()  # years of the handouts that have the problem
     points: ClassVar[int] = 0
     order: ClassVar[float]  # among the chapters beyond the handout
 
     implementations: tuple[str, ...] = ("eager",)
     rows: tuple[Row, ...] = ()  # of each cell, unless `cells` gives others
-    # what `run --implementation package.module:Name` may be here: attention, ddp, fsdp; "": nothing
+    # kind that `run --implementation package.module:Name` accepts: attention, ddp, fsdp; "": none
     takes: str = ""
     # one cell measures all implementations of a case, round by round: ratios are within rounds
     by_turns: bool = False
-    # column -> of which rows a row is how many times as fast, in the same case
+    # new column -> the baseline rows: how many times as fast a row is as the baseline of its case
     speeds: Mapping[str, Where] = {}
     tables: Mapping[str, DeclaredTable] = {}
     figures: Mapping[str, DeclaredFigure] = {}
 
     def cases(self, run: RunConfig) -> Sequence[Any]:
-        """The config dataclasses that are measured at `run.scale`."""
+        """Return the config dataclasses that are measured at `run.scale`."""
         return ()
 
     def names(self, run: RunConfig) -> Sequence[str]:
-        """Those of `implementations` that are measured at the run's scale."""
+        """Return the names among `implementations` that are measured at the run's scale."""
         return self.implementations
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """All of `names` on every case, each with those of `rows` that the device has; override
-        where they differ.
+        """Return a cell for each case and implementation, or one for each case if `by_turns`.
+
+        Each has `self.rows`, on a CPU without those that are `gpu_only`. Override this if cells
+        differ in their rows.
         """
         rows = tuple(row for row in self.rows if run.device == "cuda" or not row.gpu_only)
         names = self.names(run)
@@ -204,43 +215,46 @@ class Experiment:
         ]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """Measure `cell`, checking before timing; raises Unsupported or Disagreement, passes
-        OutOfMemoryError.
+        """Check and time `cell`, yielding the sample of each row as it is measured.
+
+        Raises Unsupported if the implementation does not exist for the case, and Disagreement if
+        its result is wrong. Does not catch OutOfMemoryError.
         """
         raise NotImplementedError(f"{type(self).__name__} measures nothing")
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Columns of its own for the frame, from a row that has the case's fields:
-        `{"shape": "1 x 16 x 64"}`.
+        """Return further columns for a row of the frame, e.g. `{"shape": "1 x 16 x 64"}`.
+
+        `row` has the fields of the record and of its case.
 
         A record for which it raises KeyError, ValueError or TypeError is left out with a warning.
         """
         return {}
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The frame with further columns that need other rows than their own."""
+        """Return the frame with further columns whose values depend on several rows."""
         return frame
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """What its page needs and no lookup gives: names for the template, numbers or functions."""
+        """Return further names for the page's template: numbers or functions no lookup gives."""
         return {}
 
 
 class Calculation(Experiment):
-    """A problem of closed forms: `calculate` gives its frame, and nothing is run or recorded."""
+    """Base class of problems that are calculated: nothing is run or recorded."""
 
     def calculate(self) -> list[dict[str, Any]]:
-        """The frame's rows: column -> value."""
+        """Return the rows of the frame, each as {column: value}."""
         raise NotImplementedError(f"{type(self).__name__} calculates nothing")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """What a list shows of an experiment."""
+    """What `list` shows of an experiment without importing its file."""
 
     title: str
     order: float  # among the chapters beyond the handout
-    is_measured: bool  # by `run`; a calculation is not
+    is_measured: bool  # whether `run` measures it; False for a calculation
 
 
 E = TypeVar("E", bound=type[Experiment])
@@ -248,11 +262,14 @@ _loaded: dict[str, Experiment] = {}  # by name, of the files imported so far
 
 
 def problem(*, title: str = "", order: float = 0) -> Callable[[E], E]:
-    """Make a class the experiment of its file. Of a handout's problem the handout says title,
-    section and points.
+    """Return a decorator that registers a class as the experiment of its file.
+
+    A handout's problem takes its title, section, editions and points from HANDOUT. Other problems
+    need a `title`, else ValueError is raised; `order` sorts them among the chapters beyond.
     """
 
     def mark(cls: E) -> E:
+        """Register `cls` under the name of its file and return it."""
         cls.name, cls.title, cls.order = cls.__module__.rpartition(".")[2], title, order
         if known := HANDOUT.get(cls.name):
             cls.title, cls.section, cls.editions, cls.points = (
@@ -271,16 +288,15 @@ def problem(*, title: str = "", order: float = 0) -> Callable[[E], E]:
 
 @cache
 def experiments() -> dict[str, Experiment]:
-    """Every file with a class under `@problem` by name, the handouts' in their order, then those
-    beyond.
-    """
+    """Import and return all experiments by name: handouts' problems in their order, then others."""
     return {name: load(name) for name in outlines()}
 
 
 @cache
 def outlines() -> dict[str, Outline]:
-    """`experiments`, as far as their files say it without being imported: a list need not wait for
-    PyTorch.
+    """Return the outlines of all experiments by name, in the order of `experiments`.
+
+    The files are parsed, not imported, so that a list need not wait for PyTorch.
     """
     found = {
         file.stem: _outline(file)
@@ -290,19 +306,23 @@ def outlines() -> dict[str, Outline]:
     places = list(HANDOUT)
 
     def place(name: str) -> tuple[float, float, str]:
+        """Return the sort key of an experiment: handouts' order, then `order`, then name."""
         return (0, places.index(name), "") if name in HANDOUT else (1, found[name].order, name)
 
     return {name: found[name] for name in sorted(found, key=place)}
 
 
 def _outline(file: Path) -> Outline:
-    """What `@problem(title=..., order=...)` and the class below it say; ValueError where they are
-    no constants.
+    """Return the outline of the class under `@problem(title=..., order=...)` in `file`.
+
+    Raises ValueError if the file has no such class, lies in the wrong folder, or gives the
+    decorator anything but constants.
     """
     name = file.stem
     if file != file_of(name):
         raise ValueError(
-            f"{file.name} belongs into {file_of(name).parent.name}/: HANDOUT says whose problem it is"
+            f"{file.name} belongs into {file_of(name).parent.name}/: "
+            "HANDOUT says whose problem it is"
         )
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if not isinstance(node, ast.ClassDef):
@@ -325,17 +345,17 @@ def _outline(file: Path) -> Outline:
 
 
 def measured_problems() -> dict[str, Experiment]:
-    """Those that `run` measures: all but the calculations."""
+    """Return the experiments that `run` measures, by name: all but the calculations."""
     return {name: one for name, one in experiments().items() if not isinstance(one, Calculation)}
 
 
 def file_of(name: str) -> Path:
-    """The file of the experiment `name`, there or not."""
+    """Return the path of the file for the experiment `name`; it need not exist."""
     return (FOLDER if name in HANDOUT else FOLDER / BEYOND) / f"{name}.py"
 
 
 def load(name: str) -> Experiment:
-    """The experiment of the file `<name>.py`; ValueError if that has none."""
+    """Import the file `<name>.py` and return its experiment; ValueError if it has none."""
     folder = file_of(name).relative_to(FOLDER).parent.parts
     importlib.import_module(".".join((PACKAGE, *folder, name)))
     if name not in _loaded:

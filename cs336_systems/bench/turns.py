@@ -1,16 +1,15 @@
-"""Implementations measured by turns, so that what changes a machine for a while changes all of
-them.
+"""Measure implementations in interleaved rounds, so that drift of the machine affects all alike.
 
-A round is a turn of each implementation in each mode. Two rounds in a row go through them in
-opposite orders, and the next two begin with the next one, so that each comes as often in each
-place. Ratios are of one round, and the middle one of the rounds counts.
+A round measures each implementation once in each mode; one such measurement is a turn. Two
+successive rounds use opposite orders, and the next two begin with the next implementation, so that
+each comes equally often in each place. A ratio is taken within one round, and the median over the
+rounds counts.
 
-`long_turn` is for large kernels. Such a kernel runs at the clock that the power limit leaves it,
-and that clock
-moves with the GPU's temperature and with the host's other GPUs: implementations measured seconds
-apart have ratios that differ by a percent or two from run to run. The turns are so short that a
-round sees one machine, and so long that each runs at the clock of its own power. Between calls the
-cache is not overwritten.
+`long_turn` is for large kernels. Such a kernel runs at the clock that the power limit allows, and
+that clock depends on the GPU's temperature and on the host's other GPUs: implementations measured
+seconds apart have ratios that differ by a percent or two from run to run. The turns are so short
+that the machine hardly changes within a round, and so long that each implementation runs at the
+clock of its own power. Between calls the cache is not overwritten.
 """
 
 import math
@@ -28,32 +27,33 @@ from cs336_systems.measure.timing import time_in_a_row
 SETTLE_MS = 60.0
 TIMED_MS = 50.0
 ROUNDS = {"cpu": 3, "cuda": 12}
-# in a row or a graph: a GPU queues a thousand launches before the host waits, and a call makes ten
+# Most calls in a row or in a graph: a call launches about ten kernels, and the host waits after
+# about a thousand queued launches.
 MOST_CALLS = 20
-GRAPH_MS = 2.0  # of a graph's calls, beside which its launch takes nothing
+GRAPH_MS = 2.0  # total time of a graph's calls, next to which its launch is negligible
 
 P = TypeVar("P")
-Call = Callable[[], object]  # what is timed
-# takes one, at whose end the device is idle; milliseconds a call by quantity
+Call = Callable[[], object]  # the operation that is timed
+# Measures one turn, leaves the device idle, and returns {quantity: milliseconds per call}.
 Turn = Callable[[], dict[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Player:
-    """One of those that take turns, found to be correct."""
+    """One implementation to be measured by turns, whose results are already checked."""
 
     name: str
-    kernel: str
-    error: float
-    turns: dict[str, Turn]  # by mode
-    context: Callable[[], AbstractContextManager[object]] = nullcontext  # in which turns are taken
+    kernel: str  # name of the kernel that ran
+    error: float  # largest error over its bound
+    turns: dict[str, Turn]  # mode -> its turn
+    context: Callable[[], AbstractContextManager[object]] = nullcontext  # active during each turn
 
 
 def play(players: Sequence[Player], num_rounds: int) -> dict[tuple[str, str, str], list[float]]:
-    """Milliseconds a call by (name, mode, quantity), one for each round, after one round that is
-    not kept.
+    """Measure `players` in `num_rounds` rounds; return lists of milliseconds per call.
 
-    Samples of one round have the same place in every list.
+    The lists are keyed by (player's name, mode, quantity), with one sample per round; samples of
+    the same round have the same index in every list. A warm-up round before them is dropped.
     """
     samples: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for number in range(-1, num_rounds):
@@ -68,8 +68,9 @@ def play(players: Sequence[Player], num_rounds: int) -> dict[tuple[str, str, str
 
 
 def in_order(players: Sequence[P], number: int) -> list[P]:
-    """Who comes after whom in round `number`: begun by the next one every other round, backwards in
-    between.
+    """Return `players` in their order of round `number`.
+
+    The first player changes every second round; odd rounds go through the order backwards.
     """
     first = number // 2 % len(players)
     ordered = [*players[first:], *players[:first]]
@@ -77,7 +78,11 @@ def in_order(players: Sequence[P], number: int) -> list[P]:
 
 
 def long_turn(call: Call, device: str) -> Turn:
-    """So many calls as fill SETTLE_MS, not timed, and then TIMED_MS, with nothing between the two."""
+    """Return a turn that runs `call` for SETTLE_MS untimed and then for TIMED_MS timed.
+
+    On CUDA the numbers of calls are computed from the time of two calls, made here; on CPU each is
+    one. Nothing runs between the untimed and the timed calls.
+    """
     untimed = timed = 1
     if device == "cuda":
         call_ms = time_in_a_row(call, 2, device)
@@ -92,14 +97,15 @@ def long_turn(call: Call, device: str) -> Turn:
 
 
 def captured(call: Call, count: int = MOST_CALLS) -> torch.cuda.CUDAGraph:
-    """`count` calls in a row as a CUDA graph."""
+    """Return a CUDA graph of `count` successive calls of `call`, captured after three warm-ups."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
-    # what runs for the first time loads code, which no graph can hold
+    # First calls load code, which a graph cannot capture.
     with torch.cuda.stream(aside):
         for _ in range(3):
             call()
     torch.cuda.current_stream().wait_stream(aside)
+
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(count):
@@ -108,7 +114,10 @@ def captured(call: Call, count: int = MOST_CALLS) -> torch.cuda.CUDAGraph:
 
 
 def graph_turn(call: Call, device: str) -> Turn:
-    """`long_turn` of graphs of so many calls as fill GRAPH_MS."""
+    """Return a turn that times replays of a CUDA graph whose calls take about GRAPH_MS together.
+
+    The time is per call, for small kernels whose launch would dominate. On CPU: `long_turn`.
+    """
     if device == "cpu":
         return long_turn(call, device)
     count = max(1, min(MOST_CALLS, round(GRAPH_MS / time_in_a_row(call, 2, device))))

@@ -1,11 +1,10 @@
-"""The process that measures cells, so that an out-of-memory, a kernel fault or a hang costs one
-cell and no sweep.
+"""Measure cells in a child process, so that an out-of-memory error or a hang costs one cell only.
 
-Parent side: `Worker.measure(cell)` returns an `Outcome`; a worker that died or ran out of time is
-replaced before the next cell. Child side: `_serve` answers cells over a pipe until told to stop. An
-out-of-memory is caught and the process goes on with its memory given back; any other error ends the
-process, since a CUDA fault leaves its context unusable, and travels to the parent as its last
-message.
+Parent side: `Worker.measure(cell)` returns an `Outcome`; a child that died or ran out of time is
+replaced before the next cell. Child side: `_serve` answers cells over a pipe until it is told to
+stop. After an out-of-memory error the child frees its memory and goes on. Any unexpected error ends
+the child, since a CUDA fault leaves its context unusable; the error is its last message to the
+parent.
 """
 
 import gc
@@ -25,28 +24,30 @@ from cs336_systems.config import RunConfig
 START_TIMEOUT_S = 300  # importing torch on a cold disk
 STOP_TIMEOUT_S = 10
 READY = "ready"
-# a child's answer to a cell that it must not measure, since its memory is not empty
+# a child's answer to a cell that it must not measure, since it still holds too much GPU memory
 USED_UP = "used up"
-# Of the GPU's memory, what a process may still hold when a case begins: workspaces of cuBLAS, of
-# kernels, of Triton.
+# GPU memory that a process may still hold when a case begins: workspaces of cuBLAS, of kernels, of
+# Triton.
 MOST_HELD_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a cell came to: the measurements it got to, and why the rest is missing."""
+    """The result of a cell: its measurements, and the reason why others are missing."""
 
     measurements: list[Sample] = field(default_factory=list)
-    # of the rows without a measurement: ok (there are none), oom, failed or skipped
+    # status of the rows without a measurement: ok (there are none), oom, failed or skipped
     status: Status = "ok"
     message: str = ""
-    # of the GPU's memory, by the process as the cell began; None: not counted
+    # GPU memory that the process held as the cell began; None: not counted
     held_bytes: int | None = None
 
 
 class Worker:
-    """A child process for cells. `log` takes what libraries print there (compiler warnings,
-    tracebacks).
+    """A child process that measures cells one after the other, started when it is needed.
+
+    The child's output goes to the file `log`: compiler warnings, tracebacks. `interpret` runs
+    Triton's kernels in its interpreter.
     """
 
     def __init__(self, run: RunConfig, log: Path, interpret: bool) -> None:
@@ -55,7 +56,11 @@ class Worker:
         self.pipe: Connection | None = None
 
     def measure(self, cell: Cell) -> Outcome:
-        """Measure `cell`, in a new process if it asks for one, within the run's time-out."""
+        """Measure `cell` in the child and return the outcome; "failed" if the child dies or hangs.
+
+        The child hangs if no sample arrives for the run's `cell_timeout_s`. A cell with
+        `fresh_process` gets a new child.
+        """
         if cell.fresh_process:
             self.stop()
         if self.process is not None and not self.process.is_alive():
@@ -63,6 +68,7 @@ class Worker:
         if self.process is None:
             self._start()
         assert self.pipe is not None and self.process is not None
+
         measurements: list[Sample] = []
         try:
             self.pipe.send(cell)
@@ -71,7 +77,8 @@ class Worker:
                 if isinstance(answer, Sample):
                     measurements.append(answer)
                     continue
-                if answer == USED_UP:  # which a new process is not
+                if answer == USED_UP:
+                    # A new process holds no memory.
                     self.stop()
                     return self.measure(cell)
                 if answer.status == "failed" or cell.fresh_process:
@@ -87,7 +94,7 @@ class Worker:
         return Outcome(measurements=measurements, status="failed", message=message)
 
     def stop(self) -> None:
-        """End the child in good order."""
+        """Ask the child to end, and kill it if it has not after STOP_TIMEOUT_S."""
         if self.process is not None and self.pipe is not None:
             try:
                 self.pipe.send(None)
@@ -97,7 +104,7 @@ class Worker:
             self.kill()
 
     def kill(self) -> None:
-        """End the child at once; nothing of it is left when this returns."""
+        """Kill the child at once; it is gone when this returns."""
         if self.process is not None and self.pipe is not None:
             self.process.kill()
             self.process.join()
@@ -105,8 +112,9 @@ class Worker:
         self.process = self.pipe = None
 
     def _start(self) -> None:
-        # Python's resource tracker warns of the semaphores that a killed process leaves; it removes
-        # them all the same.
+        """Start the child and wait until it is ready; OSError if it is not in START_TIMEOUT_S."""
+        # Python's resource tracker warns of semaphores that a killed process leaves. It removes
+        # them anyway, so the warning is silenced.
         os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
         context = multiprocessing.get_context("spawn")
         self.pipe, child_pipe = context.Pipe()
@@ -125,7 +133,7 @@ class Worker:
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """What an error makes of the rows that it kept from being measured."""
+    """Return the outcome of a cell that `error` ended: oom, skipped or failed, with a message."""
     import torch
 
     if isinstance(error, Unsupported):
@@ -140,29 +148,35 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 def search_current_folder() -> None:
-    """Let a user's own model be found where the command was typed.
+    """Append the current folder to `sys.path`, so that a user's own model there can be imported.
 
-    Last, so that no file of theirs (a `sympy.py`, a `triton.py`) takes the place of an installed
-    package.
+    It comes last, so that no file in it (a `sympy.py`, a `triton.py`) hides an installed package.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
 
 def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None:
-    """The child's main: prepare the process, then answer cells until None or the end of the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    """Run the child: prepare the process, then answer cells until None or the end of the pipe.
+
+    For each cell it sends a `Sample` per measured row and then an `Outcome`, or USED_UP and ends.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+
+    # All output of the child goes to the log.
     log.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
-    search_current_folder()  # a reader's own model or implementation
+
+    search_current_folder()  # for a user's own model or implementation
     if interpret:
         from cs336_systems.device import interpret_kernels
 
-        # before triton is imported: its own jitted functions must be interpreted, too
+        # This precedes the import of triton, whose own jitted functions must be interpreted, too.
         interpret_kernels()
+
     import torch
     import torch._dynamo
     import torch._functorch.config
@@ -170,9 +184,8 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
     from cs336_systems.distributed.spawn import end_with_parent
 
     end_with_parent()
-    # A backward is timed several times on one graph, which donated buffers would not survive; a
-    # sweep over lengths and head dims compiles more variants of one function than the default limit
-    # allows.
+    # A backward is timed several times on one graph, which donated buffers do not allow. A sweep
+    # over lengths and head dims compiles more variants of one function than the default limit.
     torch._functorch.config.donated_buffer = False
     torch._dynamo.config.recompile_limit = 64
 
@@ -184,11 +197,12 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
         release,
     )
 
-    # What is imported stays: left to the collector it would be gone through several times a cell,
-    # for 0.2 s each.
+    # Imported modules stay alive. Without freeze, the collector would scan them several times a
+    # cell, for 0.2 s each.
     gc.collect()
     gc.freeze()
     pipe.send(READY)
+
     problem, case = "", None
     while True:
         try:
@@ -197,20 +211,25 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
             return
         if cell is None:
             return
-        # first calls compile, whatever another problem has compiled before
+
+        # A new problem compiles its functions again, whatever problems before it compiled.
         if cell.problem != problem:
             problem = cell.problem
             torch._dynamo.reset()
-        if cell.case != case and case is not None:  # a case's implementations share tensors
+
+        # A case's implementations share tensors, which a new case does not need.
+        if cell.case != case and case is not None:
             forget_case()
             release(run.device)
             if (held_bytes(run.device) or 0) > MOST_HELD_BYTES:
                 print(
-                    f"{held_bytes(run.device):,} bytes are left of {case}: going on in a new process",
+                    f"{held_bytes(run.device):,} bytes are left of {case}: "
+                    "going on in a new process",
                     flush=True,
                 )
                 pipe.send(USED_UP)
                 return
+
         case = cell.case
         held = held_bytes(run.device)
         outcome = Outcome()
@@ -223,9 +242,10 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
                         )
                     pipe.send(measurement)
         except (Unsupported, ModuleNotFoundError, torch.OutOfMemoryError, Disagreement) as error:
-            # the process is sound; where it failed it is ended all the same
+            # The process is sound and goes on, but the parent ends it if the status is "failed".
             outcome = outcome_of(error)
         except BaseException as error:
+            # The process may be unusable: report the error and end.
             traceback.print_exc()
             pipe.send(replace(outcome_of(error), held_bytes=held))
             raise
@@ -234,5 +254,6 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first non-blank line of the message, cut to 300 characters, or the type's name."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0].strip()[:300] if lines else type(error).__name__

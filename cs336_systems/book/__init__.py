@@ -1,3 +1,1 @@
-"""From samples to what is read: frames, tables, figures, pages, the report, and the comparison of
-two runs.
-"""
+"""Turn samples into frames, tables, figures, pages and the report, and compare two runs."""

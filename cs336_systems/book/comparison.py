@@ -1,28 +1,27 @@
-"""Compares two sets of records: what became slower, what is inside the noise, what is missing.
+"""Compare two sets of records: what became slower, what is within the noise, what is missing.
 
     comparison = compare_records(read_all(base), read_all(target), threshold_percent=1.5)
     comparison.with_verdict("regression"), comparison.missing, exit_code(comparison)
 
-A row is one key of a record (problem, case, implementation, mode, quantity). Its change is that of
-the medians. The interval is the change plus and minus t standard errors, which come from resampling
-the raw samples of both sides
-(a bootstrap over blocks of neighbouring samples, since samples taken one after the other drift
-together; Künsch 1989). t is Student's at a confidence shared among all rows (Bonferroni): five
-samples a side have a smallest p-value of 1/252, so that plain percentile intervals would find a
-regression in every large comparison by chance.
+A row is one key of a record (problem, scale, implementation, case, mode, quantity). Its change is
+that of the medians. Its interval is the change plus and minus t standard errors. These come from a
+bootstrap of the raw samples of both sides, over blocks of neighbouring samples, since samples taken
+one after the other drift together (Künsch 1989). t is Student's at a confidence shared among all
+rows (Bonferroni): five samples a side have a smallest p-value of 1/252, so that plain percentile
+intervals would find a regression in every large comparison by chance.
 
-A regression is a change for the worse that is over the threshold and whose whole interval is for
-the worse; over the threshold alone it is noise. The draws are seeded by the row's key: the same
-records always give the same answer.
+A row is a regression if its change is for the worse and over the threshold, and its whole interval
+is for the worse. If only the change is over the threshold, it is noise. The draws are seeded by the
+row's key: the same records always give the same answer.
 
-Small changes that all rows of an implementation share drown in intervals so wide. So there is a
-verdict on each group, a quantity of an implementation of a problem: on the geometric mean of the
-ratios of its times or rates. Its interval comes from resampling the cases, each with all of its
-rows, whose ratios scatter by what differs from run to run and by the noise of the samples (t with
-one degree less than there are cases); it is never narrower than resampling the samples of every row
-says. A group has regressed where the whole interval lies beyond the threshold. The confidence is
-shared among the groups; rows and groups each take half of the errors that the family confidence
-allows.
+Intervals of rows are too wide to show small changes that all rows of an implementation share. So
+each group (one quantity of an implementation on a problem) has a verdict of its own, on the
+geometric mean of the ratios of its times or rates. Its interval comes from resampling the cases,
+each with all of its rows: their ratios scatter both from run to run and by the noise of the samples
+(t with one degree of freedom less than there are cases). The interval is never narrower than the
+one from resampling the samples of every row. A group has regressed if its whole interval lies
+beyond the threshold. The confidence is shared among the groups; rows and groups each take half of
+the errors that the family confidence allows.
 """
 
 import hashlib
@@ -48,80 +47,80 @@ FAIL_ON: tuple[str, ...] = get_args(FailOn)
 DEFAULT_THRESHOLD_PERCENT = 1.5
 FAMILY_CONFIDENCE = 0.95  # that no unchanged row or group of a whole comparison is called changed
 NUM_RESAMPLES = 2000
-NUM_GROUP_RESAMPLES = 500  # of all rows once more
-MIN_NOISY_SAMPLES = 4  # fewer timed samples say nothing of their noise
-MIN_GROUP_CASES = 5  # fewer cases say nothing of what they have in common
+NUM_GROUP_RESAMPLES = 500  # of all samples of a group, in addition
+MIN_NOISY_SAMPLES = 4  # the noise of fewer timed samples cannot be estimated
+MIN_GROUP_CASES = 5  # groups of fewer cases get no verdict
 TIME_UNITS = ("ms", "s")
-RATE_UNITS = ("GB/s", "TFLOP/s")  # where more is better; of times and memory less is
+RATE_UNITS = ("GB/s", "TFLOP/s")  # more is better; for times and memory less is
 NO_COST = "neither a time nor memory"
-JUDGED_UNITS = (*TIME_UNITS, *RATE_UNITS, "MiB")  # of everything else no change is a cost
-# quantities of whichever kernel has this rank in a profile
+JUDGED_UNITS = (*TIME_UNITS, *RATE_UNITS, "MiB")  # changes in other units are no cost
+# quantities of the kernel that has a certain rank in a profile, whichever it is
 RANKED = re.compile(r"(other_)?kernel_\d+_(time|calls)")
 EXIT_REGRESSION, EXIT_INCOMPLETE = 1, 2
 
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """One quantity on both sides."""
+    """One quantity that both sides have, with its change and the verdict on it."""
 
     base: Record
     target: Record
     verdict: Verdict
-    change_percent: float = math.nan  # of the median, positive where the target is worse
+    change_percent: float = math.nan  # of the median, positive if the target is worse
     low_percent: float = math.nan  # interval of the change
     high_percent: float = math.nan
     reason: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
+        """The key of both records, see `Record.key`."""
         return self.base.key
 
 
 @dataclass(frozen=True)
 class ComparedGroup:
-    """One quantity of an implementation over all cases and modes of a problem: the geometric mean
-    of its changes.
-    """
+    """One quantity of an implementation over all cases and modes of a problem, with its verdict."""
 
     key: tuple[str, ...]  # problem, scale, implementation, quantity
     num_rows: int
     num_cases: int
     verdict: Verdict
-    change_percent: float  # positive where the target is worse
+    change_percent: float  # geometric mean of the rows' ratios, positive if the target is worse
     low_percent: float  # interval of the change
     high_percent: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All rows of two sets of records, and the keys that only one side has or that one side has
-    twice.
-    """
+    """All rows that two sets of records share, and the keys that do not match one to one."""
 
     rows: tuple[ComparedRow, ...]
-    groups: tuple[ComparedGroup, ...] = ()  # of at least MIN_GROUP_CASES cases
-    missing: tuple[tuple[str, ...], ...] = ()  # in the base only
-    extra: tuple[tuple[str, ...], ...] = ()  # in the target only
-    duplicates: tuple[tuple[str, ...], ...] = ()  # more than once on a side
-    notes: tuple[str, ...] = ()  # what differs between the sides besides the numbers
+    groups: tuple[ComparedGroup, ...] = ()  # those with at least MIN_GROUP_CASES cases
+    missing: tuple[tuple[str, ...], ...] = ()  # keys in the base only
+    extra: tuple[tuple[str, ...], ...] = ()  # keys in the target only
+    duplicates: tuple[tuple[str, ...], ...] = ()  # keys more than once on a side
+    notes: tuple[str, ...] = ()  # differences of drivers, versions and seeds
     threshold_percent: float = DEFAULT_THRESHOLD_PERCENT
 
     def with_verdict(self, verdict: Verdict) -> list[ComparedRow]:
+        """Return the rows that have this verdict."""
         return [row for row in self.rows if row.verdict == verdict]
 
     def groups_with(self, verdict: Verdict) -> list[ComparedGroup]:
+        """Return the groups that have this verdict."""
         return [group for group in self.groups if group.verdict == verdict]
 
     @property
     def complete(self) -> bool:
+        """Whether each side has every key of the other exactly once."""
         return not (self.missing or self.extra or self.duplicates)
 
 
 def record_files(path: Path, problem: str | None = None) -> list[Path]:
-    """The record files that `path` means: itself, those of a results folder, or of its only
-    subfolder with records.
+    """Return the record files at `path`, or only that of `problem`.
 
-    Raises ValueError where there is none, or where several results folders lie in `path`.
+    `path` is a record file, a results folder, its `records` folder, or a folder that holds a single
+    results folder. Raises ValueError if it has no records or holds several results folders.
     """
     if path.is_file():
         return [path]
@@ -139,8 +138,9 @@ def record_files(path: Path, problem: str | None = None) -> list[Path]:
 
 
 def read_all(path: Path, problem: str | None = None) -> list[Record]:
-    """Every record that `path` means (of `problem`), in the order written; ValueError where there
-    is none.
+    """Return all records at `path`, or only those of `problem`, in the order written.
+
+    `path` is as in `record_files`. Raises ValueError if there are no such records.
     """
     found = [record for file in record_files(path, problem) for record in read_records(file)]
     records = [record for record in found if problem in (None, record.problem)]
@@ -150,12 +150,11 @@ def read_all(path: Path, problem: str | None = None) -> list[Record]:
 
 
 def pool(rounds: Sequence[Sequence[Record]]) -> list[Record]:
-    """One set of records from several rounds of the same measurement: the samples of a key, in the
-    order of rounds.
+    """Return one record per key, with the samples of all `rounds` of a measurement in a row.
 
-    A key that failed in any round is as it was there: its times are not those of something that
-    works. A series (a loss curve, intervals) is that of the first round: two behind one another are
-    no series. ValueError if units differ.
+    If a key failed in any round, its record is the one of the first failure, since times of code
+    that fails do not count. A series (a loss curve, intervals) is taken from the first round, since
+    two series in a row are no series. Raises ValueError if units differ.
     """
     pooled: dict[tuple[str, ...], Record] = {}
     for record in (record for records in rounds for record in latest(records)):
@@ -164,7 +163,8 @@ def pool(rounds: Sequence[Sequence[Record]]) -> list[Record]:
             pooled[record.key] = record
         elif before.unit != record.unit:
             raise ValueError(
-                f"{record.quantity} of {record.implementation} is in {before.unit} and in {record.unit}"
+                f"{record.quantity} of {record.implementation} "
+                f"is in {before.unit} and in {record.unit}"
             )
         elif before.status == record.status == "ok" and not is_series(record.quantity):
             pooled[record.key] = replace(before, samples=[*before.samples, *record.samples])
@@ -177,11 +177,11 @@ def compare_records(
     *,
     threshold_percent: float = DEFAULT_THRESHOLD_PERCENT,
 ) -> Comparison:
-    """Compare `target` with `base`; of a key that one side has twice the newest counts, and it is
-    listed.
+    """Return the comparison of `target` with `base`.
 
-    Raises ValueError on no records, and where they are of several devices, whose times say nothing
-    of each other.
+    If a side has several records of a key, the newest counts and the key is in `duplicates`. Raises
+    ValueError if a side has no records, or if the records come from different devices, whose times
+    cannot be compared.
     """
     for name, records in (("base", base), ("target", target)):
         if not records:
@@ -189,6 +189,7 @@ def compare_records(
     devices = sorted({str(record.run.device.get("name")) for record in (*base, *target)})
     if len(devices) > 1:
         raise ValueError(f"records of different devices cannot be compared: {', '.join(devices)}")
+
     before, after = (
         {record.key: record for record in latest(records)} for records in (base, target)
     )
@@ -207,11 +208,11 @@ def compare_records(
 
 
 def exit_code(comparison: Comparison, fail_on: FailOn = "regression") -> int:
-    """0 if all is well; 2 if rows are missing, extra or doubled; 1 on a regression, or with `any`
-    on any change.
+    """Return the command's exit code: 0 if all is well, 1 on a regression, 2 if incomplete.
 
-    Rows and groups count alike. With `none` always 0. An incomplete comparison is 2 also where a
-    row regressed: what is missing may hide more.
+    A comparison is incomplete if keys are missing, extra or doubled; it is 2 even if a row
+    regressed, since missing rows may hide more. With `fail_on` "any" an improvement is 1, too; with
+    "none" the code is always 0. Rows and groups count alike.
     """
     if fail_on == "none":
         return 0
@@ -229,11 +230,11 @@ def exit_code(comparison: Comparison, fail_on: FailOn = "regression") -> int:
 def bootstrap_change(
     base: Sequence[float], target: Sequence[float], *, confidence: float, seed: int
 ) -> tuple[float, float]:
-    """Interval of median(target) / median(base) - 1 at `confidence`; the median of `base` must not
-    be 0.
+    """Return the ends of the interval of median(target) / median(base) - 1 at `confidence`.
 
-    The standard error is that of `NUM_RESAMPLES` draws with replacement, blocks of neighbouring
-    samples at a time, as many in a block as the cube root of their number.
+    The median of `base` must not be 0. The standard error comes from `NUM_RESAMPLES` draws with
+    replacement, in blocks of neighbouring samples whose length is the cube root of the number of
+    samples.
     """
     generator = np.random.default_rng(seed)
     before, after = (
@@ -247,18 +248,19 @@ def bootstrap_change(
 
 
 def _shared_confidence(number: int) -> float:
-    """Of each of `number` intervals, rows or groups, which share half of the family's errors."""
+    """Return the confidence of each of `number` intervals, which share half the family's errors."""
     return 1 - (1 - FAMILY_CONFIDENCE) / 2 / max(1, number)
 
 
 def _resampled_medians(
     values: Sequence[float], generator: np.random.Generator, num_resamples: int
 ) -> np.ndarray:
+    """Return the medians, (num_resamples,), of block bootstrap draws of `values`."""
     samples, count = np.asarray(values, dtype=float), len(values)
     block = max(1, round(count ** (1 / 3)))
     num_blocks = -(-count // block)
     starts = generator.integers(count, size=(num_resamples, num_blocks, 1))
-    # circular
+    # A block that reaches the end goes on at the beginning.
     indices = ((starts + np.arange(block)) % count).reshape(num_resamples, -1)[:, :count]
     return np.median(samples[indices], axis=1)
 
@@ -266,7 +268,8 @@ def _resampled_medians(
 def _compare(
     base: Record, target: Record, threshold_percent: float, confidence: float
 ) -> ComparedRow:
-    """The verdict on one row."""
+    """Return the compared row of two records with the same key."""
+    # Rows that cannot be compared, or whose change is no cost.
     if base.status != "ok" or target.status != "ok":
         return _compare_statuses(base, target)
     if base.unit != target.unit:
@@ -289,16 +292,23 @@ def _compare(
         return ComparedRow(
             base, target, "unchanged" if same else "not compared", reason="" if same else NO_COST
         )
+
     sign = _sign_of_worse(base)
     before, after = median(base.samples), median(target.samples)
     if before == 0:
         verdict: Verdict = "unchanged" if after == 0 else "not compared"
         return ComparedRow(base, target, verdict, reason="" if after == 0 else "the base is 0")
     change = 100 * sign * (after / before - 1)
+
+    # Memory is exact; times and rates need samples enough for an interval.
     noisy = base.unit in (*TIME_UNITS, *RATE_UNITS)
     if noisy and min(len(base.samples), len(target.samples)) < MIN_NOISY_SAMPLES:
-        counts = f"too few samples: {len(base.samples)} and {len(target.samples)} samples say nothing of their noise"
+        counts = (
+            f"too few samples: {len(base.samples)} and {len(target.samples)} samples "
+            "say nothing of their noise"
+        )
         return ComparedRow(base, target, "not compared", change, reason=counts)
+
     ends = bootstrap_change(
         base.samples, target.samples, confidence=confidence, seed=_seed_of(base.key)
     )
@@ -311,8 +321,10 @@ def _compare(
 def _verdict(
     change: float, low: float, high: float, threshold_percent: float, *, beyond: float
 ) -> Verdict:
-    """What a change over the threshold is, whose whole interval must lie `beyond` so many percent
-    to be real.
+    """Return the verdict on a change in percent whose interval is from `low` to `high`.
+
+    A change over the threshold is real if its whole interval lies more than `beyond` percent from
+    0 on one side; otherwise it is noise.
     """
     if abs(change) <= threshold_percent:
         return "unchanged"
@@ -322,18 +334,19 @@ def _verdict(
 
 
 def _sign_of_worse(record: Record) -> int:
-    """Which way a change is for the worse: up, but of rates down."""
+    """Return 1 if a larger value of the record is worse, -1 if a smaller one is (rates)."""
     return -1 if record.unit in RATE_UNITS else 1
 
 
 def _seed_of(key: Iterable[str]) -> int:
+    """Return a seed of 64 bits that depends on `key` only."""
     return int.from_bytes(hashlib.sha256("\n".join(key).encode()).digest()[:8], "big")
 
 
 def _compare_groups(
     rows: Iterable[ComparedRow], threshold_percent: float
 ) -> tuple[ComparedGroup, ...]:
-    """The verdict on each group that has enough cases, in the order of their first rows."""
+    """Return the groups of `rows` with at least MIN_GROUP_CASES cases, ordered by first rows."""
     by_group: dict[tuple[str, ...], dict[str, list[ComparedRow]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -350,7 +363,7 @@ def _compare_groups(
 
 
 def _has_ratio(row: ComparedRow) -> bool:
-    """Whether the row is a time or a rate with an interval, whose logarithm can be averaged."""
+    """Return whether the row is a time or rate with an interval and only positive samples."""
     timed = row.base.unit in (*TIME_UNITS, *RATE_UNITS) and not math.isnan(row.low_percent)
     return timed and min(*row.base.samples, *row.target.samples) > 0
 
@@ -361,18 +374,21 @@ def _compare_group(
     threshold_percent: float,
     confidence: float,
 ) -> ComparedGroup:
+    """Return the group whose rows are given by case, with its verdict."""
     generator = np.random.default_rng(_seed_of(group))
     in_order = [sorted(cases[case], key=lambda row: row.key) for case in sorted(cases)]
     rows = [row for of_case in in_order for row in of_case]
     counts = np.array([len(of_case) for of_case in in_order])
     sums = np.array([sum(map(_log_ratio, of_case)) for of_case in in_order])
     mean = sums.sum() / len(rows)
-    # cases
+
+    # Standard error from resampling the cases. Resampling n values underestimates their variance by
+    # the factor (n - 1) / n.
     picks = generator.integers(len(cases), size=(NUM_RESAMPLES, len(cases)))
     of_cases = float(np.std(sums[picks].sum(axis=1) / counts[picks].sum(axis=1), ddof=1))
-    # n values resampled have (n - 1) / n of their variance
     of_cases *= math.sqrt(len(cases) / (len(cases) - 1))
-    # samples
+
+    # Standard error from resampling the samples of every row.
     drawn = np.zeros(NUM_GROUP_RESAMPLES)
     for row in rows:
         before, after = (
@@ -382,6 +398,8 @@ def _compare_group(
         drawn += _sign_of_worse(row.base) * np.log(after / before) / len(rows)
     of_samples = float(np.std(drawn, ddof=1))
     degrees_of_samples = sum(len(row.base.samples) + len(row.target.samples) - 2 for row in rows)
+
+    # The wider interval counts; percent are clipped where exp would overflow.
     errors = {len(cases) - 1: of_cases, degrees_of_samples: of_samples}
     margin = max(
         student.ppf((1 + confidence) / 2, degrees) * error for degrees, error in errors.items()
@@ -394,15 +412,16 @@ def _compare_group(
 
 
 def _log_ratio(row: ComparedRow) -> float:
-    """Logarithm of how many times worse the target is."""
+    """Return the logarithm of how many times worse the target's median is than the base's."""
     return _sign_of_worse(row.base) * math.log(
         median(row.target.samples) / median(row.base.samples)
     )
 
 
 def _compare_statuses(base: Record, target: Record) -> ComparedRow:
-    """What could be measured before and cannot now is a regression; the other way round it is an
-    improvement.
+    """Return the compared row of two records of which at least one was not measured.
+
+    It is a regression if only the base was measured, and an improvement if only the target was.
     """
     reason = f"{base.status}, now {target.status}"
     message = target.message or base.message
@@ -416,12 +435,14 @@ def _compare_statuses(base: Record, target: Record) -> ComparedRow:
 
 
 def _repeated(records: Iterable[Record]) -> list[tuple[str, ...]]:
+    """Return the keys that several of `records` have."""
     return [key for key, count in Counter(record.key for record in records).items() if count > 1]
 
 
 def _differences(base: Sequence[Record], target: Sequence[Record]) -> list[str]:
-    """Drivers, versions and seeds that the sides do not share: they may explain a change better
-    than the code does.
+    """Return a line for each of driver, PyTorch, Triton and seed in which the sides differ.
+
+    Such a difference may explain a change better than the code does.
     """
     notes = []
     described = {

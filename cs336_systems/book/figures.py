@@ -1,19 +1,24 @@
-"""The kinds of figures, declared beside an experiment: one Altair spec is the PNG of the page and
-the interactive figure of the report.
+"""Define the kinds of figures that experiments declare, each built as an Altair chart.
 
-    Lines(x="seqlen_q", y="tflops", color="implementation", facet="head_dim", where={"mode":
-    "forward"}) Bars(x="shape", y="median", color="implementation", unit="GiB", where={"quantity":
-    "peak_memory"})
+    Lines(
+        x="seqlen_q", y="tflops", color="implementation", facet="head_dim",
+        where={"mode": "forward"},
+    )
+    Bars(
+        x="shape", y="median", color="implementation", unit="GiB",
+        where={"quantity": "peak_memory"},
+    )
     Heat, Spans (intervals of a trace)
 
-Bars are never on a log axis; lines are where the range is ten or more. Bars with long names lie, so
-that the names can be read. An implementation has one colour everywhere. Lines and lying bars carry
-their names, others have a legend.
+One chart is drawn both as the PNG of a page and as the interactive figure of the report. Bars never
+have a log axis; lines have one if values differ by a factor of ten or more. Bars with long names
+are horizontal, so that the names can be read. An implementation has one colour in all figures.
+Lines and grouped horizontal bars are labelled with their names; others have a legend.
 
-The title states what the figure shows: `claim` makes it of the rows that are drawn, and returns ""
-where they do not bear it out, so that `title` stands there. The subtitle names what all of the rows
-have in common: device, dtype, shape. What fits none of these is a class of its own with
-`chart(frame)` in the experiment's file.
+The title states what the figure shows: `claim` makes it from the drawn rows, and returns "" if they
+do not support it; then `title` is used. The subtitle names what all of the rows have in common:
+device, dtype, shape. A figure of another kind is a class with `chart(frame)` in the experiment's
+file.
 """
 
 from __future__ import annotations
@@ -39,29 +44,30 @@ if TYPE_CHECKING:
 
 
 class _Altair:
-    """The package, imported at its first use: two seconds, which a process that measures and draws
-    nothing can spare.
+    """A stand-in for the package `altair` that imports it at its first use.
 
-    Not importlib's LazyLoader, whose module is loaded by whatever looks through `sys.modules`, as
-    torch's custom operators do.
+    The import takes two seconds, which a process that only measures does not spend. importlib's
+    LazyLoader is not used: any code that looks through `sys.modules`, such as torch's custom
+    operators, would load its module.
     """
 
     def __getattr__(self, name: str) -> Any:
+        """Import altair and return its attribute `name`."""
         return getattr(importlib.import_module("altair"), name)
 
 
 if not TYPE_CHECKING:
     alt = _Altair()
 
-RANGE_OF_LOG = 10  # largest over smallest, from which on an axis is logarithmic
-WIDTH, HEIGHT = 520, 300  # of a figure of one panel
-LYING_WIDTH = 400  # of lying bars, whose names stand on both sides
-BAR = 16  # height of a lying bar
-LABEL_SIZE, TITLE_SIZE = 13, 16  # of letters, in pixels
-LETTER = 7.5  # width of one in a label
-LINE = 15  # least distance of two labels
-TITLE_LETTERS, SUBTITLE_LETTERS = 62, 84  # of a line
-FACTS = {  # columns of which a subtitle tells the value that all rows have
+RANGE_OF_LOG = 10  # an axis is logarithmic if largest / smallest is at least this
+WIDTH, HEIGHT = 520, 300  # pixels of a figure with one panel
+LYING_WIDTH = 400  # pixels for horizontal bars, which have names on both sides
+BAR = 16  # height of a horizontal bar in pixels
+LABEL_SIZE, TITLE_SIZE = 13, 16  # font sizes in pixels
+LETTER = 7.5  # average width of a letter in a label, in pixels
+LINE = 15  # least distance of two labels in pixels
+TITLE_LETTERS, SUBTITLE_LETTERS = 62, 84  # letters a line
+FACTS = {  # columns whose value a subtitle names if all rows share it
     "device": "{}",
     "dtype": "{}",
     "precision": "{}",
@@ -75,12 +81,12 @@ FACTS = {  # columns of which a subtitle tells the value that all rows have
     "head_dim": "head dim {:.0f}",
 }
 SINGLE = {"heads": "one head", "seqlen_q": "one query a head"}
-LONGEST_STANDING = 12  # letters of a name below a bar
+LONGEST_STANDING = 12  # letters of the longest name below a vertical bar
 PNG_SCALE = 2.0
-BLACK = "black"  # of letters on the white of a PNG
-PAGE_INK = "currentColor"  # the page's: black where it is light, white where it is dark
-GRID = "#808080"  # seen on white and on black
-PAPER, LOW, HIGH = "#ffffff", "#fdae61", "#74add1"  # of the fields of a heat map
+BLACK = "black"  # text colour on the white of a PNG
+PAGE_INK = "currentColor"  # text colour of the page: black if it is light, white if it is dark
+GRID = "#808080"  # visible on white and on black
+PAPER, LOW, HIGH = "#ffffff", "#fdae61", "#74add1"  # colours of the fields of a heat map
 COLORS = {  # ours in colour, the plain baselines in grey, the libraries' in cooler tones
     "eager": "#999999",
     "compiled": "#555555",
@@ -103,7 +109,7 @@ COLORS = {  # ours in colour, the plain baselines in grey, the libraries' in coo
     "torch_varlen": "#80cdc1",
     "tiles allow": "#bbbbbb",
 }
-NAMES = {  # as labels have them
+NAMES = {  # name in records -> name in labels
     "triton": "triton (ours)",
     "hopper": "hopper (ours)",
     "triton_whole": "triton, keys whole (ours)",
@@ -120,35 +126,35 @@ NAMES = {  # as labels have them
     "forward_backward": "forward + backward",
     "train_step": "training step",
 }
-# a label's own name, as Vega computes it
+# Vega expression for the text of a label: its entry in NAMES, else the name itself
 NAMED = f"{json.dumps(NAMES)}[datum.label] || datum.label"
-SPARE_COLORS = ("#1f78b4", "#b15928", "#6a3d9a", "#e31a1c")  # of a reader's own implementations
+SPARE_COLORS = ("#1f78b4", "#b15928", "#6a3d9a", "#e31a1c")  # for users' own implementations
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure(ABC):
-    """What all kinds share; `chart` is None where no row has a number."""
+    """Base class of figures; a subclass defines `_marks`, the marks in a panel."""
 
-    x: str  # columns of the frame
+    x: str  # x, y, color and facet are columns of the frame
     y: str = "median"
     color: str = "implementation"
-    facet: str | None = None  # a panel for each of its values
-    where: Where = field(default_factory=dict)
-    unit: str | None = None  # to which the median is converted
-    title: str = ""  # where there is no claim, or the rows do not bear it out
-    claim: Callable[[pd.DataFrame], str] | None = None  # the title from the rows that are drawn
-    subtitle: str = ""  # after what the rows have in common
-    x_title: str = ""
-    y_title: str = ""  # y's unit if empty
+    facet: str | None = None  # one panel for each of its values
+    where: Where = field(default_factory=dict)  # choice of rows
+    unit: str | None = None  # unit to which the median is converted
+    title: str = ""  # used if there is no claim, or the rows do not support it
+    claim: Callable[[pd.DataFrame], str] | None = None  # the title from the drawn rows, or ""
+    subtitle: str = ""  # stands after what the rows have in common
+    x_title: str = ""  # x's name if empty
+    y_title: str = ""  # y's quantity and unit if empty
     columns: int = 2  # panels side by side
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """What is drawn: measured, and not by the interpreter."""
+        """Return the rows to draw: chosen by `where`, measured, and not by Triton's interpreter."""
         rows = pick(frame, self.where)
         return with_unit(rows[(rows["status"] == "ok") & ~rows["interpreted"]], self.unit)
 
     def chart(self, frame: pd.DataFrame) -> alt.TopLevelMixin | None:
-        """The Altair chart, or None."""
+        """Return the Altair chart with its title and panels; None if there is no row to draw."""
         rows = self.rows(frame)
         if rows.empty:
             return None
@@ -171,15 +177,13 @@ class Figure(ABC):
         return marks.properties(title=alt.Title(text=text, subtitle=below))
 
     def heading(self, frame: pd.DataFrame) -> str:
-        """The claim where the rows bear it out, else the title."""
+        """Return the claim if the drawn rows support it, else the title."""
         rows = self.rows(frame)
         claimed = self.claim(rows) if self.claim is not None and not rows.empty else ""
         return claimed or self.title
 
     def facts(self, frame: pd.DataFrame) -> list[str]:
-        """What all measured rows have in common, in words: ["NVIDIA H200", "bfloat16", "head dim
-        64"].
-        """
+        """Return what all measured rows share, e.g. ["NVIDIA H200", "bfloat16", "head dim 64"]."""
         rows = Figure.rows(self, frame)
         found = []
         for column, words in FACTS.items():
@@ -193,10 +197,12 @@ class Figure(ABC):
         return found
 
     @abstractmethod
-    def _marks(self, rows: pd.DataFrame) -> Any: ...
+    def _marks(self, rows: pd.DataFrame) -> Any:
+        """Return the Altair chart of one panel, without size and title."""
+        ...
 
     def _data(self, rows: pd.DataFrame, *more: str) -> alt.Data:
-        """Only what is drawn, so that a figure's file holds no raw samples."""
+        """Return the drawn columns of `rows` and `more`, so that a figure holds no raw samples."""
         names = dict.fromkeys(
             name for name in (self.x, self.y, self.color, self.facet, *more) if name
         )
@@ -208,7 +214,7 @@ class Figure(ABC):
         )
 
     def _color(self, rows: pd.DataFrame) -> Any:
-        """The colours, with a legend unless the x axis names what they stand for."""
+        """Return the colour encoding; its legend is left out if the x axis has the same names."""
         names = [str(name) for name in dict.fromkeys(rows[self.color])]
         scale = alt.Scale(domain=names)
         if not COLORS.keys().isdisjoint(names):
@@ -223,7 +229,7 @@ class Figure(ABC):
         return color.legend(orient="top", columns=across, labelExpr=NAMED)
 
     def _tooltip(self, rows: pd.DataFrame) -> list[alt.Tooltip]:
-        """What the pointer shows in the interactive figure."""
+        """Return the tooltips of the interactive figure: colour, x and y."""
         numeric = {
             name: pd.api.types.is_numeric_dtype(rows[name]) for name in (self.color, self.x, self.y)
         }
@@ -235,39 +241,43 @@ class Figure(ABC):
         ]
 
     def _x_title(self) -> str:
+        """Return the title of the x axis."""
         return self.x_title or self.x.replace("_", " ")
 
     def _unit_title(self, rows: pd.DataFrame) -> str:
+        """Return the title of the y axis, by default the quantity and its unit."""
         return (
             self.y_title or f"{rows['quantity'].iloc[0].replace('_', ' ')} ({rows['unit'].iloc[0]})"
         )
 
     def _size(self, rows: pd.DataFrame, panels: int) -> tuple[int, int, int]:
-        """Panels side by side, and each one's width and height."""
+        """Return the number of panels side by side, and a panel's width and height in pixels."""
         across = min(panels, self.columns)
         return across, WIDTH // across, HEIGHT if panels == 1 else HEIGHT * 2 // 3
 
 
 def _field(name: str) -> str:
-    """A column's name as Vega reads it, where a dot means a part of something."""
+    """Return a column's name for Vega, without dots, which would mean nested fields."""
     return name.replace(".", "_")
 
 
 def is_wide(values: pd.Series) -> bool:
-    """Whether an axis of `values` is logarithmic: they are above zero and differ by a factor of
-    RANGE_OF_LOG.
-    """
+    """Return whether `values` need a log axis: all are positive and span a factor RANGE_OF_LOG."""
     return bool(values.min() > 0 and values.max() / values.min() >= RANGE_OF_LOG)
 
 
 def scale_of(values: pd.Series, base: float = 10) -> alt.Scale:
+    """Return a log scale to `base` if `is_wide(values)`, else a linear one without a forced 0."""
     return (
         alt.Scale(type="log", base=base, nice=False) if is_wide(values) else alt.Scale(zero=False)
     )
 
 
 def axis_of(values: pd.Series) -> alt.Axis:
-    """Ticks of a logarithmic axis at 1, 2 and 5 of each decade, at the decades where they are many."""
+    """Return the axis of `values`; a log axis has ticks at 1, 2 and 5 of each decade.
+
+    From a factor of 1e4 on it has ticks at the decades only.
+    """
     if not is_wide(values):
         return alt.Axis()
     low, high = float(values.min()), float(values.max())
@@ -280,19 +290,23 @@ def axis_of(values: pd.Series) -> alt.Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Lines(Figure):
-    """A line of medians for each colour, its name at its end, with a bar between the quartiles at
-    each point.
+    """A line for each colour with its name at the end; medians have a bar between their quartiles.
+
+    `bound` is for figures of one panel.
     """
 
-    # a height that is marked across a figure of one panel, and its name
+    # (y, name) of a dashed horizontal line across the panel
     bound: tuple[float, str] | None = None
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Return the rows to draw, without those whose y is missing."""
         rows = super().rows(frame)
-        # a speed over what was not measured
+        # A speed is missing if its baseline was not measured.
         return rows.dropna(subset=rows.columns.intersection([self.y]))
 
     def _marks(self, rows: pd.DataFrame) -> Any:
+        """Return lines, quartile bars, names and the bound as layers."""
+        # Axes: names are equally spaced, numbers are to scale.
         x: Any = alt.X(f"{_field(self.x)}:O", sort=None, title=self._x_title())
         if pd.api.types.is_numeric_dtype(rows[self.x]):
             axis = alt.Axis(
@@ -308,6 +322,8 @@ class Lines(Figure):
         y = alt.Y(
             f"{_field(self.y)}:Q", scale=scale_of(heights), axis=axis_of(heights), title=title
         )
+
+        # Lines, with bars between the quartiles behind them.
         has_quartiles = self.y == "median"
         rows = self._with_labels(rows)
         quartiles = ("low", "high") if has_quartiles else ()
@@ -318,6 +334,8 @@ class Lines(Figure):
         if has_quartiles:
             bars = base.mark_rule(strokeWidth=3, opacity=0.4)
             layers.insert(0, bars.encode(x=x, y="low:Q", y2="high:Q", color=color))
+
+        # Names of the lines and of the bound.
         if rows[self.color].nunique() > 1:
             names = base.mark_text(align="left", dx=8, dy=alt.expr("datum.shift"))
             layers.append(names.encode(x=x, y=y, text="label:N"))
@@ -331,8 +349,10 @@ class Lines(Figure):
         return alt.layer(*layers)
 
     def _with_labels(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """`rows` with a line's name as the `label` of its last, and the `shift` in pixels that
-        keeps labels apart.
+        """Return `rows` with two more columns for the labels: `label` and `shift`.
+
+        The last row of each line has the line's name as `label`, the others "". `shift` in pixels
+        keeps labels at the same x apart.
         """
         panels = [self.facet] if self.facet else []
         rows = rows.reset_index(drop=True)
@@ -341,7 +361,7 @@ class Lines(Figure):
         low, high = rows[self.y].min(), rows[self.y].max()
 
         def place(value: float) -> float:
-            """Pixels from the top of the panel."""
+            """Return the distance of a y value from the top of the panel in pixels."""
             if high == low:
                 return height / 2
             share = (
@@ -357,7 +377,7 @@ class Lines(Figure):
             places = [place(value) for value in panel[self.y]]
             shifts = [moved - before for moved, before in zip(spread(places, LINE), places)]
             if len(panel) == 1 and panel[self.x].iloc[0] != rows[self.x].iloc[last.index].max():
-                # above a line that ends before others, which may cross what is beside it
+                # A line that ends before others may have them to its right: its label goes above.
                 shifts = [-float(LINE)]
             rows.loc[panel.index, "label"] = [
                 NAMES.get(str(name), str(name)) for name in panel[self.color]
@@ -367,13 +387,14 @@ class Lines(Figure):
 
 
 def spread(places: list[float], distance: float) -> list[float]:
-    """Ascending `places`, moved as little as keeps `distance` between neighbours: groups that touch
-    stay centred.
+    """Return ascending `places`, moved so that neighbours are at least `distance` apart.
+
+    Places that would overlap form a group, which stays centred on the mean of its places.
 
     >>> spread([0.0, 1.0, 50.0], 10)
     [-4.5, 5.5, 50.0]
     """
-    groups: list[list[float]] = []  # what touches is one, and lies around the mean of its places
+    groups: list[list[float]] = []
     for place in places:
         groups.append([place])
         while len(groups) > 1 and _lowest(groups[-2], distance) + distance > _highest(
@@ -384,44 +405,51 @@ def spread(places: list[float], distance: float) -> list[float]:
 
 
 def _highest(group: list[float], distance: float) -> float:
+    """Return the smallest place (the highest on the page) of a spread group."""
     return sum(group) / len(group) - distance * (len(group) - 1) / 2
 
 
 def _lowest(group: list[float], distance: float) -> float:
+    """Return the largest place (the lowest on the page) of a spread group."""
     return sum(group) / len(group) + distance * (len(group) - 1) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bars(Figure):
-    """A group of bars for each x, or one `stacked`, on an axis that begins at zero; they lie if an
-    x is a long name.
+    """A group of bars, or one stacked bar, for each x, on an axis that begins at zero.
+
+    The bars are horizontal if a name on the x axis has more than LONGEST_STANDING letters.
     """
 
     stacked: bool = False
     significant: int = 3  # digits of the number at a bar
 
     def _lie(self, rows: pd.DataFrame) -> bool:
+        """Return whether the bars are horizontal."""
         return rows[self.x].astype(str).str.len().max() > LONGEST_STANDING
 
     def _grouped(self, rows: pd.DataFrame) -> bool:
-        """Whether an x has several bars beside each other."""
+        """Return whether an x has several bars beside each other."""
         panels = [self.facet] if self.facet else []
         return not self.stacked and bool(rows.groupby([self.x, *panels]).size().max() > 1)
 
     def _has_room(self, rows: pd.DataFrame, label: pd.Series) -> bool:
-        """Whether a standing bar is as wide as its number."""
+        """Return whether a vertical bar is wide enough for the longest number in `label`."""
         panels = 1 if self.facet is None else rows[self.facet].nunique()
         bars = rows[self.x].nunique() * (rows[self.color].nunique() if self._grouped(rows) else 1)
         return 0.8 * self._size(rows, panels)[1] / bars >= LETTER * 0.9 * label.str.len().max()
 
     def _size(self, rows: pd.DataFrame, panels: int) -> tuple[int, int, int]:
+        """Return the panels side by side and their size; horizontal bars get BAR pixels each."""
         across, width, height = super()._size(rows, panels)
         if not self._lie(rows):
             return across, width, height
         bars = rows[self.x].nunique() * (rows[self.color].nunique() if self._grouped(rows) else 1.5)
-        return 1, LYING_WIDTH, int(BAR * bars / 0.8)  # the rest is between them
+        return 1, LYING_WIDTH, int(BAR * bars / 0.8)  # 0.2 of the height is between bars
 
     def _marks(self, rows: pd.DataFrame) -> Any:
+        """Return the bars, with numbers at them if there is room."""
+        # Horizontal bars swap the axes.
         lie = self._lie(rows)
         places, lengths, offset = (
             (alt.Y, alt.X, alt.YOffset) if lie else (alt.X, alt.Y, alt.XOffset)
@@ -438,12 +466,15 @@ class Bars(Figure):
         ]
         if self._grouped(rows):
             encoding.append(offset(f"{_field(self.color)}:N", sort=None))
+
+        # Horizontal bars have their names at their ends, in place of a legend.
         label = rows[self.y].map(lambda value: digits(value, self.significant))
         color = self._color(rows)
         if lie and self._grouped(rows):
             names = rows[self.color].astype(str)
             label = label + "  " + names.map(lambda name: NAMES.get(name, name))
             color = color.legend(None)
+
         base = alt.Chart(self._data(rows.assign(label=label), "label")).encode(*encoding)
         bars = base.mark_bar().encode(color=color, tooltip=self._tooltip(rows))
         if self.stacked or not (lie or self._has_room(rows, label)):
@@ -456,16 +487,18 @@ class Bars(Figure):
 
 @dataclass(frozen=True, kw_only=True)
 class Heat(Figure):
-    """A coloured field for each (x, y), with its number in it."""
+    """A heat map: a coloured field for each (x, y), with its number in it."""
 
-    value: str = "median"
-    middle: float | None = None  # a value that has no colour; those below and above have one each
+    value: str = "median"  # column of the numbers
+    middle: float | None = None  # the value that is white, with one colour below and one above it
 
     def _size(self, rows: pd.DataFrame, panels: int) -> tuple[int, int, int]:
+        """Return the panels side by side and their size, which depends on the number of fields."""
         across, width, _ = super()._size(rows, panels)
         return across, min(width, 110 * rows[self.x].nunique()), 28 * rows[self.y].nunique()
 
     def _marks(self, rows: pd.DataFrame) -> Any:
+        """Return the fields with their numbers."""
         base = alt.Chart(self._data(rows, self.value)).encode(
             x=alt.X(
                 f"{_field(self.x)}:O", sort=None, title=self._x_title(), axis=alt.Axis(labelAngle=0)
@@ -477,7 +510,7 @@ class Heat(Figure):
         low, high = float(rows[self.value].min()), float(rows[self.value].max())
         scale = alt.Scale(domain=[low, high], range=[PAPER, HIGH], interpolate="rgb")
         if self.middle is not None:
-            # as far on both sides
+            # The domain is symmetric about the middle.
             ends = min(low, 2 * self.middle - high), max(high, 2 * self.middle - low)
             scale = alt.Scale(
                 domain=[ends[0], self.middle, ends[1]], range=[LOW, PAPER, HIGH], interpolate="rgb"
@@ -490,11 +523,13 @@ class Heat(Figure):
 
 
 class Spans(Figure):
-    """Intervals of a trace as bars over time: rows whose samples are starts and ends by turns. `y`
-    names the lanes.
+    """Intervals of a trace as horizontal bars over time, in one lane for each value of `y`.
+
+    The samples of a row are the starts and ends of its intervals by turns.
     """
 
     def _marks(self, rows: pd.DataFrame) -> alt.Chart:
+        """Return a bar for each interval."""
         pairs = rows["samples"].map(lambda samples: list(zip(samples[::2], samples[1::2])))
         spans = rows.assign(pair=pairs).explode("pair", ignore_index=True).dropna(subset="pair")
         spans = spans.assign(start=spans["pair"].str[0], end=spans["pair"].str[1])
@@ -517,7 +552,7 @@ class Spans(Figure):
 def spec_of(
     chart: alt.TopLevelMixin, background: str = "white", ink: str = BLACK
 ) -> dict[str, Any]:
-    """The Vega-Lite specification: the same chart gives the same text, whenever it is made."""
+    """Return the Vega-Lite specification of `chart` in our style; equal charts give equal ones."""
     sizes = {"labelFontSize": LABEL_SIZE, "titleFontSize": LABEL_SIZE}
     text = {"labelColor": ink, "titleColor": ink, "labelLimit": 400, **sizes}
     axis = text | {"gridColor": GRID, "gridOpacity": 0.25, "domainColor": ink, "tickColor": ink}
@@ -544,11 +579,12 @@ def spec_of(
 
 
 def digest(spec: dict[str, Any]) -> str:
-    """What the file of digests says of a figure, so that a check needs no drawing."""
+    """Return 16 hex digits that identify a figure's specification, to check it without drawing."""
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def write_png(spec: dict[str, Any], path: Path) -> None:
+    """Draw a Vega-Lite specification into the PNG file `path`, whose folder is made if needed."""
     import vl_convert
 
     path.parent.mkdir(parents=True, exist_ok=True)

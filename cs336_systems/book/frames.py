@@ -1,16 +1,24 @@
-"""Records of one problem as a pandas frame, from which its tables, figures and page are made.
+"""Load records of one problem into a pandas frame, the source of its tables, figures and page.
 
     frame = load_frame(load("attention_shapes"), read_records(path))
     pick(frame, {"quantity": "time", "mode": "forward", "implementation": ("hopper", "triton")})
 
-Columns: those of a record (implementation, mode, quantity, unit, status, message, kernel, error,
-run); `samples`, the raw ones, and `count`, `median`, `low`, `high` (quartiles), `mean`, `std` of
-them in the row's unit; every field of the case by its name (`seqlen_q`), of nested ones `model`
-(its name), `model.d_model`, `precision` ("bfloat16 autocast"); `device`, its name; `interpreted`,
-of a time that Triton's interpreter took, which has no samples here; `by_turns`, whether a sample is
-a round's; `place`, the implementation's among the experiment's; `promised`, whether the experiment
-promises the row; `position`, the record's among those given, the newest last; and what the
-experiment's `columns` adds. Rows stand in the order in which the experiment lists its cells.
+Columns of the frame:
+
+- those of a record: implementation, mode, quantity, unit, status, message, kernel, error, run
+- `samples` (raw), and their `count`, `median`, `low`, `high` (quartiles), `mean`, `std` in the
+  row's unit
+- every field of the case by its name (`seqlen_q`); of nested configs `model` (its name),
+  `model.d_model`, `precision` ("bfloat16 autocast")
+- `device`: the device's name
+- `interpreted`: whether the row is a time of Triton's interpreter, whose samples are dropped here
+- `by_turns`: whether each sample belongs to a round
+- `place`: index of the implementation among the experiment's
+- `promised`: whether the experiment promises the row
+- `position`: index of the record among those given, the newest last
+- those that the experiment's `columns` adds
+
+Rows stand in the order in which the experiment lists its cells.
 """
 
 import math
@@ -33,16 +41,16 @@ UNITS = {
     ("ms", "µs"): 1e3,
     ("s", "µs"): 1e6,
 }
-INTERPRETED = "interpreter"  # begins what a record says of a kernel that ran in Triton's
+INTERPRETED = "interpreter"  # prefix of `kernel` in records of Triton's interpreter
 STATISTICS = ("median", "low", "high", "mean", "std")
 
 
 def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFrame:
-    """The newest record of each key as a frame.
+    """Return the newest record of each key as a frame; an empty frame if there is none.
 
     A record that the experiment cannot place or read is left out with a warning. Raises ValueError
-    where records come from several devices or scales: numbers of two machines in one table invite a
-    comparison that says nothing.
+    if records come from several devices or scales: numbers of two machines in one table invite a
+    meaningless comparison.
     """
     given = list(records)
     for what, values in (
@@ -55,8 +63,9 @@ def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFram
             )
     if not given:
         return pd.DataFrame()
+
+    # Keep the newest row of each key, in the order in which the keys first appeared.
     plan = plan_for(experiment, given)
-    # by key, the keys in the order in which they first appeared
     newest: dict[tuple[str, ...], dict[str, Any]] = {}
     placed, left_out = place_records(experiment.name, given, plan)
     names = experiment.implementations
@@ -75,11 +84,14 @@ def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFram
             newest[record.key] = row | experiment.columns(row)
         except UNREADABLE as error:
             left_out.append(
-                f"{record.problem}: {record.implementation} left out, {type(error).__name__}: {error}"
+                f"{record.problem}: {record.implementation} left out, "
+                f"{type(error).__name__}: {error}"
             )
     warn_of(left_out, stacklevel=2)
     if not newest:
         return pd.DataFrame()
+
+    # Sort as the experiment lists its cells, and add the columns that compare rows.
     rows, last = list(newest.values()), len(plan.places)
     rows.sort(key=lambda row: (plan.places.get(row["case"], last), row["place"]))
     frame = pd.DataFrame(rows)
@@ -89,8 +101,9 @@ def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFram
 
 
 def calculated_frame(calculation: Calculation) -> pd.DataFrame:
-    """The rows of a calculation as a frame, with the columns that tables and figures ask of
-    measured ones.
+    """Return the rows of a calculation as a frame that tables and figures can use.
+
+    Columns that they expect of measured frames get constant values.
     """
     usual = {
         "implementation": "calculated",
@@ -109,12 +122,13 @@ def calculated_frame(calculation: Calculation) -> pd.DataFrame:
     }
     rows = [usual | row for row in calculation.calculate()]
     frame = pd.DataFrame(rows)
+    # Columns of integers become nullable: a row without a number would turn the column into floats.
     whole = [name for name in map(str, frame) if all(type(row.get(name, 0)) is int for row in rows)]
-    # else a row without a number makes all of its column floats
     return frame.astype(dict.fromkeys(whole, "Int64"))
 
 
 def _row(record: Record) -> dict[str, Any]:
+    """Return the columns of a frame that follow from `record` alone."""
     interpreted = record.kernel.startswith(INTERPRETED) and record.quantity.endswith("time")
     samples = () if interpreted else tuple(record.samples)
     row = asdict(record) | {
@@ -138,8 +152,10 @@ def _row(record: Record) -> dict[str, Any]:
 
 
 def flat_case(case: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a case, those of nested configs as `model.d_model`; a name stands for the
-    whole.
+    """Return the fields of a case as one flat dict, those of nested configs as `model.d_model`.
+
+    `model` itself is the nested config's name, `precision` its description and `case_type` the name
+    of the case's class.
     """
     flat: dict[str, Any] = {}
     for name, value in case.items():
@@ -162,7 +178,10 @@ def flat_case(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pick(frame: pd.DataFrame, where: Where) -> pd.DataFrame:
-    """The rows of `frame` that `where` asks for. KeyError names a column that is not there."""
+    """Return the rows of `frame` that fit all of `where`; KeyError names a missing column.
+
+    `where` maps a column to the value, a collection of values, None for no value, or a predicate.
+    """
     kept = pd.Series(True, index=frame.index)
     for column, wanted in where.items():
         if column not in frame:
@@ -179,15 +198,19 @@ def pick(frame: pd.DataFrame, where: Where) -> pd.DataFrame:
 
 
 def dicts(frame: pd.DataFrame) -> list[Any]:
-    """The rows as dictionaries: row["model.d_model"], row["median"]. DataFrame.to_dict takes five
-    times as long.
+    """Return the rows of `frame` as dictionaries: row["model.d_model"], row["median"].
+
+    DataFrame.to_dict takes five times as long.
     """
     names = list(frame.columns)
     return [dict(zip(names, row)) for row in frame.to_numpy(dtype=object)]
 
 
 def in_unit(value: float, unit: str, wanted: str | None) -> float:
-    """`value` converted from `unit` to `wanted`; ValueError where there is no factor."""
+    """Return `value` converted from `unit` to `wanted`; ValueError if UNITS has no factor.
+
+    None for `wanted` leaves the value as it is.
+    """
     if wanted is None or wanted == unit:
         return value
     if (unit, wanted) not in UNITS:
@@ -196,7 +219,7 @@ def in_unit(value: float, unit: str, wanted: str | None) -> float:
 
 
 def with_unit(frame: pd.DataFrame, unit: str | None) -> pd.DataFrame:
-    """`frame` with its statistics in `unit`."""
+    """Return `frame` with its statistics converted to `unit`; as it is if `unit` is None."""
     if unit is None or frame.empty or (frame["unit"] == unit).all():
         return frame
     factors = frame["unit"].map(lambda of: in_unit(1.0, of, unit))
@@ -204,11 +227,11 @@ def with_unit(frame: pd.DataFrame, unit: str | None) -> pd.DataFrame:
 
 
 def speed(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> float:
-    """How many times as fast `ours` is as `theirs`, two rows of times: NaN if one is missing or of
-    another run.
+    """Return how many times as fast `ours` is as `theirs`, two rows of times.
 
-    Of what took turns it is the median of the rounds' own ratios: what strikes a round strikes
-    both.
+    It is NaN if a row is missing, failed or interpreted, or if they are of different runs. For rows
+    measured by turns it is the median of the ratios within rounds, since a disturbance of a round
+    affects both; otherwise it is the ratio of the medians.
     """
     if ours is None or theirs is None or ours["run"] != theirs["run"]:
         return math.nan
@@ -227,8 +250,10 @@ def speed(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> f
 def with_speeds(
     frame: pd.DataFrame, column: str, base: Where, by: Sequence[str] = ("case", "mode", "quantity")
 ) -> pd.DataFrame:
-    """`frame` with `column`: how many times as fast a row is as that of `base` which has the same
-    values of `by`.
+    """Return `frame` with a new `column`: each row's `speed` over its baseline row.
+
+    `base` chooses the baseline rows. The baseline of a row has the same values of the columns `by`;
+    without one the speed is NaN.
     """
     bases = {tuple(row[name] for name in by): row for row in dicts(pick(frame, base))}
     found = [speed(row, bases.get(tuple(row[name] for name in by))) for row in dicts(frame)]
@@ -236,14 +261,15 @@ def with_speeds(
 
 
 def span(numbers: pd.Series, significant: int = 3) -> str:
-    """The least and the largest number as text: "1.05 to 1.44", or one where both read the same."""
+    """Return the range of `numbers` as text: "1.05 to 1.44", or one number if both ends agree."""
     low, high = (digits(float(end), significant) for end in (numbers.min(), numbers.max()))
     return low if low == high else f"{low} to {high}"
 
 
 def digits(value: float, significant: int = 3) -> str:
-    """`value` as text with that many significant digits and without an exponent between 1e-4 and
-    1e9.
+    """Return `value` as text with `significant` digits; "–" for infinity and NaN.
+
+    It has an exponent only if it is below 1e-4 or at least 1e9.
 
     >>> digits(0.0123456), digits(12.34), digits(123456.7)
     ('0.0123', '12.3', '123,457')
@@ -252,7 +278,7 @@ def digits(value: float, significant: int = 3) -> str:
         return "–"
     if value == 0:
         return "0"
-    # of the rounded value: 9.996 is 10.0
+    # the exponent of the rounded value: 9.996 is 10.0
     exponent = math.floor(math.log10(abs(float(f"{value:.{significant - 1}e}"))))
     if exponent < -4 or exponent >= 9:
         return f"{value:.{significant - 1}e}"

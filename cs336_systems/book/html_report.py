@@ -1,10 +1,9 @@
-"""`report.html` of a results folder: one file that needs no network, a section a problem in handout
-order.
+"""Write `report.html` of a results folder: one offline file with a section per problem.
 
-Each section has the figures of this run, interactive, beside the published ones, and its tables,
-which a click on a heading sorts. What this machine cannot run is a line, and so is what failed. A
-record that cannot be placed, a table or a figure that cannot be made costs itself and a warning.
-The template, report.html beside this file, escapes all text.
+The sections are in handout order. Each has the interactive figures of this run beside the published
+ones, and its tables, which a click on a heading sorts. It lists what this machine cannot run and
+what failed. A record that cannot be placed, or a table or figure that cannot be made, is left out
+with a warning. The template, report.html beside this file, escapes all text.
 """
 
 from collections import Counter
@@ -30,11 +29,11 @@ PAGE = "report.html"
 def write_report(
     folder: Path, published: Path | None = None, only: Collection[str] = ()
 ) -> list[str]:
-    """Write `folder`/report.html from `folder`/records: a line a problem for the terminal, how many
-    quantities were measured and what became of the others; no line and no page if no experiment has
-    records there.
+    """Write `folder`/report.html from `folder`/records, and return a summary line per problem.
 
-    `published` is the folder whose figures stand beside this one's; `only` chooses problems.
+    A line counts the problem's rows by status. If no experiment has records there, nothing is
+    written and the list is empty. `published` is the folder whose figures stand beside this one's;
+    `only` chooses problems, empty means all.
     """
     measured: dict[str, list[Record]] = {}
     sections: list[dict[str, Any]] = []
@@ -46,6 +45,7 @@ def write_report(
                 sections.append(_section(experiment, records, frame, published))
     if not measured:
         return []
+
     run = next(iter(measured.values()))[-1].run
     software = [f"{name} {version}" for name, version in run.software.items()]
     environment = jinja2.Environment(
@@ -54,13 +54,16 @@ def write_report(
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
     )
-    library = ""
-    # Vega, Vega-Lite and Vega-Embed, once a page
-    if any(section["figures"] for section in sections):
-        import vl_convert  # measuring needs none of it, on machines that have none
 
-        script = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # without one: all three
+    # Include Vega, Vega-Lite and Vega-Embed once if there are figures.
+    library = ""
+    if any(section["figures"] for section in sections):
+        import vl_convert  # imported here, since machines that only measure may lack it
+
+        # without an argument the bundle has all three libraries
+        script = vl_convert.javascript_bundle()  # type: ignore[call-arg]
         library = Markup(script.replace("</script", "<\\/script"))
+
     text = environment.get_template(PAGE).render(
         title=f"{run.device.get('name')}, {run.scale} scale",
         facts=", ".join([*software, f"commit {run.commit[:10]}", run.date]),
@@ -78,8 +81,9 @@ def write_report(
 
 
 def _measured(experiment: Experiment, folder: Path) -> tuple[list[Record], pd.DataFrame]:
-    """The newest records of an experiment in a results folder, in the order of the file, and their
-    frame.
+    """Return the newest records of an experiment in `folder`, in the file's order, and their frame.
+
+    Both are empty if there are no records of it; the frame alone is if it cannot be made.
     """
     records = of_one_machine(read_records(folder / "records" / f"{experiment.name}.jsonl"))
     if not records:
@@ -97,7 +101,7 @@ def _measured(experiment: Experiment, folder: Path) -> tuple[list[Record], pd.Da
 def _section(
     experiment: Experiment, records: list[Record], frame: pd.DataFrame, published: Path | None
 ) -> dict[str, Any]:
-    """What the template shows of one problem."""
+    """Return what the template shows of one problem: figures, tables, skips and failures."""
     frames = {"this run": frame}
     if published is not None:
         frames[f"published, {published.name}"] = _measured(experiment, published)[1]
@@ -109,16 +113,18 @@ def _section(
                 place = f"{experiment.name}-{len(figures)}"
                 caption = f"{name.replace('_', ' ')}, {whose}"
                 figures.append({"place": place, "caption": caption, "spec": spec})
+
     tables: list[Table] = []
-    needs: dict[str, list[str]] = {}  # why something is skipped on this machine, and what
+    needs: dict[str, list[str]] = {}  # reason of a skip on this machine -> columns of tables
     for name, declared in experiment.tables.items() if not frame.empty else ():
         made = attempt(f"the table {name} of {experiment.name}", declared.build, frame)
         table, skipped = (made or Table("", [], [])).without_blanks()
-        if table.lines:  # another scale's table has none here
+        if table.lines:  # a table for another scale has no lines here
             tables.append(table)
         for column, why in skipped.items():
             columns = needs.setdefault(why, [])
             columns += [column] if column not in columns else []
+
     failed = [in_one_line(line).removeprefix(f"{experiment.name}: ") for line in failures(records)]
     return {
         "name": experiment.name,
@@ -131,6 +137,6 @@ def _section(
 
 
 def _spec(figure: Any, frame: pd.DataFrame) -> dict[str, Any] | None:
-    """The specification of a figure of a frame; None where nothing is drawn."""
+    """Return the Vega-Lite specification of a figure of `frame`; None if nothing is drawn."""
     chart = None if frame.empty else figure.chart(frame)
     return None if chart is None else spec_of(chart, "transparent", PAGE_INK)

@@ -1,16 +1,17 @@
-"""Pages: `writeup/<problem>.md` are templates whose numbers come from records; `writeup.md` is made
-of them.
+"""Render `writeup.md` from the templates `writeup/<problem>.md`, whose numbers come from records.
 
-    The forward takes {{ time("hopper", mode="forward", shape="1 × 16 × 16,384 × 64 causal") }}, {{
-    speed("hopper", "sdpa_cudnn", mode="forward", shape=...) }} of cuDNN's speed.  {{
-    table("forward") }}  {{ figure("forward") }}
+    The forward takes {{ time("hopper", mode="forward", shape="1 × 16 × 16,384 × 64 causal") }},
+    {{ speed("hopper", "sdpa_cudnn", mode="forward", shape=...) }} of cuDNN's speed.
 
-What a template may call is the public methods of `Page`, and what the experiment's `numbers`
+    {{ table("forward") }}
+
+    {{ figure("forward") }}
+
+A template may call the public methods of `Page` and the names that the experiment's `numbers`
 returns. An unknown name, a lookup that finds no record or several, and a table of too many lines
-are errors with the page's name: the document says there that the page cannot be made, and has all
-others. A measured
-number typed by hand fails `report --check`; `{{ given("3.35 TB/s", "data sheet") }}` is how a page
-quotes a derivation, a handout or another's measurement, with its source.
+are errors with the page's name: the document says in the page's place that it cannot be made, and
+has all others. A measured number typed by hand fails `report --check`. A page quotes a derivation,
+a handout or another's measurement with its source: `{{ given("3.35 TB/s", "data sheet") }}`.
 """
 
 from __future__ import annotations
@@ -50,21 +51,21 @@ from cs336_systems.measure.text import write_whole
 
 PAGES = "writeup"  # the folder of templates
 DOCUMENT = "writeup.md"
-README = "README.md"  # a text of its own, with blocks of records
+README = "README.md"  # written by hand, with blocks made from records
 BLOCK = re.compile(r"(<!-- begin made: (.+?) -->\n).*?(<!-- end made -->)", re.DOTALL)
-# a template's link to another, which the document has as a section
+# a template's link to another template, which is a section of the document
 LINK = re.compile(r"\]\((\w+)\.md\)")
 CODE = re.compile(r"\]\(\.\./(cs336_systems/[^)#]+)\)")  # a template's link to code
 FIGURE = re.compile(r'{{ figure\("(\w+)"\) }}')
-DEFAULT_BUCKET_MB = 25.0  # which a case of data parallelism may leave unsaid
-DIGESTS = "digests.json"  # of the figures beside it
+DEFAULT_BUCKET_MB = 25.0  # `quantity_of` omits this value of a case
+DIGESTS = "digests.json"  # file with digests of the figures beside it
 CANNOT_BE_MADE = (
     "*The records do not have what this says: `cs336-systems report --check` names it.*"
 )
-MOST_LINES = 14  # of a table on a page
-MOST_WORDS = 25_000  # of the document
-ANSWER_WITHIN = 10  # lines of a page
-# How a line of age ends, and how it begins.
+MOST_LINES = 14  # most lines of a table on a page
+MOST_WORDS = 25_000  # most words of the document
+ANSWER_WITHIN = 10  # a page's answer stands within so many lines
+# `Book.age`: its words on the code, and a pattern of the line.
 UNCHANGED, CHANGED = "kernels unchanged since", "older than the code that they measure"
 AGE = re.compile(r"^\*.+, records of \d{4}-", re.MULTILINE)
 ANSWER = "> **Answer.**"
@@ -85,7 +86,7 @@ class Book:
         self.root, self.folder = root, folder
         self._frames: dict[str, pd.DataFrame] = {}
         self._shown: dict[str, dict[str, set[str]]] = {}  # quantity -> value -> pages that show it
-        self._rendering = ""  # the page that is being made
+        self._rendering = ""  # name of the page that is being rendered
         self.environment = jinja2.Environment(
             undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
         )
@@ -93,7 +94,7 @@ class Book:
 
     @property
     def names(self) -> list[str]:
-        """Of all pages: the handouts' problems in their order, then the chapters beyond."""
+        """The names of all pages: the handouts' problems in their order, then the others."""
         there = {path.stem for path in (self.root / PAGES).glob("*.md")}
         return [
             name
@@ -102,7 +103,7 @@ class Book:
         ]
 
     def frame(self, name: str) -> pd.DataFrame:
-        """The records of the experiment `name`, read once."""
+        """Return the frame of the experiment `name`, which is read or calculated once."""
         if name not in self._frames:
             one, path = experiments()[name], self.folder_of(name) / "records" / f"{name}.jsonl"
             if isinstance(one, Calculation):
@@ -112,11 +113,14 @@ class Book:
         return self._frames[name]
 
     def template(self, name: str) -> str:
+        """Return the text of the template `writeup/<name>.md`."""
         return (self.root / PAGES / f"{name}.md").read_text(encoding="utf-8")
 
     def page(self, name: str) -> str:
-        """The page `name` as it stands in the document; ValueError with the page's name if it
-        cannot be made.
+        """Return the page `name` as it stands in the document.
+
+        Raises ValueError with the page's name if it cannot be rendered or lacks its heading. A page
+        without a table gets the line of age above its last paragraph.
         """
         page = Page(self, name)
         self._rendering = name
@@ -128,16 +132,18 @@ class Book:
         if heading != f"# {name}":
             raise ValueError(f"{PAGES}/{name}.md: must begin with '# {name}', has {heading[:80]!r}")
         if name in experiments() and not AGE.search(text):
-            # no table: above the links that end a page
+            # No table has shown the age yet: insert it above the links that end a page.
             before, _, last = rest.rstrip().rpartition("\n\n")
             rest = "\n\n".join(filter(None, (before, self.age(name), last)))
         rest = LINK.sub(r"](#\1)", rest.rstrip()).replace("](../", "](")
         return f"## {name}\n{rest}\n"
 
     def age(self, name: str, rows: pd.DataFrame | None = None) -> str:
-        """What a page says below a table: the device and the dates of its `rows`, and whether they
-        are older than the code that they measure. All records of the experiment `name` without
-        `rows`; "" where there are none.
+        """Return the line below a table: the device and dates of `rows`, and whether code is newer.
+
+        `rows` are of the experiment `name`; None means all of its records. The line is "" for a
+        calculation or without rows. It also names GPU memory that the measuring process held before
+        a case, if it is above MOST_HELD_BYTES.
         """
         rows = self.frame(name) if rows is None else rows
         if isinstance(experiments()[name], Calculation) or rows.empty:
@@ -154,12 +160,14 @@ class Book:
             else ""
         )
         age = UNCHANGED if hashes == {sources_hash(name)} else CHANGED
-        age = f", {age}" if reached(name) else ""  # else PyTorch's own operations are measured
+        # An experiment that reaches no operation of ours measures PyTorch's own.
+        age = f", {age}" if reached(name) else ""
         return f"*{rows['device'].iloc[0]}, records of {dates}{age}{more}.*"
 
     def show(self, row: dict[str, Any]) -> None:
-        """Remember that the page in the making prints this row of a frame; calculated ones have no
-        samples.
+        """Remember that the page being rendered prints the median of `row`, for `contradictions`.
+
+        Rows of calculations have no median and are ignored.
         """
         if "median" not in row:
             return
@@ -167,11 +175,11 @@ class Book:
         self._shown.setdefault(quantity_of(row), {}).setdefault(value, set()).add(self._rendering)
 
     def contradictions(self) -> list[str]:
-        """Quantities that pages show with several values, a line each: measured by two experiments,
-        cited from both.
+        """Return a line for each quantity that pages show with several values.
 
-        Looked at are the numbers in the text and the tables that a page shows whole, of the pages
-        made before, or of all where none was.
+        Such a quantity is measured by two experiments, and pages cite both. Numbers in the text and
+        in tables that a page shows whole are compared, of the pages rendered so far; if there are
+        none, all pages are rendered first.
         """
         for name in () if self._shown else self.names:
             self.page(name)
@@ -185,7 +193,7 @@ class Book:
         ]
 
     def document(self) -> str:
-        """`writeup.md`: a list of all pages with section, editions and points, then the pages."""
+        """Return the text of `writeup.md`: a table of all pages, then the pages."""
         sources = f"`{PAGES}/` and the records in `{self.folder.parent.name}/`"
         made = f"`cs336-systems {self._report()}` makes this from {sources}."
         lines = [
@@ -208,16 +216,18 @@ class Book:
         return "\n".join([*lines, ""]) + "\n" + "\n".join(pages)
 
     def _page_or_why(self, name: str) -> str:
-        """The page `name`, or what the document says in its place; a warning has the reason."""
+        """Return the page `name`, or a section that says it cannot be made, with a warning why."""
         page = attempt(f"the section {name} of {DOCUMENT}", self.page, name)
         return page if page is not None else f"## {name}\n\n{CANNOT_BE_MADE}\n"
 
     def readme(self) -> str:
-        """The README with its blocks made anew: `<!-- begin made: EXPRESSION -->`, the value,
-        `<!-- end made -->`.
+        """Return the README with the current values in its blocks.
+
+        A block is `<!-- begin made: EXPRESSION -->`, the value of EXPRESSION, `<!-- end made -->`.
         """
 
         def made(block: re.Match[str]) -> str:
+            """Return the block with its value, or with CANNOT_BE_MADE and a warning."""
             self._rendering = README
             value = attempt(f"the block {block[2]} of {README}", self._value, block[2])
             return f"{block[1]}\n{CANNOT_BE_MADE if value is None else value}\n\n{block[3]}"
@@ -225,7 +235,7 @@ class Book:
         return BLOCK.sub(made, (self.root / README).read_text(encoding="utf-8"))
 
     def _value(self, expression: str) -> str:
-        """What an expression of the README gives; ValueError where it gives nothing."""
+        """Return the value of an expression of the README as text; ValueError if it has none."""
         names = {"of": lambda name: Page(self, name), "problems": self.problems}
         try:
             return self.environment.from_string(f"{{{{ {expression} }}}}").render(names)
@@ -233,8 +243,9 @@ class Book:
             raise ValueError(str(error)) from error
 
     def problems(self) -> str:
-        """A line a problem: its answer, the code that its page links first, its first figure, what
-        computes it.
+        """Return a Markdown table with a line per page: link to it, code, first figure, command.
+
+        The code is the first link in the last line of the page's template.
         """
         lines = ["| problem and answer | code | figure | command |", "|:--|:--|:--|:--|"]
         for name in self.names:
@@ -250,7 +261,10 @@ class Book:
                 if figure
                 else ""
             )
-            links = f"[{name}]({DOCUMENT}#{name}) | [{code[0].removeprefix('cs336_systems/')}]({code[0]})"
+            links = (
+                f"[{name}]({DOCUMENT}#{name}) | "
+                f"[{code[0].removeprefix('cs336_systems/')}]({code[0]})"
+            )
             if name not in experiments():
                 command = f"`{COMMANDS.get(name, f'grade tests/adapters.py --problem {name}')}`"
             else:
@@ -263,7 +277,7 @@ class Book:
         return "\n".join(lines)
 
     def figures(self) -> dict[Path, dict[str, Any]]:
-        """The specification of every figure that a page shows, by its file."""
+        """Return the specification of every figure that a page shows, by the path of its PNG."""
         specs = {}
         for name in (name for name in self.names if name in experiments()):
             text = self.template(name)
@@ -274,39 +288,40 @@ class Book:
         return specs
 
     def _spec(self, name: str, figure: str) -> dict[str, Any] | None:
-        """The specification of a figure; None where nothing is drawn."""
+        """Return the specification of the problem's figure; None if nothing is drawn."""
         frame = self.frame(name)
         chart = None if frame.empty else experiments()[name].figures[figure].chart(frame)
         return None if chart is None else spec_of(chart)
 
     def figure_path(self, problem: str, figure: str) -> Path:
+        """Return the path of the PNG of a problem's figure."""
         return self.folder_of(problem) / "figures" / f"{problem}_{figure}.png"
 
     def folder_of(self, problem: str) -> Path:
-        """The folder of what is made for `problem`: calculated numbers are of no device, and what
-        this device has not measured is shown of another GPU that has.
+        """Return the results folder whose records and figures are shown for `problem`.
+
+        It is the folder "calculated" for a calculation, this book's folder if it has records of the
+        problem, else that of another GPU that has.
         """
         if isinstance(experiments()[problem], Calculation):
             return self.folder.parent / "calculated"
         return next((one.folder for one in self._books() if one.has(problem)), self.folder)
 
     def on(self, device: str) -> Book:
-        """The same pages with the records of another GPU, `results/<device>`."""
+        """Return a book of the same pages with the records of another GPU, `results/<device>`."""
         return Book(self.root, self.folder.parent / device)
 
     def has(self, problem: str) -> bool:
-        """Whether this folder has records of `problem`."""
+        """Return whether this book's folder has records of `problem`."""
         return (self.folder / "records" / f"{problem}.jsonl").exists()
 
     def _books(self) -> list[Book]:
-        """This one, then those of the other GPUs."""
+        """Return this book, then one for each other GPU's results folder."""
         folders = sorted(self.folder.parent.glob("nvidia-*"))
         return [self, *(self.on(folder.name) for folder in folders if folder != self.folder)]
 
     def write(self) -> list[Path]:
-        """Write the document, the full tables and the figures, where they changed; returns what was
-        written.
-        """
+        """Write changed files: document, README, full tables, figures; return the written paths."""
         digests = self._digests()
         written = []
         for path, made in self._stale():
@@ -324,11 +339,13 @@ class Book:
         return written
 
     def check(self) -> list[str]:
-        """What is stale, left out, typed by hand, of two values, too long, or without an answer
-        first; a line each.
+        """Return a line for each fault of the pages and of the files made from them.
+
+        Faults are: a stale file, a record that is left out, a measured number typed by hand, a
+        quantity with two values, a document that is too long, a page without its answer at the top.
         """
         cure = f"run `cs336-systems {self._report()}`"
-        # a record that is left out is none to publish
+        # Warnings are faults, too: a record that is left out must not be published.
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", UserWarning)
             found = [
@@ -349,9 +366,7 @@ class Book:
         return found
 
     def _stale(self) -> Iterator[tuple[Path, str | dict[str, Any]]]:
-        """Each file that does not hold what records and pages say, with the text or the figure that
-        it should.
-        """
+        """Yield each outdated file of `_made` with the text or figure that it should hold."""
         digests = self._digests()
         for path, made in self._made():
             if isinstance(made, str):
@@ -362,12 +377,16 @@ class Book:
                 yield path, made
 
     def _made(self) -> Iterator[tuple[Path, str | dict[str, Any]]]:
-        """Each file that records and pages make: the documents, a file of all tables a problem, and
-        the figures.
+        """Yield each file made from records and pages, with its text or figure specification.
+
+        The files are the document, the README, one file per problem with all its tables, and the
+        figures.
         """
         yield self.root / DOCUMENT, self.document()
         if (self.root / README).exists():
             yield self.root / README, self.readme()
+
+        # the full tables, of every GPU
         for book in self._books():
             for name, experiment in experiments().items():
                 is_here = book.has(name) or (book is self and isinstance(experiment, Calculation))
@@ -389,18 +408,20 @@ class Book:
         yield from self.figures().items()
 
     def _report(self) -> str:
-        """The command that writes the pages on any machine: without a folder it takes the machine's
-        own records.
+        """Return the command that writes the pages on any machine.
+
+        It names the folder, since without one `report` takes the machine's own records.
         """
         return f"report --folder {self.folder.name}"
 
     def _digests(self) -> dict[str, str]:
+        """Return the digests of the figures as last written, by file name."""
         path = self.folder / "figures" / DIGESTS
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def quantity_of(row: Mapping[str, Any]) -> str:
-    """What a row of a frame measures, in the same words whichever experiment measured it."""
+    """Return a description of what a frame's row measures, the same for every experiment."""
     case = flat_case(json.loads(row["case"]))
     unsaid = {
         "case_type": row["case_type"],
@@ -417,17 +438,21 @@ def quantity_of(row: Mapping[str, Any]) -> str:
 
 
 def check_template(text: str) -> list[tuple[int, str]]:
-    """(line, what is wrong) of a page's template."""
+    """Return the faults of a page's template as (line number, message).
+
+    Faults are a missing answer at the top and measured numbers typed by hand.
+    """
     found = []
     if not any(line.startswith(ANSWER) for line in text.splitlines()[:ANSWER_WITHIN]):
         found.append((1, f"the answer, {ANSWER!r}, must stand in the first {ANSWER_WITHIN} lines"))
-    # lines keep their numbers
+    # Blank out code, formulas and placeholders, so that lines keep their numbers.
     prose = NOT_PROSE.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)
     for number, line in enumerate(prose.splitlines(), start=1):
         found += [
             (
                 number,
-                f"{typed.strip()!r} is typed by hand: take it from a record, or quote it with given()",
+                f"{typed.strip()!r} is typed by hand: take it from a record, "
+                "or quote it with given()",
             )
             for typed in TYPED.findall(line)
         ]
@@ -435,11 +460,11 @@ def check_template(text: str) -> list[tuple[int, str]]:
 
 
 class Page:
-    """What the template of one problem may call. Lookups take columns of the frame: `shape="..."`,
-    `seqlen_q=512`.
+    """The functions that the template of one problem may call.
 
-    `implementation` comes first and may be left out where there is one; `mode` may be where a
-    quantity has one.
+    Lookups take values of the frame's columns as keywords: `shape="..."`, `seqlen_q=512`. They must
+    fit exactly one record. So `implementation`, which comes first, may be left out if there is only
+    one, and `mode` if the quantity has only one.
     """
 
     def __init__(self, book: Book, problem: str) -> None:
@@ -447,19 +472,21 @@ class Page:
 
     @cached_property
     def _experiment(self) -> Experiment:
+        """The problem's experiment; ValueError if it has none."""
         if self._problem not in experiments():
             raise ValueError(f"{self._problem} has no experiment")
         return experiments()[self._problem]
 
     @property
     def _frame(self) -> pd.DataFrame:
+        """The experiment's frame; ValueError if it is empty."""
         frame = self._book.frame(self._experiment.name)
         if frame.empty:
             raise ValueError(f"no records of {self._problem} in {self._book.folder.name}")
         return frame
 
     def names(self) -> dict[str, Any]:
-        """The template's names."""
+        """Return the names that the template may use: public methods, and the experiment's own."""
         own: dict[str, Any] = {
             name: getattr(self, name)
             for name in dir(type(self))
@@ -472,6 +499,10 @@ class Page:
     def _one(
         self, quantity: str, implementation: str | None, where: dict[str, Any]
     ) -> dict[str, Any]:
+        """Return the only row with the given values; ValueError if there is not just one, measured.
+
+        Of several rows `preferred_rows` are considered.
+        """
         asked = {
             "quantity": quantity,
             **({"implementation": implementation} if implementation else {}),
@@ -495,12 +526,14 @@ class Page:
         column: str = "median",
         **where: Any,
     ) -> Any:
-        """The median (or another `column`) of one record as a number, to calculate with:
-        `{{ (a / b) | digits }}`.
+        """Return the median, or another `column`, of one record, to calculate with.
+
+        A template prints the result with `{{ (a / b) | digits }}`. `unit` converts the median. A
+        column may hold text, which is returned as it is. Raises ValueError for NaN.
         """
         row = self._one(quantity, implementation, where)
         found = in_unit(row[column], row["unit"], unit) if column == "median" else row[column]
-        # as a ratio to a record of another run is
+        # for example a speed over a record of another run
         if isinstance(found, float) and math.isnan(found):
             raise ValueError(f"{column} of {quantity} of {implementation} is no number")
         return found
@@ -515,7 +548,10 @@ class Page:
         significant: int = 3,
         **where: Any,
     ) -> str:
-        """The same as text with its unit; a column of text, such as `kernel`, as it is."""
+        """Return the median of one record as text with its unit, or another `column` without unit.
+
+        Text, such as `column="kernel"`, is escaped for Markdown.
+        """
         found = self.number(quantity, implementation, unit=unit, column=column, **where)
         if not isinstance(found, int | float):
             return escape(str(found))
@@ -530,17 +566,20 @@ class Page:
     def time(
         self, implementation: str | None = None, *, unit: str | None = None, **where: Any
     ) -> str:
-        """The median time: `time("hopper", mode="forward", seqlen_q=16384)` is "1.07 ms"."""
+        """Return a median time: `time("hopper", mode="forward", seqlen_q=16384)` is "1.07 ms"."""
         return self.value("time", implementation, unit=unit, **where)
 
     def memory(
         self, implementation: str | None = None, *, quantity: str = "peak_memory", **where: Any
     ) -> str:
-        """Memory in GiB."""
+        """Return the median of a memory quantity in GiB, e.g. "12.3 GiB"; by default the peak."""
         return self.value(quantity, implementation, unit="GiB", **where)
 
     def speed(self, ours: str, theirs: str, **where: Any) -> str:
-        """How many times as fast `ours` is, over all cases of `where`: "1.12×", or "1.05 to 1.15×"."""
+        """Return how many times as fast `ours` is as `theirs`: "1.12×", or a range "1.05 to 1.15×".
+
+        The range is over all cases and modes of `where`.
+        """
         times = pick(self._frame, {"quantity": "time"} | where)
         rows = pick(
             with_speeds(times, "speed", {"implementation": theirs}), {"implementation": ours}
@@ -554,7 +593,7 @@ class Page:
     def values(
         self, column: str, implementation: str | None = None, *, significant: int = 3, **where: Any
     ) -> str:
-        """The range of a column: `values("tflops", "hopper", mode="forward")` is "511 to 640"."""
+        """Return a column's range: `values("tflops", "hopper", mode="forward")` is "511 to 640"."""
         rows = pick(
             self._frame, where | ({"implementation": implementation} if implementation else {})
         )
@@ -571,10 +610,10 @@ class Page:
         columns: Sequence[str] | None = None,
         age: bool = True,
     ) -> str:
-        """The table `name`, or those `lines` (texts of the first column) and `columns` (headings)
-        of it.
+        """Return the table `name` as Markdown, with the age of its records below if `age`.
 
-        Below it stands the age of its records, but without `age`.
+        `lines` (texts of the first column) and `columns` (headings) choose a part of it. Raises
+        ValueError if it is unknown or has more than MOST_LINES lines.
         """
         if name not in self._experiment.tables:
             raise ValueError(f"no table {name!r}; there are {', '.join(self._experiment.tables)}")
@@ -582,7 +621,8 @@ class Page:
         table: Table = spec.build(self._frame).only(lines, columns)
         if len(table.lines) > MOST_LINES:
             raise ValueError(
-                f"table {name!r} has over {MOST_LINES} lines, {len(table.lines)}: choose with lines=[...]"
+                f"table {name!r} has over {MOST_LINES} lines, {len(table.lines)}: "
+                "choose with lines=[...]"
             )
         rows = pick(self._frame, spec.where)
         for row in dicts(rows) if lines is columns is None and "case" in rows else ():
@@ -594,7 +634,7 @@ class Page:
         )
 
     def figure(self, name: str) -> str:
-        """The figure `name` as an image, its title as the text for those who cannot see it."""
+        """Return the figure `name` as a Markdown image whose alternative text is its title."""
         if name not in self._experiment.figures:
             raise ValueError(f"no figure {name!r}; there are {', '.join(self._experiment.figures)}")
         path = self._book.figure_path(self._problem, name).relative_to(self._book.root).as_posix()
@@ -602,22 +642,23 @@ class Page:
         return f"![{title}](../{path})"
 
     def given(self, text: str, source: str) -> str:
-        """A number that no record has: derived, the handout's, or measured by others; `source` says
-        where from.
+        """Return `text` as it is: a number that is derived, the handout's, or measured by others.
+
+        `source` says where it is from; it is not printed. Raises ValueError if it is blank.
         """
         if not source.strip():
             raise ValueError(f"given({text!r}) must say its source")
         return text
 
     def device(self) -> str:
-        """The name of the device that the records are of."""
+        """Return the name of the device on which the records were measured."""
         return escape(self._frame["device"].iloc[0])
 
     def of(self, problem: str, device: str = "") -> Page:
-        """The same lookups in another problem's records, or another GPU's:
-        `{{ of("fsdp_accounting").time("fsdp") }}`.
+        """Return the same lookups in another problem's records, or in those of another GPU.
 
-        `device` is the folder of results, such as "nvidia-h100", which must have the problem's.
+        For example `{{ of("fsdp_accounting").time("fsdp") }}`. `device` is a results folder such as
+        "nvidia-h100"; ValueError if it has no records of the problem.
         """
         book = self._book.on(device) if device else self._book
         if device and not book.has(problem):

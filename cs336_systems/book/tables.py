@@ -1,14 +1,21 @@
-"""The three shapes of tables, declared beside an experiment and made from its frame.
+"""Define the three kinds of tables that experiments declare, each built from a frame.
 
-    Pivot(down=("shape",), across="implementation", where={"mode": "forward"}, ratios=(("hopper",
-    "flex"),)) Listing(columns=("dtype", "sum"))
-    Wide(down=("model",), columns={"forward (ms)": Pick({"mode": "forward"}), "peak (GiB)":
-    Pick({...}, unit="GiB")})
+    Pivot(
+        down=("shape",), across="implementation", where={"mode": "forward"},
+        ratios=(("hopper", "flex"),),
+    )
+    Listing(columns=("dtype", "sum"))
+    Wide(
+        down=("model",),
+        columns={
+            "forward (ms)": Pick({"mode": "forward"}),
+            "peak (GiB)": Pick({...}, unit="GiB"),
+        },
+    )
 
-`build(frame)` gives a `Table`, which pages show as Markdown and the report as HTML. A cell without
-a
-number says why: OOM, failed, skipped, or "ran, agrees" where Triton's interpreter ran and its time
-says nothing.
+`build(frame)` returns a `Table`, which pages show as Markdown and the report as HTML. A cell
+without a number says why: OOM, failed, skipped, or "ran, agrees" if Triton's interpreter ran, whose
+times say nothing of the kernel.
 """
 
 from __future__ import annotations
@@ -26,24 +33,24 @@ from cs336_systems.book.frames import Where, dicts, digits, pick, speed, with_un
 from cs336_systems.measure.text import in_one_line
 
 ABSENT = "–"
-# columns of the frame that name a line, or heading -> column
+# the columns of the frame that identify a line of a table, or heading -> column
 Down = Sequence[str] | Mapping[str, str]
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class TableCell:
-    """What stands in a cell, the number it is sorted by, and why it holds none."""
+    """A cell of a finished table: its text, and the number behind it or why there is none."""
 
     text: str
-    number: float | None = None
+    number: float | None = None  # the number by which lines are sorted
     why: str = ""
-    status: str = "ok"
+    status: str = "ok"  # a record's status, or "absent"
 
 
 @dataclass(frozen=True)
 class Table:
-    """A finished table."""
+    """A finished table: a title, a heading per column, and lines of as many cells."""
 
     title: str
     header: list[str]
@@ -51,7 +58,7 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """Which columns hold a number."""
+        """Whether each column holds a number in any line."""
         return [
             any(line[place].number is not None for line in self.lines)
             for place in range(len(self.header))
@@ -60,8 +67,9 @@ class Table:
     def only(
         self, lines: Sequence[str] | None = None, columns: Sequence[str] | None = None
     ) -> Table:
-        """The table with those `lines`, by the text of their first cell, and `columns`, by their
-        headings.
+        """Return the table with the given `lines` (texts of first cells) and `columns` (headings).
+
+        None keeps all. Raises ValueError if one of them is not in the table.
         """
         chosen = [line for line in self.lines if lines is None or line[0].text in lines]
         places = [
@@ -79,8 +87,9 @@ class Table:
         return Table(self.title, header, [[line[place] for place in places] for line in chosen])
 
     def without_blanks(self) -> tuple[Table, dict[str, str]]:
-        """The table without columns that are empty or in which all is skipped, and what the latter
-        need, by heading.
+        """Return the table without its blank columns, and the reasons of skipped ones by heading.
+
+        A column is blank if each of its cells is empty or skipped.
         """
         needs, kept = {}, []
         for place, name in enumerate(self.header):
@@ -92,7 +101,7 @@ class Table:
         return self.only(columns=kept), needs
 
     def markdown(self) -> str:
-        """The table as GitHub shows it; text of records is escaped."""
+        """Return the table in GitHub's Markdown, without its title; all texts are escaped."""
         marks = ["--:" if right else ":--" for right in self.numeric]
         lines = [[escape(name) for name in self.header], marks]
         lines += [[escape(cell.text) for cell in line] for line in self.lines]
@@ -100,7 +109,10 @@ class Table:
 
 
 def escape(text: str) -> str:
-    """`text` on one line, so that Markdown shows it as it is: no HTML, no link, no end of a cell."""
+    """Return `text` in one line, escaped so that Markdown shows it as it is.
+
+    It makes no HTML and no link, and does not end a table's cell.
+    """
     text = in_one_line(text)
     for mark, harmless in (
         ("\\", "\\\\"),
@@ -117,11 +129,14 @@ def escape(text: str) -> str:
         ("www.", "www&#46;"),
     ):
         text = text.replace(mark, harmless)
-    return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)  # within a name it is no mark
+    return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)  # an underscore within a word is no mark
 
 
 def cell_of(row: Row | None, value: str = "median", significant: int = 3) -> TableCell:
-    """The cell of one row of a frame: its `value`, or why there is none."""
+    """Return the cell for the column `value` of a frame's row, or for the reason why it is missing.
+
+    `row` is None if nothing was measured.
+    """
     if row is None:
         return TableCell(ABSENT, why="not measured", status="absent")
     if row["status"] != "ok":
@@ -135,7 +150,11 @@ def cell_of(row: Row | None, value: str = "median", significant: int = 3) -> Tab
 
 
 def shown(value: Any, significant: int = 3) -> TableCell:
-    """A value of any type as a cell: numbers with their digits, True and False as yes and no."""
+    """Return a cell with a value of any type.
+
+    A float has `significant` digits, or all digits before the point if it is a larger whole number.
+    True and False are "yes" and "no", None is "–", and other values are their `str`.
+    """
     if isinstance(value, bool):
         return TableCell("yes" if value else "no")
     if isinstance(value, float):
@@ -153,33 +172,35 @@ def shown(value: Any, significant: int = 3) -> TableCell:
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """What all shapes share."""
+    """Base class of the declared tables; a subclass defines `build`."""
 
     title: str = ""
-    where: Where = field(default_factory=dict)  # which rows of the frame
+    where: Where = field(default_factory=dict)  # choice of rows of the frame
     significant: int = 3  # digits of numbers
 
     def build(self, frame: pd.DataFrame) -> Table:
+        """Return the finished table of an experiment's frame."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pivot(TableSpec):
-    """One quantity: cases down, implementations (or another column) across, then ratios of speed
-    (`frames.speed`).
-    """
+    """A table of one quantity: a line per case, a column per implementation, then speed ratios."""
 
-    down: Down
-    across: str = "implementation"
-    value: str = "median"  # column of the frame
-    unit: str | None = None  # of the numbers; the median is converted to it
-    # (ours, theirs) of `across`: how many times as fast ours is
+    down: Down  # columns that identify a line
+    across: str = "implementation"  # column whose values become the table's columns
+    value: str = "median"  # column of the numbers
+    unit: str | None = None  # unit to which the median is converted
+    # (ours, theirs), two values of `across`: how many times as fast ours is (`frames.speed`)
     ratios: Sequence[tuple[str, str]] = ()
 
     def build(self, frame: pd.DataFrame) -> Table:
+        """Return the table; ValueError if several promised records claim one cell."""
         rows = pick(frame, self.where)
         if self.value == "median":
             rows = with_unit(rows, self.unit)
+
+        # Columns: implementations in the experiment's order, then the ratios that exist.
         headings, groups = _grouped(rows, self.down, (self.across,))
         across = (
             rows.sort_values("place", kind="stable") if self.across == "implementation" else rows
@@ -188,6 +209,8 @@ class Pivot(TableSpec):
         pairs = [
             (ours, theirs) for ours, theirs in self.ratios if ours in names and theirs in names
         ]
+
+        # A line for each combination of values of `down`.
         lines = []
         for keys, group in groups:
             by_name: dict[Any, Row] = {}
@@ -199,6 +222,7 @@ class Pivot(TableSpec):
             numbers = [cell_of(by_name.get(name), self.value, self.significant) for name in names]
             ratios = [speed(by_name.get(ours), by_name.get(theirs)) for ours, theirs in pairs]
             lines.append([*map(shown, keys), *numbers, *map(shown, ratios)])
+
         header = [*headings, *map(str, names), *(f"speed of {a} over {b}" for a, b in pairs)]
         unit = self.unit or (rows["unit"].iloc[0] if self.value == "median" and len(rows) else "")
         return Table(
@@ -208,11 +232,13 @@ class Pivot(TableSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class Listing(TableSpec):
-    """A line a record: columns of the frame, or heading -> column, or a function of the row."""
+    """A table with a line per record and the given columns of the frame."""
 
+    # columns of the frame, or heading -> a column or a function of the row
     columns: Sequence[str] | Mapping[str, str | Callable[[Row], Any]]
 
     def build(self, frame: pd.DataFrame) -> Table:
+        """Return the table; empty cells of a record without samples show its status."""
         columns = self.columns.values() if isinstance(self.columns, Mapping) else self.columns
         lines = []
         for row in dicts(pick(frame, self.where)):
@@ -232,17 +258,17 @@ class Listing(TableSpec):
 
 @dataclass(frozen=True)
 class Pick:
-    """A column of a `Wide` table: the one row of a line that `where` names."""
+    """A column of a `Wide` table: a value of the one row in each line that `where` chooses."""
 
     where: Where
-    unit: str | None = None
-    value: str = "median"
-    significant: int | None = None
+    unit: str | None = None  # unit to which the median is converted
+    value: str = "median"  # column of the frame
+    significant: int | None = None  # digits; None: the table's
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A column of a `Wide` table: the number under one heading over that under another."""
+    """A column of a `Wide` table: the number under heading `of` divided by that under `other`."""
 
     of: str
     other: str
@@ -251,7 +277,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Difference:
-    """A column of a `Wide` table: the number under one heading less that under another."""
+    """A column of a `Wide` table: the number under heading `of` minus that under `other`."""
 
     of: str
     other: str
@@ -259,14 +285,14 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Wide(TableSpec):
-    """Several quantities side by side: a line for each value of `down`, a column for each `Pick`,
-    `Ratio`, ...
-    """
+    """A table of several quantities side by side, with a line for each value of `down`."""
 
     down: Down
+    # heading -> column; `Ratio` and `Difference` refer to headings before them
     columns: Mapping[str, Pick | Ratio | Difference]
 
     def build(self, frame: pd.DataFrame) -> Table:
+        """Return the table; ValueError if several promised records claim one cell."""
         headings, groups = _grouped(
             pick(frame, self.where), self.down, ("implementation", "mode", "quantity")
         )
@@ -282,6 +308,7 @@ class Wide(TableSpec):
         return Table(self.title, [*headings, *self.columns], lines)
 
     def _one(self, column: Pick, group: pd.DataFrame, cell: str) -> TableCell:
+        """Return the cell of a `Pick` in the line of `group`; `cell` names it in messages."""
         rows = preferred_rows(
             dicts(with_unit(pick(group, column.where), column.unit)),
             f"table {self.title!r}, {cell}",
@@ -295,6 +322,7 @@ class Wide(TableSpec):
         )
 
     def _of(self, column: Ratio | Difference, found: Mapping[str, TableCell]) -> TableCell:
+        """Return the cell of a `Ratio` or `Difference` from the line's cells found so far."""
         of, other = (found[name].number for name in (column.of, column.other))
         if of is None or not other:
             return TableCell(ABSENT)
@@ -308,10 +336,10 @@ class Wide(TableSpec):
 def _grouped(
     rows: pd.DataFrame, down: Down, apart: Sequence[str]
 ) -> tuple[list[str], list[tuple[tuple[Any, ...], pd.DataFrame]]]:
-    """The headings of a table's first columns, and for each line what stands in them and its rows.
+    """Return the headings of a table's first columns, and each line's values there with its rows.
 
-    Beside `down` these are the axes that `run --heads ...` sets, where nothing else tells rows of
-    the same `apart` in one line from each other.
+    The first columns are those of `down`. An axis that `run --heads ...` sets (heads, seqlen_q,
+    head_dim) is added if rows of one line that agree in the columns `apart` differ in it.
     """
     names = (
         dict(down) if isinstance(down, Mapping) else {name.replace("_", " "): name for name in down}

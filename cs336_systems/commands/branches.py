@@ -1,10 +1,9 @@
-"""`cs336-systems branches BASE TARGET PROBLEM`: two revisions measured on this machine, then
-compared.
+"""`cs336-systems branches BASE TARGET PROBLEM`: measure two revisions here and compare them.
 
-Each revision is checked out by `git worktree` into a temporary folder and runs there, with its own
-code and nothing of this checkout's; the folders are gone afterwards, also after Ctrl-C. Records
-stay, under results/branches, and name their revision. With several rounds the revisions take turns
-(base target, target base, ...), so that a clock that drifts is not taken for a change.
+`git worktree` checks each revision out into a temporary folder. It runs there with its own code and
+nothing of this checkout's. The folders are removed at the end, also after Ctrl-C. The records stay
+under results/branches and name their revision. With several rounds the revisions take turns (base
+target, target base, ...), so that a drifting clock does not look like a change.
 """
 
 import os
@@ -30,9 +29,9 @@ from cs336_systems.commands.compare import (
 from cs336_systems.commands.shared import DeviceOption, ResultsOption, one_line_errors
 
 GIT_TIMEOUT_S = 120
-EXIT_INCOMPLETE = 2  # as `compare` says that there is no whole comparison; 1 would be a regression
-STOP_TIMEOUT_S = 60  # for a measuring run to end in good order
-FOLDER = "branches"  # in results; git ignores it
+EXIT_INCOMPLETE = 2  # `compare` exits alike for an incomplete comparison; 1 means a regression
+STOP_TIMEOUT_S = 60  # for a measuring run to end by itself after SIGTERM
+FOLDER = "branches"  # below the results folder; git ignores it
 SIDES = ("base", "target")
 
 
@@ -55,22 +54,27 @@ def branches(
     fail_on: FailOnOption = "regression",
     results: ResultsOption = Path("results"),
 ) -> None:
-    """Measure a problem at two revisions, in worktrees of their own, and compare; exits as
-    `compare` does.
+    """Measure a problem at two revisions, each in its own git worktree, and compare the records.
+
+    The exit codes are those of `compare`.
     """
     from cs336_systems.book.comparison import compare_records, exit_code, pool, read_all
 
     with one_line_errors():
         check_options(threshold, fail_on)
-        # that the command was typed in
+
+        # The repository is the one that holds the current folder.
         repository = Path(_git(Path.cwd(), "rev-parse", "--show-toplevel"))
         revisions = dict(zip(SIDES, (_resolve(repository, name) for name in (base, target))))
+
         options = ["--scale", scale, "--device", device]
         options += [f"--implementation={name}" for name in implementation or []]
         options += [] if time_budget is None else ["--time-budget", str(time_budget)]
         folder = (
             results.resolve() / FOLDER / "-".join(revision[:12] for revision in revisions.values())
         )
+
+    # Measure both sides in every round; the odd rounds begin with the base.
     interrupted = f"interrupted: the worktrees are gone, finished cells are in {folder}"
     with (
         one_line_errors(),
@@ -82,6 +86,8 @@ def branches(
                 typer.echo(f"round {round_number}, {side}: {problem} at {revisions[side][:12]}")
                 into = folder / f"round-{round_number}" / side
                 _measure(worktrees[side], revisions[side], problem, options, into)
+
+    # Pool the rounds of each side, then compare the two pools.
     with one_line_errors():
         sides = [
             pool([read_all(folder / f"round-{number}" / side) for number in range(1, rounds + 1)])
@@ -95,7 +101,10 @@ def branches(
 
 
 def _git(repository: Path, *arguments: str) -> str:
-    """What git answers; ValueError with its complaint. Hooks of the repository do not run."""
+    """Return the output of a git command in `repository`; the repository's hooks do not run.
+
+    ValueError with git's own message if the command fails or git is not installed.
+    """
     command = ["git", "-c", "core.hooksPath=/dev/null", "-C", str(repository), *arguments]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S)
@@ -109,7 +118,10 @@ def _git(repository: Path, *arguments: str) -> str:
 
 
 def _resolve(repository: Path, name: str) -> str:
-    """The commit that `name` means; ValueError if there is none, or if the package is not in it."""
+    """Return the commit of the revision `name`.
+
+    ValueError if there is no such revision, or if its tree holds no cs336_systems.
+    """
     try:
         commit = _git(
             repository, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}"
@@ -125,7 +137,10 @@ def _resolve(repository: Path, name: str) -> str:
 
 @contextmanager
 def _worktrees(repository: Path, revisions: dict[str, str]) -> Iterator[dict[str, Path]]:
-    """A detached worktree of each revision in a temporary folder, removed however the context ends."""
+    """Yield a detached worktree of each revision in a temporary folder; remove them on exit.
+
+    `revisions` maps a side to a commit; the mapping that is yielded has each side's folder.
+    """
     folder = Path(tempfile.mkdtemp(prefix="branches-"))
     try:
         paths = {side: folder / side for side in revisions}
@@ -133,11 +148,11 @@ def _worktrees(repository: Path, revisions: dict[str, str]) -> Iterator[dict[str
             _git(repository, "worktree", "add", "--detach", "--quiet", str(path), revisions[side])
         yield paths
     finally:
-        # a second Ctrl-C must not leave half of it
+        # A second Ctrl-C must not interrupt the removal.
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             shutil.rmtree(folder, ignore_errors=True)
-            # forgets worktrees whose folders are gone, and only those
+            # Prune drops only the records of worktrees whose folders are gone.
             _git(repository, "worktree", "prune")
         finally:
             signal.signal(signal.SIGINT, previous)
@@ -146,28 +161,35 @@ def _worktrees(repository: Path, revisions: dict[str, str]) -> Iterator[dict[str
 def _measure(
     worktree: Path, revision: str, problem: str, options: list[str], results: Path
 ) -> None:
-    """`run` in `worktree` with its own code; typer.Exit(2) where nothing could be measured."""
+    """Run `cs336-systems run` in `worktree`, with that worktree's code, into the folder `results`.
+
+    typer.Exit(2) if the run fails, after a message that says why.
+    """
     command = [sys.executable, "-m", "cs336_systems", "run", problem, *options]
     command += ["--results", str(results), "--commit", revision[:12], "--clean"]
+
+    # The worktree comes first on the path; relative entries would lead elsewhere from there.
     inherited = [
         entry
         for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)
         if os.path.isabs(entry)
     ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(worktree), *inherited])}
+
     process = subprocess.Popen(command, cwd=worktree, env=environment)
     try:
         code = process.wait()
     except BaseException:
-        process.terminate()  # after Ctrl-C it is ending already
+        process.terminate()  # after Ctrl-C the child is ending already
         try:
             process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
         raise
+
     if code == shared.EXIT_WRONG_ARGUMENT:
-        raise typer.Exit(code)  # it has said what was wrong
+        raise typer.Exit(code)  # the child has printed the reason
     if code:
         typer.echo(f"error: measuring {revision[:12]} ended with exit code {code}", err=True)
         raise typer.Exit(EXIT_INCOMPLETE)

@@ -1,5 +1,6 @@
-"""`cs336-systems compare BASE TARGET`: two sets of records, row by row, with an exit code for
-scripts.
+"""`cs336-systems compare BASE TARGET`: compare two sets of records row by row.
+
+The exit code tells a script whether something regressed or is missing.
 """
 
 from __future__ import annotations
@@ -47,11 +48,10 @@ def compare(
         bool, typer.Option("--all", help="Show rows without a change, too.")
     ] = False,
 ) -> None:
-    """Compare two sets of records: exit 1 on a regression outside the noise, 2 on missing, extra or
-    doubled rows.
+    """Compare two sets of records: exit 1 on a regression, 2 on missing, extra or doubled rows.
 
-    Times and memory are judged. A regression is that of a row, or of a quantity of an
-    implementation over all cases of a problem.
+    Times and memory are judged. A regression lies outside the noise. It is that of a row, or of a
+    quantity of an implementation over all cases of a problem.
     """
     from cs336_systems.bench.spec import measured_problems
     from cs336_systems.book.comparison import compare_records, exit_code, read_all
@@ -68,6 +68,7 @@ def compare(
 
 
 def check_options(threshold: float, fail_on: str) -> None:
+    """Raise ValueError for a negative or infinite --threshold or an unknown --fail-on."""
     from cs336_systems.book.comparison import FAIL_ON
 
     if not (math.isfinite(threshold) and threshold >= 0):
@@ -77,9 +78,11 @@ def check_options(threshold: float, fail_on: str) -> None:
 
 
 def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
-    """Print changed groups and rows (or all), what is missing, extra or doubled, and what it all
-    comes to.
+    """Print the changed groups and rows, the unmatched and doubled keys, the notes and a summary.
+
+    With `show_all` unchanged groups and rows are printed as well.
     """
+    # Groups: a quantity of an implementation over all cases of a problem.
     groups = [group for group in comparison.groups if show_all or group.verdict != "unchanged"]
     if groups:
         table = Table(
@@ -90,6 +93,8 @@ def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
             name = printable(f"{problem} {implementation} {quantity}")
             table.add_row(name, str(group.num_rows), str(group.num_cases), *_judged(group))
         show_table(table)
+
+    # Rows: medians of both sides, or the status of a side without samples.
     rows = [row for row in comparison.rows if show_all or not _is_quiet(row)]
     if rows:
         table = Table("row", "base", "target", "change", "interval", "verdict", box=None)
@@ -104,6 +109,8 @@ def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
             why = f"{verdict} ({row.reason})" if row.reason else verdict
             table.add_row(*map(printable, (describe_key(row.key), *sides, change, interval, why)))
         show_table(table)
+
+    # Keys that have no partner or several records, then the reasons for rows without a verdict.
     for title, keys in (
         ("missing in the target", comparison.missing),
         ("extra in the target", comparison.extra),
@@ -126,7 +133,7 @@ def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
 
 
 def _described(keys: Sequence[tuple[str, ...]], comparison: Comparison) -> list[str]:
-    """A line a key, but one for all of a problem that has no row on both sides."""
+    """Return one line per key, or one line per problem if none of its rows is on both sides."""
     shared = {row.key[0] for row in comparison.rows}
     counts = Counter(key[0] for key in keys)
     whole = [
@@ -138,13 +145,13 @@ def _described(keys: Sequence[tuple[str, ...]], comparison: Comparison) -> list[
 
 
 def _is_quiet(row: ComparedRow) -> bool:
-    """Whether there is nothing to see: unchanged, or not to be compared and the same all the same."""
+    """Return whether a row needs no line: unchanged, or not compared while both sides agree."""
     same = row.base.status == row.target.status and row.base.samples == row.target.samples
     return row.verdict == "unchanged" or (row.verdict == "not compared" and same)
 
 
 def _judged(one: ComparedRow | ComparedGroup) -> tuple[str, str, str]:
-    """The change, its interval and the verdict in words."""
+    """Return the change and its interval as text, empty where they are NaN, and the verdict."""
     change = "" if math.isnan(one.change_percent) else f"{one.change_percent:+.2f} %"
     interval = (
         ""
@@ -155,8 +162,9 @@ def _judged(one: ComparedRow | ComparedGroup) -> tuple[str, str, str]:
 
 
 def describe_key(key: tuple[str, ...]) -> str:
-    """A record's key in a line: `flash_benchmarking triton bfloat16 1x1x4096x64 causal forward
-    time`.
+    """Return a record's key as one line, without the part between problem and implementation.
+
+    An example is `flash_benchmarking triton bfloat16 1x1x4096x64 causal forward time`.
     """
     from cs336_systems.bench.records import describe_case
 
@@ -165,6 +173,7 @@ def describe_key(key: tuple[str, ...]) -> str:
 
 
 def _summary(comparison: Comparison) -> str:
+    """Return the closing line: how many rows, and groups, have each verdict, at which threshold."""
     verdicts = [row.verdict for row in comparison.rows]
     counts = {words: verdicts.count(verdict) for verdict, words in WORDS.items()}
     parts = (

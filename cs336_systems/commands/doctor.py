@@ -1,4 +1,4 @@
-"""`cs336-systems doctor`: what this machine is and what runs on it; its kernels; what a mask skips."""
+"""`cs336-systems doctor`: describe this machine, its attention kernels, or the tiles of a mask."""
 
 from typing import Annotated
 
@@ -28,7 +28,8 @@ def doctor(
     mask: Annotated[
         str | None,
         typer.Option(
-            help="Diagnose a mask: causal, window:512, document:3000,1096, hilbert:7, random:0.1, a+b, ..."
+            help="Diagnose a mask: causal, window:512, document:3000,1096, hilbert:7, "
+            "random:0.1, a+b, ..."
         ),
     ] = None,
     seqlen: Annotated[
@@ -44,9 +45,7 @@ def doctor(
         int | None, typer.Option(help="With --mask: seed of what is random (0).")
     ] = None,
 ) -> None:
-    """Say what this machine is, which attention back ends run on it, and what is missing for the
-    others.
-    """
+    """Say what this machine is, which attention back ends run on it, and what the others lack."""
     about_mask = mask is not None or (seqlen, block_size, heads, seed) != (None,) * 4
     about_kernels = kernels or arch is not None
     with one_line_errors():

@@ -1,4 +1,4 @@
-"""`cs336-systems generate`: let a model that `train` has left in a folder write on."""
+"""`cs336-systems generate`: continue a prompt with a model that `train` saved in a folder."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`cs336-systems grade`: the points of implementations, by checks that run through their adapters."""
+"""`cs336-systems grade`: score implementations by checks that run through their adapters."""
 
 from __future__ import annotations
 
@@ -54,11 +54,12 @@ def grade(
     csv: Csv = None,
     gradescope: Gradescope = None,
 ) -> None:
-    """Grade implementations by their adapters; exits 0 if no point is lost. See docs/grading.md."""
+    """Grade implementations by their adapters; exit 0 if no point is lost. See docs/grading.md."""
     with one_line_errors():
         from cs336_systems.grading import formats
         from cs336_systems.handout import EDITIONS
 
+        # All arguments are checked, and the result files opened, before the first check runs.
         if edition not in (None, *EDITIONS):
             allowed = ", ".join(map(str, EDITIONS))
             raise ValueError(f"--edition must be one of {allowed}, got {edition}")
@@ -83,12 +84,13 @@ def grade(
                 check_writable(option, path)
     if edition is None and not problem:
         typer.echo(
-            "the problems of both editions are graded: --edition 2025 or --edition 2026 takes one's",
+            "the problems of both editions are graded: "
+            "--edition 2025 or --edition 2026 takes one's",
             err=True,
         )
 
     limits = {"time_limit_s": time_limit, "total_time_limit_s": total_time_limit}
-    grades: dict[str, Grade] = {}  # of the submissions that are graded whole
+    grades: dict[str, Grade] = {}  # holds a submission once all its checks have run
 
     def said() -> str:
         return f"interrupted: {len(grades)} of {len(submissions)} submissions are graded"
@@ -97,6 +99,7 @@ def grade(
         with ends_at_a_signal(said):
             grade_all(submissions, problems, others, beyond, jobs, limits, grades)
     finally:
+        # Finished grades are shown and written also after an interrupt, in the order of arguments.
         grades = {name: grades[name] for name in submissions if name in grades}
         _show(grades, submissions, edition, as_json)
         if csv is not None and grades:
@@ -112,7 +115,7 @@ def grade(
 def _show(
     grades: dict[str, Grade], submissions: dict[str, Path], edition: int | None, as_json: bool
 ) -> None:
-    """Print the grades, with the submissions' names where there are several."""
+    """Print the grades as text or JSON, each under its submission's name if there are several."""
     from cs336_systems.grading import formats
 
     if as_json and grades:
@@ -128,8 +131,9 @@ def _show(
 
 
 def gradescope_files(path: Path, names: list[str]) -> dict[str, Path]:
-    """The file for each submission: `path`, or of several results-1.json, results-2.json in their
-    order.
+    """Return the results file of each submission in `names`: `path`, or numbered files for several.
+
+    `results.json` becomes results-1.json, results-2.json, ... in the order of `names`.
     """
     if len(names) == 1:
         return {names[0]: path}
@@ -139,8 +143,9 @@ def gradescope_files(path: Path, names: list[str]) -> dict[str, Path]:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """ValueError where `path` cannot be written; found out before an hour of grading, and nothing
-    is left there.
+    """Raise ValueError, which names `option`, if the file `path` cannot be written.
+
+    The check comes before an hour of grading and leaves no new file behind.
     """
     existed = path.exists()
     try:
@@ -152,7 +157,10 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def adapters_file(path: Path) -> Path:
-    """Return the file of adapters that `path` names: itself, or that of a project's folder."""
+    """Return the file of adapters that `path` names: itself, or the one in a project's folder.
+
+    ValueError if there is none, or if `path` is not a .py file.
+    """
     if path.is_dir():
         for place in ("tests/adapters.py", "adapters.py"):
             if (path / place).is_file():
@@ -168,7 +176,10 @@ def adapters_file(path: Path) -> Path:
 def problems_to_grade(
     names: list[str] | None, edition: int | None
 ) -> tuple[list[HandoutProblem], list[HandoutProblem]]:
-    """The problems that are graded, each once, and those that no adapter reaches."""
+    """Return the problems to grade, each once, and the problems that no adapter reaches.
+
+    With `names` the second list is empty. ValueError for a name that is not graded.
+    """
     from cs336_systems.grading.points import chosen_problems
     from cs336_systems.handout import problems_of
 
@@ -188,8 +199,9 @@ def grade_all(
     limits: dict[str, float],
     grades: dict[str, Grade],
 ) -> None:
-    """Add the grade of every submission to `grades`, `jobs` at a time, and print how each check
-    ended.
+    """Add the grade of every submission to `grades` and print how each check ended.
+
+    `submissions` maps a name to its file of adapters; `jobs` of them are graded at the same time.
     """
     from cs336_systems.grading.points import grade as grade_one
 

@@ -1,4 +1,4 @@
-"""Tables of compiled kernels: `doctor --kernels`, and what `tune flash --compile-only` prints."""
+"""Tables of compiled kernels, for `doctor --kernels` and `tune flash --compile-only`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 KIB = 1024
 HOPPER = "sm90"
-LINE_EVERY = 10  # kernels, where there is no terminal
+LINE_EVERY = 10  # kernels between two lines of progress, where there is no terminal
 
 
 def show_kernels(arch: str | None) -> None:
-    """Compile every configuration of an architecture's table, by default this machine's, and print
-    what came out.
+    """Compile every configuration in the table of `arch` and print what the compiler reports.
+
+    With None the architecture is this machine's. For Hopper its own kernels follow.
     """
     reports = compile_with_progress(shipped_requests(arch or machine_arch("doctor --kernels")))
     print_reports(reports)
@@ -39,7 +40,10 @@ def show_kernels(arch: str | None) -> None:
 
 
 def machine_arch(command: str) -> str:
-    """The architecture of this machine's GPU; ValueError where there is none to compile for."""
+    """Return the architecture of this machine's GPU, such as "sm90".
+
+    ValueError, which names `command`, if this machine has no GPU that the compiler supports.
+    """
     from cs336_systems.compiler.offline import ARCHITECTURES, arch_of_capability
     from cs336_systems.device import get_device_info
 
@@ -47,16 +51,17 @@ def machine_arch(command: str) -> str:
     arch = arch_of_capability(info.compute_capability)
     if arch is None:
         raise ValueError(
-            f"{command} compiles for one of {', '.join(ARCHITECTURES)}, and {info.name} is none: name one "
-            "with --arch"
+            f"{command} compiles for one of {', '.join(ARCHITECTURES)}, and {info.name} is none: "
+            "name one with --arch"
         )
     return arch
 
 
 def shipped_requests(arch: str) -> list[CompileRequest]:
-    """Every configuration of the table of `arch`, causal and not, a forward also with split keys;
-    the 16-bit dtypes compile alike, so bfloat16 stands for both. ValueError for an unknown
-    architecture.
+    """Return a compilation request for every configuration in the table of `arch`.
+
+    Each is compiled causal and not, a forward also with split keys. The 16-bit dtypes compile
+    alike, so bfloat16 stands for both. ValueError for an unknown architecture.
     """
     from cs336_systems.attention.tiles.choice import TABLES
     from cs336_systems.compiler.offline import CompileRequest, check_arch
@@ -80,7 +85,10 @@ def shipped_requests(arch: str) -> list[CompileRequest]:
 
 
 def compile_with_progress(requests: Sequence[CompileRequest]) -> list[CompileReport]:
-    """Reports of `requests` in their order, under a progress bar, or with a line every LINE_EVERY."""
+    """Compile `requests` and return the reports in the same order, showing a progress bar.
+
+    Without a terminal a line is printed to stderr every LINE_EVERY kernels instead.
+    """
     from cs336_systems.compiler.offline import compile_configs
 
     found = {}
@@ -99,8 +107,10 @@ def compile_with_progress(requests: Sequence[CompileRequest]) -> list[CompileRep
 
 
 def print_reports(reports: Sequence[CompileReport], max_spill_bytes: int = 0) -> None:
-    """A line a compilation: registers and spilled bytes of a thread, shared memory of a program,
-    and what is wrong.
+    """Print a table with one row per compilation, and what prevents a kernel from being used.
+
+    A row gives a thread's registers and spilled bytes, and a program's shared memory. A spill of
+    more than `max_spill_bytes` counts as an obstacle.
     """
     from cs336_systems.attention.tiles.choice import SHARED_MEMORY_LIMIT_BYTES
     from cs336_systems.compiler.offline import triton_version
@@ -137,7 +147,7 @@ def print_reports(reports: Sequence[CompileReport], max_spill_bytes: int = 0) ->
 
 
 def show_hopper_kernels() -> None:
-    """Compile every Hopper kernel and print what came out, or why this Triton cannot."""
+    """Compile every Hopper kernel and print the reports, or say why Triton cannot compile them."""
     try:
         from cs336_systems.compiler.hopper_reports import (
             compile_hopper_kernels,
@@ -152,7 +162,7 @@ def show_hopper_kernels() -> None:
 
 
 def print_hopper_reports(reports: Sequence[HopperReport]) -> None:
-    """A line a kernel, and below them the different main loops with the kernels that have them."""
+    """Print a table with one row per kernel, then each distinct main loop with its kernels."""
     names = (
         "registers",
         "spilled bytes",
@@ -164,8 +174,10 @@ def print_hopper_reports(reports: Sequence[HopperReport]) -> None:
     table = Table("Hopper kernel", *names, "remark", box=None)
     for column in table.columns[1:-1]:
         column.justify = "right"
+
     loops: dict[str, list[str]] = {}
     for report in reports:
+        # A kernel may have several main loops: the table shows the worst of each number.
         spills = max((loop.spills for loop in report.loops), default=0)
         overlap = min((loop.overlap for loop in report.loops), default=0.0)
         measured = (
@@ -183,9 +195,11 @@ def print_hopper_reports(reports: Sequence[HopperReport]) -> None:
         )
         for loop in dict.fromkeys(map(str, report.loops)):
             loops.setdefault(loop, []).append(report.request.name)
+
     show_table(table)
     print(
-        "waits: places where ptxas made the tensor cores wait; main loops, from their first matmul around:"
+        "waits: places where ptxas made the tensor cores wait; "
+        "main loops, from their first matmul around:"
     )
     for loop, kernels in loops.items():
         print(f"  {loop}", *(f"    {kernel}" for kernel in kernels), sep="\n")

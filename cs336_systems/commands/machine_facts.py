@@ -1,6 +1,4 @@
-"""What `doctor` says of a machine: facts, versions, back ends, and with --measure what it really
-reaches.
-"""
+"""What `doctor` prints about a machine: facts, versions, back ends and, on request, real rates."""
 
 import json
 from dataclasses import asdict
@@ -11,7 +9,7 @@ from rich.table import Table
 
 from cs336_systems.commands.terminal import show_table, show_text
 
-# The shape on which back ends are timed: a usual layer's on a GPU, what takes a second on a CPU.
+# Shapes on which back ends are timed: a common layer on a GPU, about a second of work on a CPU.
 SHAPES = {
     "cuda": {
         "batch": 1,
@@ -33,7 +31,10 @@ SHAPES = {
 
 
 def describe_machine(device: str, measure: bool) -> dict[str, Any]:
-    """Everything that `doctor` prints, as JSON values; ValueError for a device that is not here."""
+    """Return everything that `doctor` prints, as JSON values; `measure` adds measured rates.
+
+    ValueError if `device` names a device that this machine lacks.
+    """
     from cs336_systems.attention.choose import available_backends
     from cs336_systems.bench.harness import software_versions
     from cs336_systems.device import device_peak, get_device_info, recommended_dtype
@@ -53,7 +54,11 @@ def describe_machine(device: str, measure: bool) -> dict[str, Any]:
 
 
 def measure_machine(kind: str) -> dict[str, Any]:
-    """Copy and matmul rates, and our back ends' times on one shape."""
+    """Return the device's measured copy and matmul rates, and each back end's times on one shape.
+
+    `kind` is "cuda" or "cpu". `auto_over_fastest` is the time of the automatic choice over the
+    fastest.
+    """
     from cs336_systems.config import AttentionShape
     from cs336_systems.measure.reach import copy_rate, matmul_rate
     from cs336_systems.subjects.backend_times import auto_ratio, benchmark_backends
@@ -70,7 +75,7 @@ def measure_machine(kind: str) -> dict[str, Any]:
 
 
 def show_machine(device: str, *, measure: bool, as_json: bool) -> None:
-    """Print `describe_machine`, as a table or as JSON."""
+    """Print what `describe_machine` returns, as a table or as JSON."""
     described = describe_machine(device, measure)
     if as_json:
         typer.echo(json.dumps(described, indent=2))
@@ -96,6 +101,7 @@ def show_machine(device: str, *, measure: bool, as_json: bool) -> None:
 
 
 def _peak(peak: dict[str, Any] | None) -> str:
+    """Return the peak rates of a GPU as text; None stands for an unknown GPU."""
     if peak is None:
         return "unknown GPU: no peak, so no MFU"
     rates = f"{peak['bf16_tflops']:g} bf16 TFLOP/s, {peak['fp32_tflops']:g} float32 TFLOP/s"
@@ -103,11 +109,13 @@ def _peak(peak: dict[str, Any] | None) -> str:
 
 
 def _rate(rate: dict[str, Any]) -> str:
+    """Return a measured rate as text: median, unit and quartiles."""
     spread = f"{rate['quartile_low']:.4g} to {rate['quartile_high']:.4g}"
     return f"{rate['median']:.4g} {rate['unit']} (quartiles {spread})"
 
 
 def _show_backends(measured: dict[str, Any]) -> None:
+    """Print a table of the back ends' measured times, below the shape they were measured on."""
     shape = measured["backend_shape"]
     sizes = " x ".join(str(shape[name]) for name in ("batch", "heads", "seqlen_q", "head_dim"))
     table = Table("back end", "forward (ms)", "forward + backward (ms)", "", box=None)

@@ -1,5 +1,4 @@
-"""`cs336-systems doctor --mask PATTERN`: what a mask's tiles are, and what skipping the dead ones
-can gain.
+"""`cs336-systems doctor --mask PATTERN`: count a mask's tiles, and what skipping dead ones gains.
 
 cs336-systems doctor --mask random:0.1 --seqlen 16384
 cs336-systems doctor --mask document:3000,96,1000+causal --seqlen 4096 --block-size 64
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 DEFAULT_SEQLEN = 4096  # tokens, where --seqlen is not given
 DEFAULT_BLOCK = 128  # rows and columns of a tile, where --block-size is not given
 MOST_TILES = 2**22  # 262,144 tokens in tiles of 128: a few seconds
-MOST_PAIRS = 2**30  # that are looked at one by one
+MOST_PAIRS = 2**30  # of tokens, for patterns that look at them one by one
 BY_PAIRS = ("tokens", "topk", "shared")  # patterns that look at every pair of tokens
 LARGEST_PICTURE = 64  # tiles along a side that are drawn
 
@@ -27,11 +26,11 @@ LARGEST_PICTURE = 64  # tiles along a side that are drawn
 def show_mask(
     pattern: str, *, seqlen: int | None, block_size: int | None, heads: int | None, seed: int | None
 ) -> None:
-    """Print the diagnosis of `pattern` (see `attention.masks.parse`) and, where it is small, its
-    tiles.
+    """Print the diagnosis of the mask `pattern` and, if the mask is small, a picture of its tiles.
 
-    ValueError for a pattern that is none, and for more tiles or pairs of tokens than are looked at
-    one by one.
+    `attention.masks.parse` defines the patterns; an option that is None takes its default.
+    ValueError for an unknown pattern, and for more tiles or pairs of tokens than are looked at one
+    by one.
     """
     from cs336_systems.attention.masks import parse_mask
     from cs336_systems.attention.masks.tiles import check_block_size
@@ -39,11 +38,13 @@ def show_mask(
     seqlen = DEFAULT_SEQLEN if seqlen is None else seqlen
     size = check_block_size(DEFAULT_BLOCK if block_size is None else block_size)
     heads = 1 if heads is None else heads
+
+    # Refuse masks that would take minutes before building them.
     num_tiles = -(-seqlen // size[0]) * -(-seqlen // size[1]) * heads
     if num_tiles > MOST_TILES:
         raise ValueError(
-            f"--seqlen {seqlen}, --block-size {size[0]} and --heads {heads} are {num_tiles:,} tiles, "
-            f"and at most {MOST_TILES:,} are diagnosed"
+            f"--seqlen {seqlen}, --block-size {size[0]} and --heads {heads} are "
+            f"{num_tiles:,} tiles, and at most {MOST_TILES:,} are diagnosed"
         )
     for part in pattern.split("+"):
         num_pairs = _pairs_looked_at(part.strip(), seqlen, heads)
@@ -52,6 +53,7 @@ def show_mask(
                 f"--seqlen {seqlen} and --heads {heads} are {num_pairs:,} pairs of tokens of "
                 f"{part.strip()}, and at most {MOST_PAIRS:,} are looked at"
             )
+
     mask = parse_mask(
         pattern, seqlen=seqlen, block_size=size, heads=heads, seed=0 if seed is None else seed
     )
@@ -64,8 +66,9 @@ def show_mask(
 
 
 def _pairs_looked_at(part: str, seqlen: int, heads: int) -> int:
-    """Pairs of tokens that building one part of a pattern looks at one by one; 0 where it builds
-    whole tiles.
+    """Return how many pairs of tokens building one part of a pattern looks at one by one.
+
+    It is 0 for a pattern that builds whole tiles.
     """
     name, _, values = part.partition(":")
     if name == "dilated":  # one mask for all heads, of pairs within a segment
@@ -75,7 +78,7 @@ def _pairs_looked_at(part: str, seqlen: int, heads: int) -> int:
 
 
 def diagnose(mask: BlockMask) -> dict[str, str]:
-    """What there is to say about `mask`, by name."""
+    """Return the properties of `mask` as text by name, ending with a verdict on skipping tiles."""
     from cs336_systems.attention.masks import MAX_LIST_DENSITY
 
     live = mask.num_full + mask.num_partial
@@ -108,15 +111,16 @@ def diagnose(mask: BlockMask) -> dict[str, str]:
 
 
 def picture(mask: BlockMask) -> list[str]:
-    """The first head's tiles, a row of tiles a line: █ full, ▒ partial, · dead; nothing for a large
-    mask.
+    """Return the lines of a picture of the first head's tiles: █ full, ▒ partial, · dead.
+
+    A mask with more than LARGEST_PICTURE tiles along a side gives no lines.
     """
     from cs336_systems.attention.masks.tiles import DEAD, FULL
 
     tiles = mask._tile_map().tiles[0, 0]
     if max(tiles.shape) > LARGEST_PICTURE:
         return []
-    marks = {DEAD: "·", FULL: "█"}  # of partial ones the number of their pattern
+    marks = {DEAD: "·", FULL: "█"}  # any other number is the pattern of a partial tile
     return [
         "█ full, ▒ partial, · dead",
         *("".join(marks.get(kind, "▒") for kind in row) for row in tiles.tolist()),

@@ -1,6 +1,4 @@
-"""`cs336-systems memory`: how much memory a model's forward or training step needs on a GPU, from
-any machine.
-"""
+"""`cs336-systems memory`: predict the GPU memory of a forward or training step, on any machine."""
 
 import re
 from dataclasses import replace
@@ -16,7 +14,8 @@ from cs336_systems.measure.text import printable
 
 EXIT_DOES_NOT_FIT = 1
 GIB = 2**30
-NUM_LARGEST = 8
+NUM_LARGEST = 8  # allocations that are listed
+# Options that only a prediction uses: with --snapshot they are refused.
 OF_A_PREDICTION = (
     "model",
     "context",
@@ -45,7 +44,8 @@ def memory(
     attention: Annotated[
         str,
         typer.Option(
-            help="Of the model: reference, which is the handout's; compiled, sdpa, tiled, triton or hopper."
+            help="Of the model: reference, which is the handout's; compiled, sdpa, tiled, triton "
+            "or hopper."
         ),
     ] = "reference",
     parameters: Annotated[str, typer.Option(help="Parameters' dtype.")] = "float32",
@@ -62,14 +62,15 @@ def memory(
         Path | None, typer.Option(help="Read this PyTorch memory snapshot instead; runs nothing.")
     ] = None,
 ) -> None:
-    """Predict peak memory by phase, what it consists of and the largest allocations; nothing is
-    allocated.
+    """Predict peak memory by phase and category, and the largest allocations, allocating nothing.
 
     The step's own code runs on tensors without storage. With --fits the answer is the exit code,
     too: 0 or 1.
     """
     with one_line_errors(context_length="context"):
         limit = None if fits is None else parse_bytes(fits)
+
+        # The trace comes from a snapshot file, or from a step that runs on meta tensors.
         if snapshot is not None:
             from cs336_systems.measure.snapshot import read_snapshot
 
@@ -89,12 +90,16 @@ def memory(
 
             if model not in MODEL_SIZES:
                 raise ValueError(f"--model must be one of {', '.join(MODEL_SIZES)}, got {model!r}")
+
             size = (
                 MODEL_SIZES[model]
                 if context is None
                 else replace(MODEL_SIZES[model], context_length=context)
             )
-            precision = Precision(parameters=parameters, autocast=autocast)  # type: ignore[arg-type]
+            precision = Precision(
+                parameters=parameters,  # type: ignore[arg-type]
+                autocast=autocast,  # type: ignore[arg-type]
+            )
             case = MemoryCase(
                 model=size,
                 batch=batch,
@@ -104,19 +109,23 @@ def memory(
             )
             trace = simulated_trace(case, mode)
             title = (
-                f"{model}, context {size.context_length}, batch {batch}, {mode}, {attention} attention, "
-                f"{f'{autocast} autocast' if autocast else parameters}, checkpointing {checkpoint}"
+                f"{model}, context {size.context_length}, batch {batch}, {mode}, "
+                f"{attention} attention, {f'{autocast} autocast' if autocast else parameters}, "
+                f"checkpointing {checkpoint}"
             )
+
     show_text(printable(title))
     phases = Table("phase", "peak (GiB)", box=None)
     for name, num_bytes in trace.phase_peaks().items():
         phases.add_row(name, f"{num_bytes / GIB:.2f}")
     show_table(phases)
+
     show_text(f"\nat the peak, in {trace.phase_of(trace.peak_event())}:")
     parts = Table("category", "GiB", box=None)
     for category, num_bytes in trace.breakdown(trace.peak_event()).items():
         parts.add_row(category, f"{num_bytes / GIB:.2f}")
     show_table(parts)
+
     show_text("\nlargest allocations:")
     largest = Table("MiB", "count", "category", "where", box=None)
     for one in trace.largest(NUM_LARGEST):
@@ -124,6 +133,7 @@ def memory(
             f"{one.num_bytes / 2**20:.1f}", str(one.count), one.category, printable(one.where)
         )
     show_table(largest)
+
     if limit is not None:
         peak = trace.peak_bytes()
         verdict = "fits" if peak <= limit else "does not fit"
@@ -133,13 +143,13 @@ def memory(
 
 
 def _is_typed(given: typer.Context, name: str) -> bool:
-    """Whether the option `name` was on the command line."""
+    """Return whether the option `name` was on the command line."""
     source = given.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "80GB" (10⁹ each) or "80GiB" (2³⁰ each); ValueError for anything else."""
+    """Return the bytes of "80GB" (10⁹ each) or "80GiB" (2³⁰ each); ValueError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B", text.strip(), re.IGNORECASE)
     if match is None:
         units = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"

@@ -1,6 +1,4 @@
-"""`cs336-systems profile CASE`: one case under a profiler, its time taken apart, and a trace to
-look at.
-"""
+"""`cs336-systems profile CASE`: profile one case, break its time down, and save a trace."""
 
 from __future__ import annotations
 
@@ -35,9 +33,9 @@ if TYPE_CHECKING:
 
 OWN_TOOLS = ("torch", "api")  # api: what runs inside of nsys and ncu
 PROFILES = "profiles"  # below the logs of a results folder, which git ignores
-# kernels that ncu measures: each is run many times over, so a whole step would take hours
+# The kernels that ncu measures. It replays each of them many times, so a whole step takes hours.
 NCU_LAUNCHES = 200
-# NVIDIA's profilers, for machines that have them: the option that names the report, and the others.
+# NVIDIA's profilers, where installed: first the option that names the report, then the others.
 # Both record only what runs between cudaProfilerStart and cudaProfilerStop, so that model building
 # and warm-up stay out.
 TOOLS = {
@@ -55,8 +53,8 @@ TOOLS = {
         "--force-overwrite",
         "--set=full",
         "--profile-from-start=off",
-        # ranges are shown, and choose nothing: autograd launches its kernels on a thread that has
-        # none
+        # Ranges are only shown. They select no kernels, since autograd launches kernels on a thread
+        # that has no range.
         "--nvtx",
         f"--launch-count={NCU_LAUNCHES}",
         "--target-processes=all",
@@ -104,9 +102,7 @@ def profile(
     device: DeviceOption = "auto",
     results: ResultsOption = Path("results"),
 ) -> None:
-    """Run one case under a profiler: where the time goes, as tables, and a trace for
-    https://ui.perfetto.dev.
-    """
+    """Run one case under a profiler: where the time goes, and a trace for ui.perfetto.dev."""
     with one_line_errors(context_length="context"), ends_at_a_signal("interrupted"):
         from cs336_systems.accounting import predicted_peak_bytes
         from cs336_systems.config import ModelCase, RunConfig
@@ -126,7 +122,8 @@ def profile(
         )
         if interprets:
             interpret_kernels()
-        # or the profiler's library prints its start and stop
+
+        # Without this the profiler's library prints its start and stop.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         import torch
 
@@ -148,6 +145,7 @@ def profile(
         )
         if model is not None and not isinstance(parsed, ModelCase):
             raise ValueError(f"--model is an option of models, and {case!r} is an attention shape")
+
         parts = [
             case,
             mode,
@@ -161,12 +159,15 @@ def profile(
             if size is not None
         ]
         parts += [] if causal else ["full"]
-        # names the trace by options that are not the default
+
+        # The trace is named by the case and the options that differ from their defaults.
         stem = re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))
         folder = results / get_device_info(kind).slug / "logs" / PROFILES
         if tool in TOOLS:
             _run_vendor_tool(tool, folder / stem, print_only)
             return
+
+        # Refuse a case that cannot fit before allocating anything.
         if model is not None:
             search_current_folder()
         run = RunConfig(scale="handout" if kind == "cuda" else "smoke", device=kind, model=model)
@@ -176,12 +177,14 @@ def profile(
             typer.echo(f"error: {why}", err=True)
             raise typer.Exit(EXIT_NOTHING_MEASURED)
         typer.echo(
-            f"profiling {case} on {kind}: {warmup} warm-up and {steps} profiled step{'s' * (steps != 1)}"
+            f"profiling {case} on {kind}: {warmup} warm-up and {steps} profiled "
+            f"step{'s' * (steps != 1)}"
         )
         with _ends_in_one_line():
             if tool == "torch":
                 check_writable(folder)
             prepared = prepare(parsed, implementation, mode, run)
+
     path = folder / f"{stem}.trace.json.gz"
     annotated = annotate(prepared.model) if ranges and prepared.model is not None else nullcontext()
     with _ends_in_one_line(path), annotated:
@@ -191,14 +194,15 @@ def profile(
             with torch.cuda.profiler.profile():
                 run_steps(prepared.call, kind, steps, prepared.before)
             return
-        if warmup and kind == "cpu":
+        if warmup and kind == "cpu":  # time the first warm-up step, to say how long the rest takes
             begin = time.perf_counter()
             prepared.before()
             prepared.call()
             seconds = time.perf_counter() - begin
             warmup -= 1
             typer.echo(
-                f"the first took {seconds:.1f} s: about {seconds * (warmup + steps):.0f} s for the others"
+                f"the first took {seconds:.1f} s: about {seconds * (warmup + steps):.0f} s for "
+                "the others"
             )
         trace = capture(
             prepared.call,
@@ -211,15 +215,18 @@ def profile(
     show_trace(trace.in_steps(), top)
     if interprets:
         typer.echo(
-            "Triton's kernels ran on its interpreter: their times are NumPy's and say nothing of a GPU"
+            "Triton's kernels ran on its interpreter: their times are NumPy's and say nothing of "
+            "a GPU"
         )
     typer.echo(f"trace: {path} (open it in https://ui.perfetto.dev)")
 
 
 @contextmanager
 def _ends_in_one_line(trace: Path | None = None) -> Iterator[None]:
-    """The ways in which a valid case may not run here as one line, which names the `trace` that was
-    left.
+    """Turn an error that a valid case can meet on this machine into one line and an exit code.
+
+    These are unsupported cases, wrong results, lack of memory and Ctrl-C. The line names the file
+    `trace` if the error left one.
     """
     import torch
 
@@ -236,11 +243,14 @@ def _ends_in_one_line(trace: Path | None = None) -> Iterator[None]:
 
 
 def _run_vendor_tool(tool: str, output: Path, print_only: bool) -> None:
-    """This command again under `tool`, which writes its report to `output`; or its command line."""
+    """Run this command again under nsys or ncu, which writes its report to `output`.
+
+    With `print_only` the command line is only printed. ValueError if the tool is not on PATH.
+    """
     arguments = [argument for argument in sys.argv[1:] if argument != "--print"]
     report, *options = TOOLS[tool]
     command = [shutil.which(tool) or tool, *options, f"{report}={output}"]
-    # Of an option given twice the last counts.
+    # The last of two equal options counts, so this --tool replaces the user's.
     command += [sys.executable, "-m", "cs336_systems", *arguments, "--tool", "api"]
     if print_only:
         typer.echo(shlex.join(command))
@@ -258,8 +268,9 @@ def _run_vendor_tool(tool: str, output: Path, print_only: bool) -> None:
 
 
 def show_trace(trace: Trace, top: int) -> None:
-    """Print where the time of a profiled step goes: by category and phase, by the model's parts, by
-    kernel.
+    """Print where a profiled step's time goes: by category, by part of the model, and by kernel.
+
+    Times are averages over the profiled steps; `top` kernels are listed.
     """
     from cs336_systems.measure.kernel_names import CATEGORIES
     from cs336_systems.measure.ranges import ATTENTION_PARTS, ROLES
@@ -282,8 +293,9 @@ def show_trace(trace: Trace, top: int) -> None:
 
     wall = sum(trace.step_ms) / steps
     show_text(
-        f"{steps} step{'s' * (steps != 1)}: {wall:.3f} ms of wall clock each, profiled; {what} {total / steps:.3f} ms, "
-        f"{len(trace.kernels) // steps} of them; busy {trace.busy_ms() / steps:.3f} ms"
+        f"{steps} step{'s' * (steps != 1)}: {wall:.3f} ms of wall clock each, profiled; "
+        f"{what} {total / steps:.3f} ms, {len(trace.kernels) // steps} of them; "
+        f"busy {trace.busy_ms() / steps:.3f} ms"
     )
     for title, names, by in (
         ("category", CATEGORIES, "category"),
@@ -296,8 +308,8 @@ def show_trace(trace: Trace, top: int) -> None:
             row(table, name.removesuffix(":"), **{by: name})
         if table.row_count:
             show_table(table)
-    # The name is the last: those of templates have hundreds of characters, and would push the
-    # numbers away.
+
+    # The name is the last column: names of templates have hundreds of characters.
     table = Table("ms a step", "share", "calls a step", "category", what[:-1], box=None)
     for kernel in trace.top_kernels(top):
         share = f"{100 * kernel.ms / total:.1f} %"

@@ -1,4 +1,4 @@
-"""`cs336-systems list` and `report`: the problems, and what records become."""
+"""`cs336-systems list` and `report`: list the problems, and turn records into pages."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,19 +17,17 @@ from cs336_systems.measure.text import printable
 PUBLISHED_FOLDER = "nvidia-h200"  # whose records the pages and the README show
 DOCUMENTS = ("README.md", "writeup.md")
 EXIT_NOT_WHOLE = 1  # a table, figure or page could not be made
-# Of the folders that runs write to: by scale, and with chosen axes.
+# Endings of the folders that runs write to: by scale, and whether axes were chosen.
 SUFFIXES = [scale + axes for axes in ("", "-chosen") for scale in ("", "-smoke", "-tiny")]
 
 
 def list_problems() -> None:
-    """List every problem: what `run` measures, what `grade` grades, and what is answered in
-    writing.
-    """
+    """List every problem and who answers it: `run` measures, `grade` grades, or it is written."""
     from cs336_systems.bench.spec import outlines
     from cs336_systems.handout import COMMANDS, HANDOUT
 
     answered = {"graded": "`grade`", "written": "in writing", "measured": "`run`"}
-    for asked in HANDOUT.values():  # two lines each: a table would cut the names
+    for asked in HANDOUT.values():  # two lines per problem, since a table would cut the names
         points = [f"{asked.points} point{'s' if asked.points > 1 else ''}"] if asked.points else []
         facts = [f"section {asked.section}", *points, *map(str, asked.editions)]
         facts.append(
@@ -53,8 +51,7 @@ def report(
         bool, typer.Option("--check", help="Check the published pages; write nothing.")
     ] = False,
 ) -> None:
-    """Turn records into report.html; the published folder's also into the pages, their figures and
-    full tables.
+    """Turn records into report.html; the published folder's also into pages, figures and tables.
 
     A record that fits no experiment is left out with a warning. Where a table, figure or page
     cannot be made, all others are, and the exit code is 1.
@@ -66,8 +63,7 @@ def report(
 
     only = problem or []
     published = results / PUBLISHED_FOLDER
-    # The documents here are made of the records below them: those of elsewhere would leave them
-    # without numbers.
+    # The pages are written only from this folder's own records: others would lack their numbers.
     is_here = (
         all(Path(name).is_file() for name in DOCUMENTS)
         and results.resolve() == Path("results").resolve()
@@ -79,7 +75,8 @@ def report(
         if check:
             if folder is not None or only:
                 raise ValueError(
-                    "give --check alone: it checks the published pages, without --folder and --problem"
+                    "give --check alone: it checks the published pages, "
+                    "without --folder and --problem"
                 )
             found = Book(Path(), published).check()
             for difference in found:
@@ -105,7 +102,10 @@ def report(
 
 
 def _chosen_folders(results: Path, folder: str | None) -> list[Path]:
-    """The folders to report on; ValueError where there are no records."""
+    """Return the results folders to report on: the named one, or all that this machine wrote.
+
+    ValueError if `folder` is no plain name, or if there are no records.
+    """
     from cs336_systems.device import get_device_info
 
     if folder is not None and (
@@ -116,16 +116,19 @@ def _chosen_folders(results: Path, folder: str | None) -> list[Path]:
         if not (results / folder / "records").is_dir():
             there = ", ".join(sorted(other.parent.name for other in results.glob("*/records")))
             raise ValueError(
-                f"no records in {results / folder}; {f'there are some of {there}, or' if there else ''} "
+                f"no records in {results / folder}; "
+                f"{f'there are some of {there}, or' if there else ''} "
                 "measure something first: cs336-systems run --all"
             )
         return [results / folder]
-    # that this machine's runs write to
+
+    # The folders that this machine's runs write to, with the CPU and with the GPU.
     slugs = {get_device_info(kind).slug for kind in ("cpu", "auto")}
     names = [slug + suffix for slug in sorted(slugs) for suffix in SUFFIXES]
     own = [results / name for name in names if (results / name / "records").is_dir()]
     if not own:
         raise ValueError(
-            f"no records of this machine in {results}; measure something first: cs336-systems run --all"
+            f"no records of this machine in {results}; "
+            "measure something first: cs336-systems run --all"
         )
     return own

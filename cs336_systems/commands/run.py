@@ -1,4 +1,4 @@
-"""`cs336-systems run`: measure problems, show how far it is, and keep what is finished."""
+"""`cs336-systems run`: measure problems, show the progress, and keep every finished cell."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from cs336_systems.config import RunConfig
 
 
-LARGEST_SIZE = 2**31 - 1  # of a dimension: a kernel's index
-MOST_REASONS = 8  # why cells of a problem were skipped, as lines on the terminal
+LARGEST_SIZE = 2**31 - 1  # of a dimension, since kernels index with 32 bits
+MOST_REASONS = 8  # printed for the skipped cells of a problem
 
 
 def run(
@@ -74,9 +74,7 @@ def run(
     commit: shared.CommitOption = None,
     dirty: shared.DirtyOption = None,
 ) -> None:
-    """Measure problems and append the records; finished cells are kept, so an interrupted run
-    continues.
-    """
+    """Measure problems and append the records; an interrupted run continues where it stopped."""
     with one_line_errors():
         from cs336_systems.bench.harness import Shard, planned_cells
         from cs336_systems.config import SCALES, Axes, RunConfig
@@ -103,12 +101,14 @@ def run(
                 head_dims=_sizes("--head-dim", head_dim),
             ),
         )
-        # refuses axes of other problems
+
+        # `planned_cells` also refuses axes that a problem does not have.
         cells = [cell for name in chosen for cell in planned_cells(name, config)]
         if stages:
             implementation = _stages_of(chosen, implementation)
         _check_model(config, chosen, cells)
         _check_implementations(implementation, chosen, cells)
+
         interpret = kind == "cpu" and importlib.util.find_spec("triton") is not None
         if kind == "cpu":
             shared.wait_briefly(os.environ)
@@ -123,9 +123,11 @@ def run(
             interpret=interpret,
             shard=part,
         )
+
     totals: Counter[str] = Counter()
     started = time.monotonic()
     with measuring(sweep):
+        # Find what is left over all problems first, so that the terminal can say how much it is.
         with one_line_errors():
             pending = {name: sweep.pending(name) for name in chosen}
             for name, (cells, finished) in pending.items():
@@ -137,10 +139,12 @@ def run(
         if todo:
             what = f"{_count(todo, 'cell')} of {_count(len(chosen), 'problem')}"
             typer.echo(f"{what} at scale {scale} into {sweep.folder}", err=True)
+
         for name in chosen:
             left = None if time_budget is None else time_budget - (time.monotonic() - started)
             totals += _run_problem(sweep, name, *pending[name], left)
         sweep.worker.stop()
+
     for name in chosen if stages else ():
         _show_stages(name, sweep)
     typer.echo(f"records: {sweep.folder / 'records'}")
@@ -152,9 +156,10 @@ def run(
 def _run_problem(
     sweep: Sweep, name: str, cells: list[Cell], finished: Counter[str], time_budget_s: float | None
 ) -> Counter[str]:
-    """Measure the pending cells of one problem under a progress bar; cells counted by status.
+    """Measure one problem's pending `cells` under a progress bar and return counts by status.
 
-    The measuring process stays for the next problem, as starting it takes as long as many a cell.
+    `finished` counts the cells of earlier runs. The measuring process stays alive for the next
+    problem, since starting it takes as long as many cells.
     """
     start = time.monotonic()
     measured = measure_shown(name, sweep, cells, time_budget_s)
@@ -171,9 +176,7 @@ def _run_problem(
 
 
 def _show_skips(sweep: Sweep, name: str) -> None:
-    """Print why records of the problem `name` have no samples, those of the sweep's
-    implementations.
-    """
+    """Print why records of the problem `name` have no samples, for the sweep's implementations."""
     from cs336_systems.bench.records import latest, read_records, skips
 
     records = latest(read_records(sweep.record_file(name)))
@@ -188,10 +191,15 @@ def _show_skips(sweep: Sweep, name: str) -> None:
 
 
 def _count(number: int, noun: str) -> str:
+    """Return a number with its noun in the singular or plural."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _choose_problems(names: list[str], run_all: bool) -> list[str]:
+    """Return the problems to run, each once; ValueError for an unknown or missing name.
+
+    ValueError, too, if names are given together with --all.
+    """
     from cs336_systems.bench.spec import measured_problems
 
     if run_all and names:
@@ -205,7 +213,7 @@ def _choose_problems(names: list[str], run_all: bool) -> list[str]:
 
 
 def _sizes(option: str, text: str | None) -> tuple[int, ...]:
-    """The numbers of `4096,8192`; ValueError for anything else."""
+    """Return the numbers in a text such as `4096,8192`; ValueError for anything else."""
     parts = [] if text is None else text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
         raise ValueError(
@@ -219,8 +227,9 @@ def _sizes(option: str, text: str | None) -> tuple[int, ...]:
 
 
 def _stages_of(chosen: list[str], implementations: list[str] | None) -> list[str]:
-    """The implementations that are stages of ours; ValueError where a problem does not compare
-    them.
+    """Return the implementations that are stages of our attention, for --stages.
+
+    ValueError if a chosen problem has no table of stages, or if --implementation is given, too.
     """
     from cs336_systems.bench.spec import load, measured_problems
     from cs336_systems.subjects.implementations import STAGES
@@ -241,7 +250,7 @@ def _stages_of(chosen: list[str], implementations: list[str] | None) -> list[str
 
 
 def _show_stages(name: str, sweep: Sweep) -> None:
-    """Print what the records say of each stage beside the one before."""
+    """Print the table that compares each stage of our attention with the one before."""
     from cs336_systems.bench.records import read_records
     from cs336_systems.bench.spec import load
     from cs336_systems.book.frames import load_frame
@@ -254,7 +263,7 @@ def _show_stages(name: str, sweep: Sweep) -> None:
 
 
 def _check_model(config: RunConfig, chosen: list[str], cells: list[Cell]) -> None:
-    """Raise an error where the user's model cannot be found, or none of the `cells` is of a model."""
+    """Raise an error if the user's model cannot be found, or if none of the `cells` uses one."""
     from cs336_systems.bench.worker import search_current_folder
     from cs336_systems.model import load_model_class
 
@@ -267,6 +276,7 @@ def _check_model(config: RunConfig, chosen: list[str], cells: list[Cell]) -> Non
 
 
 def _check_implementations(names: list[str] | None, chosen: list[str], cells: list[Cell]) -> None:
+    """Raise ValueError for an unknown implementation, or for one that a problem does not take."""
     from cs336_systems.bench.spec import load
     from cs336_systems.bench.worker import search_current_folder
     from cs336_systems.subjects.implementations import IMPLEMENTATIONS, load_name

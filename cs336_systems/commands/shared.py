@@ -1,6 +1,4 @@
-"""What the subcommands share: exit codes, options, one-line errors, and signals that end a run as
-Ctrl-C does.
-"""
+"""What the subcommands share: exit codes, options, one-line errors, and the handling of signals."""
 
 import difflib
 import os
@@ -22,15 +20,15 @@ from cs336_systems.measure.text import in_one_line
 EXIT_NOTHING_MEASURED = 1
 EXIT_WRONG_ARGUMENT = 2
 EXIT_SIGNAL = 128  # plus the signal's number
-ENDING = (signal.SIGTERM, signal.SIGHUP)  # that end a process unless it has something to say
-# How often a thread of PyTorch's on a CPU looks whether the others are done before it sleeps. Left
-# alone libgomp looks for milliseconds. When the system puts two threads on one core, which one busy
-# program beside them is enough for, the one that waits keeps the other from working until the
-# scheduler's next tick: calls of 0.2 ms then take 8 or 40, in every sample. With 1,000 looks they
-# take 0.5, and as long as before where each thread has a core.
+ENDING = (signal.SIGTERM, signal.SIGHUP)  # end a process by default; a run ends like on Ctrl-C
+# How often a PyTorch thread on a CPU polls for the other threads before it sleeps. By default
+# libgomp polls for milliseconds. One other busy program is enough to put two threads on one core.
+# The polling thread then keeps the other one from working until the scheduler's next tick: calls of
+# 0.2 ms take 8 or 40 ms, in every sample. With 1,000 polls they take 0.5 ms, and as long as before
+# where each thread has a core.
 SPIN_SWITCHES = {"GOMP_SPINCOUNT": "1000"}
 
-# How errors call what an option sets, where that is not the option's own name.
+# Options by the name that an error message gives to the field, where the two differ.
 OPTION_OF = {
     "learning_rate": "lr",
     "final_learning_rate": "final-lr",
@@ -41,12 +39,14 @@ OPTION_OF = {
     "cell_timeout_s": "cell-timeout",
     "seqlen_q": "seqlen",
 }
-SAME_NAME = (
-    "accumulation|arch|attention|autocast|batch|checkpoint_every|context_length|context_parallel|heads|implementation|"
-    "log_every|mode|out|parameters|precision|scale|seed|steps|temperature|text|top_p|weight_decay|wrapper"
+SAME_NAME = (  # fields whose option has the same name
+    "accumulation|arch|attention|autocast|batch|checkpoint_every|context_length|"
+    "context_parallel|heads|implementation|log_every|mode|out|parameters|precision|"
+    "scale|seed|steps|temperature|text|top_p|weight_decay|wrapper"
 )
 FIELD = re.compile(
-    r"^(?:(?:RunConfig|TrainingConfig|ModelConfig|ModelCase|MemoryCase|AttentionShape|Precision)\.)?"
+    r"^(?:(?:RunConfig|TrainingConfig|ModelConfig|ModelCase|MemoryCase|"
+    r"AttentionShape|Precision)\.)?"
     rf"({'|'.join(OPTION_OF)}|{SAME_NAME})(?= (?:of an? [a-z ]+ )?must )"
 )
 
@@ -71,8 +71,9 @@ DirtyOption = Annotated[
 
 
 def unknown_problem(name: str) -> str:
-    """What to say of a problem that is not measured: the nearest name, or how the handout's is
-    answered.
+    """Return the error message for a problem that `run` does not measure.
+
+    It names the nearest problem, or how a problem of the handout that measures nothing is answered.
     """
     from cs336_systems.bench.spec import measured_problems
     from cs336_systems.handout import COMMANDS, HANDOUT
@@ -81,7 +82,10 @@ def unknown_problem(name: str) -> str:
         return f"{name} measures nothing; it is answered by `cs336-systems {COMMANDS[name]}`"
     if name in HANDOUT:
         if HANDOUT[name].answer == "graded":
-            return f"{name} measures nothing; it is graded: `cs336-systems grade ADAPTERS --problem {name}`"
+            return (
+                f"{name} measures nothing; "
+                f"it is graded: `cs336-systems grade ADAPTERS --problem {name}`"
+            )
         return (
             f"{name} measures nothing; it is answered in writing: see its page, writeup/{name}.md"
         )
@@ -93,10 +97,10 @@ def unknown_problem(name: str) -> str:
 
 @contextmanager
 def one_line_errors(**options: str) -> Iterator[None]:
-    """Turn a caller's mistake, or a command that does not end, into one line and exit code 2.
+    """Turn a wrong argument, or a command that does not end, into one line and exit code 2.
 
-    The line names the option in the place of a field: `TrainingConfig.learning_rate must ...` is
-    `--lr must ...`. `options` are the command's own names, without dashes.
+    The line names the option in the place of a field: `TrainingConfig.learning_rate must ...`
+    becomes `--lr must ...`. `options` maps fields to option names of one command, without dashes.
     """
     try:
         yield
@@ -113,7 +117,7 @@ def one_line_errors(**options: str) -> Iterator[None]:
 
 @contextmanager
 def out_of_memory_in_one_line() -> Iterator[None]:
-    """Turn memory that runs out within, a GPU's or the host's, into one line and exit code 1."""
+    """Turn an out-of-memory error of a GPU or the host into one line and exit code 1."""
     import torch
 
     from cs336_systems.measure.allocations import one_out_of_memory_error
@@ -131,8 +135,9 @@ def out_of_memory_in_one_line() -> Iterator[None]:
 
 @contextmanager
 def warnings_as_lines() -> Iterator[list[type[Warning]]]:
-    """Print each warning within as a line on stderr, without the place in the code; gives their
-    categories so far.
+    """Print each warning as one line on stderr, without its place in the code.
+
+    The list that is yielded holds the categories of the warnings so far.
     """
     told: list[type[Warning]] = []
 
@@ -146,8 +151,9 @@ def warnings_as_lines() -> Iterator[list[type[Warning]]]:
 
 
 def check_writable(folder: Path, *files: Path) -> None:
-    """OSError before anything is measured if `folder`, or one of the `files` that are there, could
-    not be written.
+    """Raise OSError if `folder`, or one of the `files` that exist, cannot be written.
+
+    Commands call it before they measure anything. The folder is created.
     """
     path = folder
     try:
@@ -165,10 +171,10 @@ def check_writable(folder: Path, *files: Path) -> None:
 def ends_at_a_signal(
     message: str | Callable[[], str], numbers: Sequence[int] = ENDING
 ) -> Iterator[None]:
-    """Ctrl-C or one of `numbers` within is `message` and exit code 128 plus its number, once every
-    `finally` is done.
+    """Turn Ctrl-C or one of the signals `numbers` into a message and exit code 128 + its number.
 
-    A function as `message` is called then, and may find that there is nothing to say.
+    Every `finally` inside has run before the message is printed. A function as `message` is called
+    at that time; an empty text is not printed.
     """
     received = int(signal.SIGINT)
 
@@ -177,7 +183,7 @@ def ends_at_a_signal(
         received = signal_number
         raise KeyboardInterrupt
 
-    # What is ignored stays so: a hang-up under nohup.
+    # An ignored signal stays ignored, such as a hang-up under nohup.
     previous = {
         n: signal.signal(n, interrupt) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN
     }
@@ -193,10 +199,9 @@ def ends_at_a_signal(
 
 
 def wait_briefly(environment: MutableMapping[str, str]) -> None:
-    """Bound how long threads of processes that start with `environment` wait awake; see
-    SPIN_SWITCHES.
+    """Set SPIN_SWITCHES in `environment`, so that its processes' waiting threads sleep early.
 
-    What the user has set, for libgomp or for OpenMP, stays.
+    A value that the user has set for libgomp or for OpenMP stays.
     """
     if not environment.keys() & {*SPIN_SWITCHES, "OMP_WAIT_POLICY"}:
         environment.update(SPIN_SWITCHES)

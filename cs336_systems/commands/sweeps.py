@@ -1,6 +1,4 @@
-"""What `run` and `tune` share: checked options, a progress bar, and an end in good order by an
-error or a signal.
-"""
+"""What `run` and `tune` share: checked options, a progress bar, and a clean end after errors."""
 
 from __future__ import annotations
 
@@ -26,10 +24,11 @@ if TYPE_CHECKING:
     from cs336_systems.config import RunConfig
 
 BAR_WIDTH = 10  # so that count and time stand beside the longest problem's name in 80 columns
-LONGEST_MESSAGE = 300  # characters of a failure on the terminal; the record has all of it
+LONGEST_MESSAGE = 300  # characters of a failure on the terminal; the record has the whole text
 
 
 def check_sweep_options(rerun: str, time_budget: float | None) -> None:
+    """Raise ValueError for an unknown --rerun or a --time-budget that is no positive number."""
     if rerun not in ("none", "failed", "all"):
         raise ValueError(f"--rerun must be none, failed or all, got {rerun!r}")
     if time_budget is not None and not (math.isfinite(time_budget) and time_budget > 0):
@@ -44,10 +43,10 @@ def open_sweep(
     dirty: bool | None,
     **options: Any,
 ) -> Sweep:
-    """The sweep of `problems` into the locked folder of `run` in `results`; `options` are those of
-    `Sweep`.
+    """Return a sweep of `problems` that has locked the folder of `run` below `results`.
 
-    ValueError where another run is in that folder; OSError where it cannot be written.
+    `options` are those of `Sweep`. ValueError if another run is in that folder, OSError if it
+    cannot be written.
     """
     from cs336_systems.bench.harness import Sweep, find_provenance, results_folder
     from cs336_systems.device import get_device_info
@@ -62,8 +61,9 @@ def open_sweep(
 
 @contextmanager
 def measuring(sweep: Sweep) -> Iterator[None]:
-    """An error or Ctrl-C within is a line and an exit code; the measuring process is gone and the
-    folder free after.
+    """Turn an OSError or Ctrl-C inside into one line and an exit code, and release the sweep.
+
+    On exit the measuring process has ended and the folder is unlocked.
     """
     try:
         with ends_at_a_signal(
@@ -74,16 +74,17 @@ def measuring(sweep: Sweep) -> Iterator[None]:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED) from None
     finally:
-        sweep.worker.kill()  # also where the interrupt came between two cells
+        sweep.worker.kill()  # an interrupt between two cells leaves it running
         sweep.unlock()
 
 
 def progress_bar() -> Progress:
-    """A bar on the terminal, nothing elsewhere. A task has a field `cell`, of which it shows the
-    text.
+    """Return a progress bar for stderr that shows nothing where stderr is no terminal.
+
+    Each task has a field `cell`, whose text the bar shows.
     """
     console = Console(stderr=True)
-    cell = Column(no_wrap=True, overflow="ellipsis", ratio=1)  # has what the others leave
+    cell = Column(no_wrap=True, overflow="ellipsis", ratio=1)  # takes the width the others leave
     columns = (
         TextColumn("{task.description}"),
         BarColumn(BAR_WIDTH),
@@ -97,8 +98,9 @@ def progress_bar() -> Progress:
 def measure_shown(
     title: str, sweep: Sweep, cells: list[Cell], time_budget_s: float | None
 ) -> Counter[str]:
-    """Measure `cells` under a progress bar, or with a line for each where there is no terminal;
-    counted by status.
+    """Measure `cells` under a progress bar and return how many cells ended with each status.
+
+    Without a terminal a line is printed for each cell instead. Failures are printed at the end.
     """
     from cs336_systems.bench.harness import cell_status
     from cs336_systems.bench.records import case_to_dict, describe_case, failures

@@ -1,9 +1,9 @@
 """Tables and paragraphs on a terminal of any width: no name is cut and no word broken.
 
-    show_table(table)       # a rich table; on a terminal too narrow for its words each row becomes a paragraph
+    show_table(table)        # a rich table; its rows become paragraphs on a too narrow terminal
     show_text("    a line")  # wrapped between words, below its own indentation
 
-What goes to a file or to another program is not wrapped: there a row is a line.
+Output to a file or to another program is not wrapped: there a row is a line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNBOUNDED = 10_000  # columns, where there is no terminal
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal that stdout is, None where it is none."""
+    """Return the columns of the terminal that stdout is, or None if stdout is no terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -34,15 +34,16 @@ def show_table(table: Table) -> None:
 
 
 def show_text(text: str) -> None:
-    """Print `text`, whose lines break between words where the terminal ends."""
+    """Print `text` and break its lines between words at the terminal's width."""
     width = terminal_width()
     for line in text.splitlines() or [""]:
         print(line if width is None else wrapped(line, width))
 
 
 def wrapped(line: str, width: int, further: str = "") -> str:
-    """`line` on lines of at most `width`, but for longer words; all but the first as far in as it,
-    and `further`.
+    """Return `line` broken between words into lines of at most `width`; longer words stay whole.
+
+    The lines after the first have the first one's indentation and then `further`.
     """
     indent = line[: len(line) - len(line.lstrip())]
     return textwrap.fill(
@@ -56,11 +57,16 @@ def wrapped(line: str, width: int, further: str = "") -> str:
 
 
 def table_lines(table: Table, width: int | None) -> list[str]:
-    """The lines of `table` for a terminal of `width` columns, None for any length."""
+    """Return the lines of `table` for a terminal of `width` columns; None stands for any width.
+
+    If the longest words of a row do not fit beside each other, each row becomes a paragraph.
+    """
     heads = [str(column.header) for column in table.columns]
     columns = [[str(cell) for cell in column.cells] for column in table.columns]
     if not columns:
         return []
+
+    # Each column needs at least its longest word and wants its longest text.
     texts = [[head, *cells] for head, cells in zip(heads, columns)]
     least = [
         max(cell_len(word) for text in column for word in text.split() or [""]) for column in texts
@@ -72,8 +78,9 @@ def table_lines(table: Table, width: int | None) -> list[str]:
         return [line for row in zip(*columns) for line in _paragraph(heads, row, width)]
     for column, column_width in zip(table.columns, _widths(least, wanted, room)):
         column.width = column_width
-        column.overflow = "fold"  # does not happen: the longest word has room
-    # Cells are plain text: `[x]` is no style, and `:a:` no picture.
+        column.overflow = "fold"  # never takes effect, since the longest word has room
+
+    # Cells are plain text: `[x]` is no style and `:a:` no emoji.
     console = Console(
         width=UNBOUNDED if width is None else width, markup=False, emoji=False, highlight=False
     )
@@ -83,8 +90,9 @@ def table_lines(table: Table, width: int | None) -> list[str]:
 
 
 def _widths(least: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
-    """Widths from `least` to `wanted` that come to at most `room`: those that need little more get
-    it first.
+    """Return column widths between `least` and `wanted` whose sum is at most `room`.
+
+    The columns that lack the least are widened first, each by at most an equal part of the rest.
     """
     widths, spare = list(least), room - sum(least)
     for place, index in enumerate(
@@ -97,8 +105,9 @@ def _widths(least: Sequence[int], wanted: Sequence[int], room: int) -> list[int]
 
 
 def _paragraph(heads: Sequence[str], row: Sequence[str], width: int) -> list[str]:
-    """A row under each other: the first cell, and indented `head: cell` for each of the others that
-    says anything.
+    """Return a table row as lines: its first cell, then an indented `head: cell` for the others.
+
+    Empty cells are left out.
     """
     named = [f"{head}: {cell}" if head else cell for head, cell in zip(heads, row) if cell]
     lines = [named[0], *(INDENT + text for text in named[1:])] if named else []

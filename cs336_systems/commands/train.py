@@ -1,5 +1,6 @@
-"""`cs336-systems train`: train a byte-level language model, on one process, on spawned ranks or
-under torchrun.
+"""`cs336-systems train`: train a byte-level language model in one process or on several ranks.
+
+The ranks are spawned here or started by torchrun.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from cs336_systems.training import TrainingConfig
     from cs336_systems.training.loop import RunOptions, TrainingResult
 
-SAMPLE_BYTES = 200
+SAMPLE_BYTES = 200  # of text that the trained model writes
 
 
 def train(
@@ -71,7 +72,7 @@ def train(
     log_every: Annotated[int, typer.Option(help="Steps between lines of progress.")] = 10,
     device: DeviceOption = "auto",
 ) -> None:
-    """Train a language model on bytes; the same losses with every wrapper, and after --resume."""
+    """Train a language model on bytes; the losses are the same with every wrapper and --resume."""
     with one_line_errors(), ends_at_a_signal("interrupted before the first step"):
         shared.wait_briefly(os.environ)
         from cs336_systems.config import MODEL_SIZES, Precision
@@ -114,8 +115,9 @@ def train(
             sample_bytes=SAMPLE_BYTES,
             device=resolve_device(device),
         )
-        # torchrun ends its ranks by SIGTERM while they wait in a collective, where no handler of
-        # Python's would run.
+
+        # torchrun ends its ranks by SIGTERM while they wait in a collective, where no Python
+        # handler would run.
         numbers = () if is_torchrun() else ENDING
 
         def left_behind() -> str:
@@ -128,7 +130,10 @@ def train(
 
 
 def _check_paths(text: Path | None, out: Path | None) -> None:
-    """ValueError where the system's own error would be a number and not say which option is meant."""
+    """Raise ValueError if --text is no file, or if --out or a parent of it is a file.
+
+    The system's own error would not say which option is meant.
+    """
     if text is not None and text.is_dir():
         raise ValueError(f"--text {text} is a folder")
     if text is not None and not text.exists():
@@ -140,8 +145,9 @@ def _check_paths(text: Path | None, out: Path | None) -> None:
 
 
 def _check_memory(config: TrainingConfig, options: RunOptions) -> None:
-    """ValueError where a rank on a CPU is predicted to need more than there is: it would be killed
-    without a word.
+    """Raise ValueError if a rank is predicted to need more memory than the device has.
+
+    Without this a rank on a CPU would be killed with no message.
     """
     from cs336_systems.accounting import model_peak_bytes
     from cs336_systems.bench.harness import predicted_overflow
@@ -152,8 +158,8 @@ def _check_memory(config: TrainingConfig, options: RunOptions) -> None:
     case = ModelCase(
         model=config.model, batch=batch, attention=config.attention, precision=config.precision
     )
-    # The least that any wrapper needs: some share the weights among the ranks, which share
-    # sequences, too.
+    # A lower bound for every wrapper: some divide the weights among the ranks, and context
+    # parallelism divides the sequences.
     num_bytes = model_peak_bytes(case, "train_step") // config.num_ranks
     if why := predicted_overflow(num_bytes, get_device_info(options.device)):
         raise ValueError(
@@ -162,7 +168,7 @@ def _check_memory(config: TrainingConfig, options: RunOptions) -> None:
 
 
 def _left_behind(options: RunOptions) -> str:
-    """From where an interrupted run can go on."""
+    """Return the text that says from where an interrupted run can continue."""
     from cs336_systems.distributed.checkpoint import checkpoints
 
     if options.out is None:
@@ -170,12 +176,16 @@ def _left_behind(options: RunOptions) -> str:
     found = checkpoints(options.out / "checkpoints")
     if found:
         return f"the same command with --resume goes on from {found[-1]}"
-    return f"{options.out} has no checkpoint yet (--checkpoint-every {options.checkpoint_every}): --resume begins again"
+    return (
+        f"{options.out} has no checkpoint yet (--checkpoint-every {options.checkpoint_every}): "
+        "--resume begins again"
+    )
 
 
 def _num_ranks(ranks: int | None, wrapper: str) -> int:
-    """The ranks of this job: those asked for, or torchrun's; ValueError where several have no
-    wrapper.
+    """Return the number of ranks: `ranks`, or torchrun's if it is None.
+
+    ValueError if there are several ranks and no wrapper.
     """
     from cs336_systems.distributed.spawn import is_torchrun
 
@@ -187,12 +197,12 @@ def _num_ranks(ranks: int | None, wrapper: str) -> int:
 
 
 def _is_first_rank() -> bool:
-    """Whether this process speaks for the job: of torchrun's ranks one does."""
+    """Return whether this process prints for the whole job: rank 0 does, or the only process."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _torchrun_number(name: str, default: str = "") -> int:
-    """The variable `name` of a torchrun job; ValueError where it is no number."""
+    """Return torchrun's environment variable `name` as a number; ValueError if it is none."""
     value = os.environ.get(name, default)
     if not value.isdecimal():
         raise ValueError(f"{name} must be a non-negative number, got {value!r}")
@@ -200,8 +210,9 @@ def _torchrun_number(name: str, default: str = "") -> int:
 
 
 def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
-    """Train here, in spawned ranks, or as one rank of torchrun's; None on a rank that has nothing
-    to say.
+    """Train in this process, in spawned ranks, or as one rank of torchrun.
+
+    Return None on a rank of torchrun that is not the first.
     """
     import torch
 
@@ -209,7 +220,8 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
     from cs336_systems.training import Corpus, train
     from cs336_systems.training.loop import print_now, train_rank
 
-    corpus = Corpus.load(options.text)  # rather than in every rank, once it has started
+    # Errors of text, memory and folder are found here, before any rank starts.
+    corpus = Corpus.load(options.text)
     try:
         corpus.check(config.model.context_length)
     except ValueError as error:
@@ -220,10 +232,12 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
             options.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(f"--out {options.out} cannot be written: {error.strerror}") from None
+
     if config.wrapper == "none" and not is_torchrun():
         return train(config, options, log=print_now)
-    # A script in torchrun's manner may say no more than launch needs: then all ranks count as this
-    # host's.
+
+    # A launcher other than torchrun may leave LOCAL_WORLD_SIZE out: all ranks are then on this
+    # host.
     local_ranks = (
         _torchrun_number("LOCAL_WORLD_SIZE", str(config.num_ranks))
         if is_torchrun()
@@ -240,7 +254,7 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
             device=options.device,
         )
     except RankError as error:
-        if error.is_argument_error:  # what one process says in one line
+        if error.is_argument_error:  # printed in one line, as in a single process
             raise ValueError(error.reason) from error
         typer.echo(f"error: {error}\n{_left_behind(options)}", err=True)
         raise typer.Exit(shared.EXIT_NOTHING_MEASURED) from None
@@ -248,16 +262,18 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
 
 
 def _summarise(config: TrainingConfig, options: RunOptions, result: TrainingResult) -> None:
+    """Print the first, last and held-out losses, a sample of text, and where the files are."""
     first, last = result.losses[0], result.losses[-10:]
     ranks = "1 rank" if config.num_ranks == 1 else f"{config.num_ranks} ranks"
     typer.echo(
         f"{config.model.name}, {config.wrapper}, {ranks}: loss {first:.3f} at the first step, "
-        f"{sum(last) / len(last):.3f} over the last {len(last)}, {result.validation_loss:.3f} on held-out text "
-        f"(nats a byte)"
+        f"{sum(last) / len(last):.3f} over the last {len(last)}, "
+        f"{result.validation_loss:.3f} on held-out text (nats a byte)"
     )
     if result.sample:
         typer.echo(f"it writes: {result.sample.strip()}")
     if options.out is not None:
         typer.echo(
-            f"losses: {options.out / 'losses.jsonl'}; more text: cs336-systems generate --out {options.out}"
+            f"losses: {options.out / 'losses.jsonl'}; "
+            f"more text: cs336-systems generate --out {options.out}"
         )

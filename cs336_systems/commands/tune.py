@@ -1,10 +1,10 @@
 """`cs336-systems tune flash`: measure a grid of tile configurations and propose rows of the tables.
 
-    cs336-systems tune flash --head-dim 64 --seqlen 4096 --seqlen 16384 --causal            # on a GPU
-    cs336-systems tune flash --head-dim 128 --kernel dkdv --compile-only --arch sm90        # anywhere
+    cs336-systems tune flash --head-dim 64 --seqlen 4096 --seqlen 16384 --causal      # on a GPU
+    cs336-systems tune flash --head-dim 128 --kernel dkdv --compile-only --arch sm90  # anywhere
 
-A configuration is compiled, checked against the oracle and timed, in that order, and what fails one
-step does not reach the next. Records are those of an experiment: a second run measures only what is
+A configuration is compiled, then checked against the oracle, then timed. One that fails a step does
+not reach the next. The records are those of an experiment: a second run measures only what is
 missing.
 """
 
@@ -37,7 +37,7 @@ KERNELS = ("forward", "dkdv", "dq")
 DTYPES = ("bfloat16", "float16", "float32")
 DEFAULT_HEAD_DIMS = (64, 128)
 DEFAULT_SEQLENS = (2048, 16384)
-# a few registers stored outside the inner loop may not matter; more of them do
+# A few registers that are stored outside the inner loop may cost nothing; more of them do.
 MAX_SPILL_BYTES = 256
 
 tune = typer.Typer(cls=Group)
@@ -79,9 +79,7 @@ def flash(
     commit: shared.CommitOption = None,
     dirty: shared.DirtyOption = None,
 ) -> None:
-    """Compile, check and time a grid of tiles for the attention kernels; say what the tables might
-    hold.
-    """
+    """Compile, check and time a grid of attention tiles; print what the tile tables might hold."""
     from cs336_systems.attention.tiles import MAX_HEAD_DIM, target_of
     from cs336_systems.compiler.offline import check_arch
     from cs336_systems.config import AttentionShape, RunConfig
@@ -120,6 +118,7 @@ def flash(
             _require_gpu()
             run = RunConfig(scale="handout", device="cuda", seed=seed)
             sweep = open_sweep(run, results, [TUNE_FLASH], commit, dirty, rerun=rerun)
+
     if compile_only:
         _show_compiled(list(dict.fromkeys(_compile(cells, target).values())))
         return
@@ -135,6 +134,7 @@ def flash(
 
 
 def _choices(option: str, given: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Return the values of `option`, each once; ValueError for one that is not in `known`."""
     for name in given:
         if name not in known:
             raise ValueError(f"{option} must be one of {', '.join(known)}, got {name!r}")
@@ -142,8 +142,9 @@ def _choices(option: str, given: Sequence[str], known: Sequence[str]) -> list[st
 
 
 def _compile(cells: Sequence[Cell], arch: str) -> dict[Cell, CompileReport]:
-    """What the compiler makes of each cell; cells that differ in lengths, batch or heads share a
-    report.
+    """Compile each cell's kernel for `arch` and return the reports by cell.
+
+    Cells that differ only in lengths, batch or heads share a report.
     """
     from cs336_systems.attention.tiles import KernelConfig
     from cs336_systems.compiler.offline import CompileRequest
@@ -164,6 +165,7 @@ def _compile(cells: Sequence[Cell], arch: str) -> dict[Cell, CompileReport]:
 
 
 def _show_compiled(reports: Sequence[CompileReport]) -> None:
+    """Print the compiler's reports; typer.Exit(1) if no configuration is worth measuring."""
     print_reports(reports, MAX_SPILL_BYTES)
     good = sum(not report.obstacle(MAX_SPILL_BYTES) for report in reports)
     typer.echo(
@@ -174,18 +176,21 @@ def _show_compiled(reports: Sequence[CompileReport]) -> None:
 
 
 def _require_gpu() -> None:
+    """Raise ValueError if there is no GPU to measure on."""
     import torch
 
     if not torch.cuda.is_available():
         raise ValueError(
-            "tune flash measures on a GPU, and there is none here (the interpreter's times say nothing of "
-            "speed): --compile-only --arch sm90 compiles without one"
+            "tune flash measures on a GPU, and there is none here "
+            "(the interpreter's times say nothing of speed): "
+            "--compile-only --arch sm90 compiles without one"
         )
 
 
 def _measure(sweep: Sweep, cells: list[Cell], time_budget_s: float | None) -> Counter[str]:
-    """Record every cell that has no record yet, or why the compiler says not to try it; cells
-    counted by status.
+    """Measure every cell that has no record yet and return how many ended with each status.
+
+    A cell that the compiler rules out is recorded as skipped, with the obstacle as the reason.
     """
     from cs336_systems.attention.tiles import KernelConfig
     from cs336_systems.bench.worker import Outcome
@@ -197,6 +202,8 @@ def _measure(sweep: Sweep, cells: list[Cell], time_budget_s: float | None) -> Co
     counts: Counter[str] = Counter(
         {f"{status} before": count for status, count in finished.items()}
     )
+
+    # Compile first: a cell with an obstacle is skipped without touching the GPU.
     arch = arch_of_capability(sweep.device.compute_capability)
     if arch is not None and left:
         for cell, report in _compile(left, arch).items():
@@ -213,8 +220,9 @@ def _measure(sweep: Sweep, cells: list[Cell], time_budget_s: float | None) -> Co
 
 
 def _show_measured(sweep: Sweep, shapes: Sequence[AttentionShape]) -> bool:
-    """Print the best and the proposals from the folder's records; False if there are none for these
-    shapes.
+    """Print the best configurations and the proposed rows from the folder's records.
+
+    Return False if there are no measured records of these shapes.
     """
     from cs336_systems.bench.records import read_records
     from cs336_systems.bench.spec import load

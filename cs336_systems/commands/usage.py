@@ -1,8 +1,7 @@
-"""How the commands take what is typed: a mistake is one line and exit code 2, and help shows a flag
-as a flag.
+"""Typer classes that report a usage error in one line with exit code 2 and show flags as flags.
 
-    app = typer.Typer(cls=Group)
-    app.command(cls=Command)(run)
+app = typer.Typer(cls=Group)
+app.command(cls=Command)(run)
 """
 
 from __future__ import annotations
@@ -17,15 +16,13 @@ from typer.core import TyperCommand, TyperGroup
 from cs336_systems.commands.shared import EXIT_WRONG_ARGUMENT, ends_at_a_signal, one_line_errors
 from cs336_systems.measure.text import in_one_line
 
-# Typer exports only this one of the family; some versions have it from click, others carry their
-# own copy.
+# click's UsageError. Typer exports only this subclass; some versions take it from click, others
+# carry their own copy.
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 
 class _Checked:
-    """What `Command` and `Group` add to Typer's: checks before anything is converted, and flags
-    without a type.
-    """
+    """Checks text arguments before they are converted, and shows flags without a type in help."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -38,10 +35,13 @@ class _Checked:
         return option
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments once to check every text, then parse them as Typer does."""
         try:
-            given, *_ = self.make_parser(ctx).parse_args(args=list(args))  # type: ignore[attr-defined]
+            given, *_ = self.make_parser(ctx).parse_args(  # type: ignore[attr-defined]
+                args=list(args)
+            )
         except USAGE_ERROR as error:
-            error.ctx = error.ctx or ctx  # whose help is named
+            error.ctx = error.ctx or ctx  # the command whose help the message names
             raise
         with one_line_errors():
             for parameter in self.get_params(ctx):  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ class _Checked:
 
 
 class Command(_Checked, TyperCommand):
-    """A command of ours; Ctrl-C and a termination have a word where it has none of its own."""
+    """A command that ends with "interrupted" on Ctrl-C or a signal if it says nothing itself."""
 
     def invoke(self, ctx: Any) -> Any:
         with ends_at_a_signal("interrupted"):
@@ -59,12 +59,13 @@ class Command(_Checked, TyperCommand):
 
 
 class Group(_Checked, TyperGroup):
-    """A group of commands; of the outermost `main` runs them. Without a command it is its help."""
+    """A group of commands: without a command it shows its help, and it reports usage errors."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, args or ["--help"])
 
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
+        """Run the command; as a program, print a usage error in one line and exit."""
         try:
             code = super().main(*args, standalone_mode=False, **options)  # type: ignore[misc]
         except USAGE_ERROR as error:
@@ -79,8 +80,7 @@ class Group(_Checked, TyperGroup):
 
 
 def check_text(name: str, text: str) -> None:
-    """ValueError for a `text` of the argument `name` that is empty, or not in the encoding of this
-    system.
+    """Raise ValueError if the argument `name` has a `text` that is empty or cannot be encoded.
 
     An empty path would be the current folder. Bytes that are no text arrive as halves of surrogate
     pairs, which no file, terminal or tokenizer takes.
@@ -96,17 +96,18 @@ def check_text(name: str, text: str) -> None:
 
 
 def _texts(given: Any) -> Iterator[str]:
-    """The strings in what the parser found for a parameter: one, several, or a flag."""
+    """Yield the strings in what the parser found for a parameter: one, several, or none."""
     for value in given if isinstance(given, list | tuple) else [given]:
         if isinstance(value, str):
             yield value
 
 
 def _name(parameter: Any) -> str:
-    """What its user calls it: --checkpoint-every, ADAPTERS."""
+    """Return the name of a parameter as its user types it: --checkpoint-every, ADAPTERS."""
     return parameter.opts[0] if parameter.param_type_name == "option" else parameter.name.upper()
 
 
 def _hide_type_of_flag(parameter: Any) -> None:
+    """Leave the type of a flag out of the help text."""
     if getattr(parameter, "is_flag", False) and parameter.metavar is None:
         parameter.metavar = ""

@@ -1,14 +1,13 @@
-"""What the compiler makes of the Hopper kernels, with no GPU: registers, spills, and the order of
-their main loops.
+"""What the compiler makes of the Hopper kernels, with no GPU: registers, spills and main loops.
 
     for report in compile_hopper_kernels(shipped_hopper_kernels()):
-        print(report.request.name, report.registers, report.spill_bytes, *report.loops, sep="\n    ")
+        print(report.request.name, report.registers, report.spill_bytes, *report.loops, sep="\n  ")
 
 Registers and spills do not tell a fast kernel from a slow one. What does is whether the tensor
 cores have work while a warp group takes exponentials, and that is decided by the order of the
 machine's instructions: the assembler may wait for matmuls earlier than the source asks, and then
-the kernel is right and half as fast. So a report holds each main loop, the innermost with matmuls
-in them, as the instructions that matter, runs of one kind counted:
+the kernel is right and half as fast. So a report holds each main loop, that is each innermost loop
+with matmuls, as the instructions that matter, runs of one kind counted:
 
     matmul x16, wait to 1, exp2 x32, matmul x4, wait to 1, matmul x4, barrier, ...
 """
@@ -45,7 +44,8 @@ from cs336_systems.config import DTypeName
 
 ARCH = "sm90"
 BATCH, HEADS, SEQLEN = 2, 16, 1024
-# What an instruction of the machine is to a main loop. A matmul that ends a group says so: "gsb0".
+# Names of the machine's instructions that matter to a main loop. A matmul that ends a group has
+# "gsb0".
 INSTRUCTIONS = (
     (re.compile(r"\bHGMMA"), "matmul"),
     (re.compile(r"\bMUFU\.EX2"), "exp2"),
@@ -61,7 +61,7 @@ INSTRUCTIONS = (
 END_OF_GROUP = re.compile(r"\bgsb0\b")
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 BACKWARD_BRANCH = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
-COLUMNS = (64, 96, 128, 256)  # that are multiplied
+COLUMNS = (64, 96, 128, 256)  # columns of a head that are multiplied
 REGISTER = re.compile(r"\bR(\d+)\b")
 
 
@@ -69,28 +69,29 @@ REGISTER = re.compile(r"\bR(\d+)\b")
 class HopperRequest:
     """One specialisation of one Hopper kernel, on contiguous inputs."""
 
-    # the last two of head dims above 128
+    # the wide ones are the backward of head dims above 128
     kernel: Literal["forward", "backward", "wide_dkdv", "wide_dq"]
     head_dim: int
     is_causal: bool
     dtype: DTypeName = "bfloat16"
     group: int = 1  # query heads that share a key head
-    # the number of keys is a multiple of a key tile; else one less than the queries
+    # as many keys as queries, a multiple of a key tile; else one key less
     whole_key_tiles: bool = True
     config: str = ""
     seqlen: int = SEQLEN
     deterministic: bool = False
-    # split: of calls that leave multiprocessors idle
+    # "split" has the divided walks of a call that leaves multiprocessors idle
     walk: Literal["dense", "split", "listed", "packed"] = "dense"
-    query_block: int = 128  # rows of the mask's tiles, whose lists are walked
+    query_block: int = 128  # rows of the mask's tiles, for walk="listed"
 
     @property
     def function(self) -> str:
-        """The name of the kernel's function."""
+        """Return the name of the kernel's function, such as "hopper_split_forward_kernel"."""
         return f"hopper_{'' if self.walk == 'dense' else f'{self.walk}_'}{self.kernel}_kernel"
 
     @property
     def name(self) -> str:
+        """Return a description such as "hopper_backward, head dim 64, causal, group 2"."""
         mask = "causal" if self.is_causal else "full"
         rest = [f"group {self.group}"] * (self.group > 1) + ["ragged"] * (not self.whole_key_tiles)
         rest += [f"length {self.seqlen}"] * (self.seqlen != SEQLEN) + [
@@ -112,8 +113,9 @@ class Loop:
     instructions: tuple[str, ...]
 
     def __str__(self) -> str:
-        """From the first matmul around, runs counted, without spills: equal for loops that differ
-        in no more.
+        """Return the loop from its first matmul around, runs of one kind counted, without spills.
+
+        Loops that differ only in spills and in where they begin have equal strings.
         """
         kinds = [
             instruction.rstrip(".") for instruction in self.instructions if instruction != "spill"
@@ -124,10 +126,12 @@ class Loop:
 
     @property
     def overlap(self) -> float:
-        """The share of its exponentials that are issued while matmuls are in flight."""
-        in_flight, under, total = 0, 0, 0  # groups, and the one that is not ended yet is another
+        """Return the share of the exponentials that are issued while matmuls are in flight."""
+        # groups in flight, exponentials under them and in all; an open group is not counted yet
+        in_flight, under, total = 0, 0, 0
         is_open = False
-        # what one iteration leaves in flight, the next starts with
+
+        # twice, as an iteration starts with what the one before it leaves in flight
         for instruction in self.instructions * 2:
             if instruction.startswith("matmul"):
                 is_open = instruction == "matmul"
@@ -141,7 +145,7 @@ class Loop:
 
     @property
     def spills(self) -> int:
-        """Loads and stores of an iteration for want of registers."""
+        """Return how many loads and stores of an iteration there are for want of registers."""
         return self.instructions.count("spill")
 
 
@@ -150,39 +154,44 @@ class HopperReport:
     """What the compiler made of a request; `failure` says why there are no numbers."""
 
     request: HopperRequest
-    registers: int = 0  # the most that a thread of the consumers uses
+    registers: int = 0  # the most that a thread uses, which is one of a consumer
     spill_bytes: int = 0  # of a thread
     shared_bytes: int = 0  # of a program
     serialized: int = 0  # places where ptxas made the tensor cores wait
-    loops: tuple[Loop, ...] = ()  # of each consumer; masked ones too where they are loops
+    loops: tuple[Loop, ...] = ()  # of each consumer; masked steps have their own where they loop
     failure: str = ""
 
 
 def shipped_hopper_kernels() -> list[HopperRequest]:
-    """Every kernel of calls without grouped heads, in bfloat16, as float16 compiles alike; causal
-    parts have a group.
+    """Return a request for every Hopper kernel of calls without grouped heads, in bfloat16.
 
-    Of masks and packed documents one order, and the causal ones, which have masked steps and plain
-    ones.
+    float16 compiles alike. Requests for causal parts of the backward have a group. Masks and packed
+    documents have one order each, and packed documents only the causal kernels, which have masked
+    steps and plain ones.
     """
     requests = []
     for columns in COLUMNS:
         forward = partial(HopperRequest, kernel="forward", head_dim=columns)
         backward = partial(HopperRequest, kernel="backward", head_dim=columns)
+
+        # the forward: schedules and orders, packed documents
         for schedule in SCHEDULES[head_tile(columns)]:
             for order, is_causal in product(ORDERS, (True, False)):
                 requests.append(forward(is_causal=is_causal, config=schedule.name(order)))
             requests.append(forward(is_causal=True, config=schedule.name("tiles"), walk="packed"))
+
+        # the forward of divided walks; `many` queries of one head have more large tiles than
+        # multiprocessors, so that only the last round has parts
         if columns in (64, 128):
             few = partial(forward, walk="split")
-            # of one head: more large tiles than multiprocessors, so that only the last round has
-            # parts
             many = 131_072
             requests += [
                 few(is_causal=mask, seqlen=n)
                 for mask, n in ((True, 1024), (True, 2048), (False, 2048))
             ]
             requests.append(few(is_causal=False, seqlen=many))
+
+        # the backward
         if columns > 128:
             requests += [
                 HopperRequest(kernel=kernel, head_dim=columns, is_causal=is_causal)
@@ -200,14 +209,18 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
         requests += [
             backward(is_causal=walk == "packed", walk=walk) for walk in ("listed", "packed")
         ]
+
+        # the backward of divided walks
         if columns == head_tile(columns):
             split = partial(backward, walk="split")
             requests += [
                 split(is_causal=False, seqlen=8192, whole_key_tiles=whole)
                 for whole in (True, False)
             ]
-            few = partial(split, is_causal=True, group=HEADS)  # tiles of keys
+            few = partial(split, is_causal=True, group=HEADS)  # few tiles of keys: one key head
             requests += [few(), few(seqlen=LATE_FROM)]
+
+    # the forward along lists
     small, large = SCHEDULES[64][1], SCHEDULES[128]
     for columns, rows, schedule in (
         (64, 128, small),
@@ -225,15 +238,16 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
 def compile_hopper_kernels(
     requests: Sequence[HopperRequest], *, jobs: int | None = None
 ) -> Iterator[HopperReport]:
-    """A report for each of `requests` as it is ready, from `jobs` processes (default: one for each
-    usable core).
+    """Yield a report for each of `requests` as it is ready, compiled in `jobs` processes.
+
+    By default there is a process for each usable core.
     """
     for request, report in compile_all(requests, compile_hopper_kernel, jobs=jobs):
         yield HopperReport(request=request, failure=CRASH) if report is None else report
 
 
 def compile_hopper_kernel(request: HopperRequest) -> HopperReport:
-    """Compile `request` in this process."""
+    """Compile `request` in this process and return its report."""
     try:
         (kernel,) = compiled_launches(ARCH, request.function, lambda: _launch(request))
         text = assemble(kernel, ARCH)
@@ -252,11 +266,12 @@ def compile_hopper_kernel(request: HopperRequest) -> HopperReport:
 
 
 def _launch(request: HopperRequest) -> None:
-    """Call the launcher on tensors without storage."""
+    """Call the launcher of a request's kernel, on tensors without storage."""
     from cs336_systems.attention.hopper.backward import hopper_backward, hopper_packed_backward
     from cs336_systems.attention.hopper.forward import hopper_forward, hopper_packed_forward
 
     def empty(heads: int, rows: int) -> torch.Tensor:
+        """Return a contiguous tensor (BATCH, heads, rows, head_dim) without storage."""
         return torch.empty(
             (BATCH, heads, rows, request.head_dim),
             dtype=getattr(torch, request.dtype),
@@ -269,6 +284,8 @@ def _launch(request: HopperRequest) -> None:
         heads // request.group, request.seqlen if request.whole_key_tiles else request.seqlen - 1
     )
     options = (request.is_causal, 1 / math.sqrt(request.head_dim))
+
+    # packed documents
     if request.walk == "packed":
         packed_q, packed_k = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k))
         ends = torch.empty(BATCH + 1, dtype=torch.int32, device="meta")
@@ -299,6 +316,8 @@ def _launch(request: HopperRequest) -> None:
                 *options,
             )
         return
+
+    # the other walks
     lists = None
     if request.walk == "listed":
         size = (request.query_block, 128)
@@ -312,7 +331,7 @@ def _launch(request: HopperRequest) -> None:
 
 
 def disassemble(kernel: Any) -> list[tuple[int, str]]:
-    """(address, instruction) of a compiled kernel's machine code."""
+    """Return the (address, instruction) pairs of a compiled kernel's machine code."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -324,16 +343,19 @@ def disassemble(kernel: Any) -> list[tuple[int, str]]:
 
 
 def main_loops(lines: Iterable[tuple[int, str]]) -> list[Loop]:
-    """The innermost loops with matmuls, in the order of their addresses."""
+    """Return the innermost loops with matmuls of a disassembly, in the order of their addresses."""
     lines = list(lines)
+
+    # the instructions between each backward branch and its target, by both addresses
     bodies = {}
     for address, line in lines:
         branch = BACKWARD_BRANCH.search(line)
         if branch and int(branch[1], 16) < address:
             span = int(branch[1], 16), address
             bodies[span] = [other for place, other in lines if span[0] <= place <= span[1]]
-    # Loops nest. What starts in one and ends behind it is the way back from where a wait spins, out
-    # of line.
+
+    # Loops nest. A span that starts in a loop and ends behind it is no loop, but the way back from
+    # where a wait spins, out of line.
     spans = [
         span
         for span, body in bodies.items()
@@ -349,6 +371,7 @@ def main_loops(lines: Iterable[tuple[int, str]]) -> list[Loop]:
 
 
 def _kinds(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the names that `INSTRUCTIONS` has for lines, with "." where a matmul ends a group."""
     for line in lines:
         for pattern, kind in INSTRUCTIONS:
             match = pattern.search(line)

@@ -1,9 +1,9 @@
-"""Compiles attention kernels for a GPU that need not be there, and says what the compiler made of
-them.
+"""Compiles attention kernels for a GPU that need not be there, and reports what the compiler made.
 
-    for report in compile_configs([CompileRequest(config=config, arch="sm90", head_dim=64,
-    dtype="bfloat16",
-                                                  is_causal=True)]):
+    request = CompileRequest(
+        config=config, arch="sm90", head_dim=64, dtype="bfloat16", is_causal=True
+    )
+    for report in compile_configs([request]):
         print(report.registers, report.spill_bytes, report.shared_bytes, report.failure)
 
 What is compiled is what the launcher launches: the launcher itself runs, in a child process whose
@@ -36,11 +36,11 @@ from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.tiles.choice import SHARED_MEMORY_LIMIT_BYTES
 from cs336_systems.config import DTypeName
 
-# the number in Triton's target
+# By name, the number of the architecture in Triton's target.
 ARCHITECTURES = {"sm80": 80, "sm86": 86, "sm89": 89, "sm90": 90, "sm100": 100}
-# Triton specialises on whether 16 divides a number: so it does here, as in most calls that matter.
+# 16 divides the length, on which Triton specialises, as in most calls that matter.
 BATCH, HEADS, SEQLEN = 2, 16, 1024
-SPLIT_PARTS = 4  # of keys; a number of parts is no constant of the kernel
+SPLIT_PARTS = 4  # parts of the keys; the kernel is compiled for any number of them
 SERIALIZED = re.compile(r"C75\d\d")  # ptxas's warnings that wgmma is made synchronous
 CRASH = "the compiler crashed"
 INTERPRETER_SWITCH = "TRITON_INTERPRET"
@@ -50,7 +50,10 @@ Report = TypeVar("Report")
 
 @dataclass(frozen=True, kw_only=True)
 class CompileRequest:
-    """One specialisation of one kernel: contiguous inputs, as many key heads as query heads."""
+    """One specialisation of one kernel: contiguous inputs, as many key heads as query heads.
+
+    ValueError for an unknown `arch`, and for `is_split` without a forward.
+    """
 
     config: KernelConfig
     arch: str  # sm80, sm86, sm89, sm90 or sm100
@@ -66,6 +69,7 @@ class CompileRequest:
 
     @property
     def name(self) -> str:
+        """Return the configuration's name, with the number of parts if the keys are split."""
         return f"{self.config.name}/{SPLIT_PARTS}" if self.is_split else self.config.name
 
 
@@ -81,33 +85,37 @@ class CompileReport:
     failure: str = ""
 
     def obstacle(self, max_spill_bytes: int) -> str:
-        """Why the configuration is not worth a GPU's time; empty if it is."""
+        """Return why the configuration is not worth a GPU's time, or "" if it is."""
         limit = SHARED_MEMORY_LIMIT_BYTES[self.request.arch]
         if self.failure:
             return f"does not compile: {self.failure}"
         if self.shared_bytes > limit:
-            return f"needs {self.shared_bytes:,} bytes of shared memory, {self.request.arch} has {limit:,}"
+            return (
+                f"needs {self.shared_bytes:,} bytes of shared memory, "
+                f"{self.request.arch} has {limit:,}"
+            )
         if self.spill_bytes > max_spill_bytes:
             return f"spills {self.spill_bytes:,} bytes, more than {max_spill_bytes:,}"
         return ""
 
 
 def check_arch(arch: str) -> None:
-    """ValueError unless `arch` is one that configurations are compiled for."""
+    """Raise ValueError unless `arch` is an architecture that configurations are compiled for."""
     if arch not in ARCHITECTURES:
         raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
 
 
 def arch_of_capability(capability: tuple[int, int] | None) -> str | None:
-    """The architecture to compile for on a GPU of this compute capability; None where there is
-    none.
+    """Return the name of the architecture of a GPU of this compute capability, such as "sm90".
+
+    None where there is no GPU, or none that configurations are compiled for.
     """
     name = "" if capability is None else f"sm{capability[0]}{capability[1]}"
     return name if name in ARCHITECTURES else None
 
 
 def triton_version() -> str:
-    """The installed Triton's version; ValueError without one."""
+    """Return the installed Triton's version; ValueError if Triton is not installed."""
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -115,7 +123,7 @@ def triton_version() -> str:
 
 
 def check_jobs(jobs: int | None) -> None:
-    """ValueError unless `jobs` is a number of processes, or None."""
+    """Raise ValueError unless `jobs` is a number of processes, at least 1, or None."""
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
 
@@ -123,11 +131,10 @@ def check_jobs(jobs: int | None) -> None:
 def compile_configs(
     requests: Sequence[CompileRequest], *, jobs: int | None = None
 ) -> Iterator[CompileReport]:
-    """A report for each of `requests` as it is ready, from `jobs` processes (default: one for each
-    usable core).
+    """Yield a report for each of `requests` as it is ready, compiled in `jobs` processes.
 
-    A request on which the compiler raises, or which takes its process down, is a report with a
-    `failure`.
+    By default there is a process for each usable core. A request on which the compiler raises, or
+    which takes its process down, has a report with a `failure`.
     """
     for request, report in compile_all(requests, compile_here, jobs=jobs):
         yield CompileReport(request=request, failure=CRASH) if report is None else report
@@ -139,17 +146,21 @@ def compile_all(
     *,
     jobs: int | None = None,
 ) -> Iterator[tuple[Request, Report | None]]:
-    """Each of `requests` with its report, as it is ready; None for one on which the compiler
-    crashed.
+    """Yield (request, what `compile_one` returns for it) as each is ready; None after a crash.
+
+    `compile_one` runs in `jobs` processes, by default one for each usable core. ValueError for a
+    bad `jobs` or without Triton.
     """
     check_jobs(jobs)
-    triton_version()
+    triton_version()  # raises without Triton
+
     jobs = min(jobs or len(os.sched_getaffinity(0)), max(1, len(requests)))
     left = dict.fromkeys(requests)
     for request, report in _compile_in_pool(list(left), compile_one, jobs):
         del left[request]
         yield request, report
-    # a crash ends the whole pool; alone, each of the rest shows whether it was the cause
+
+    # A crash ends the whole pool. Alone, each of the rest shows whether it was the cause.
     for request in left:
         alone: list[tuple[Request, Report | None]] = [*_compile_in_pool([request], compile_one, 1)]
         yield from alone or [(request, None)]
@@ -158,7 +169,7 @@ def compile_all(
 def _compile_in_pool(
     requests: list[Request], compile_one: Callable[[Request], Report], jobs: int
 ) -> Iterator[tuple[Request, Report]]:
-    """Reports of `requests`; only some of them if a process dies."""
+    """Yield (request, report) as each is ready, until a process dies."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_prepare_child)
     try:
@@ -174,10 +185,9 @@ def _compile_in_pool(
 
 @contextmanager
 def _without_interpreter() -> Iterator[None]:
-    """Processes started meanwhile compile kernels even where this one interprets them.
+    """Within this context, new processes compile kernels even where this one interprets them.
 
-    They inherit the environment, and by the time that they run code of ours they have imported
-    Triton.
+    Processes inherit the environment, and have imported Triton before any of our code runs in them.
     """
     switch = os.environ.pop(INTERPRETER_SWITCH, None)
     try:
@@ -188,15 +198,19 @@ def _without_interpreter() -> Iterator[None]:
 
 
 def _prepare_child() -> None:
-    """Keep the compiler's dumps off the terminal; what matters of them is in the reports."""
+    """Send a child process's stderr to the null device.
+
+    It has the compiler's dumps, and what matters of them is in the reports.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     os.close(nowhere)
 
 
 def compile_here(request: CompileRequest) -> CompileReport:
-    """Compile `request` in this process, which must not have loaded the kernels for the
-    interpreter.
+    """Compile `request` in this process and return its report.
+
+    The process must not have loaded the kernels for the interpreter.
     """
     try:
         (kernel,) = compiled_launches(
@@ -215,8 +229,9 @@ def compile_here(request: CompileRequest) -> CompileReport:
 
 
 def compiled_launches(arch: str, wanted: str, launch: Callable[[], object]) -> list[Any]:
-    """What `launch` would run on a GPU of `arch` of the kernels whose name contains `wanted`,
-    compiled and not run.
+    """Return the kernels, compiled and not run, that `launch` would run on a GPU of `arch`.
+
+    Only kernels whose name contains `wanted` are compiled; others are not launched either.
     """
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
@@ -224,6 +239,7 @@ def compiled_launches(arch: str, wanted: str, launch: Callable[[], object]) -> l
     run, compiled = JITFunction.run, []
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        """Compile a launched kernel if it is wanted, in place of `JITFunction.run`."""
         if wanted not in self.fn.__name__:
             return None
         compiled.append(run(self, *args, grid=grid, warmup=True, **options))
@@ -239,14 +255,14 @@ def compiled_launches(arch: str, wanted: str, launch: Callable[[], object]) -> l
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
-    """What a kernel that does not compile raises."""
+    """Return the exception types that a kernel which does not compile may raise."""
     from triton.errors import TritonError
 
     return TritonError, RuntimeError, ValueError, subprocess.CalledProcessError
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error, of the innermost where compilers wrap each other's."""
+    """Return the type and the first line, up to 200 characters, of an error's innermost cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines() or [""]
@@ -254,8 +270,9 @@ def first_line(error: BaseException) -> str:
 
 
 class _OfflineDriver:
-    """As much of a Triton driver as compilation asks for. The device number doubles as the key of
-    Triton's cache.
+    """The part of a Triton driver that compilation asks for.
+
+    The device number doubles as the key of Triton's cache.
     """
 
     def __init__(self, capability: int) -> None:
@@ -274,7 +291,7 @@ class _OfflineDriver:
 
 
 def _launch(request: CompileRequest) -> None:
-    """Call the launcher as `flash_attention` does, on tensors without storage."""
+    """Call a kernel's launcher as `flash_attention` does, on tensors without storage."""
     from cs336_systems.attention.triton.backward import launch_backward
     from cs336_systems.attention.triton.forward import launch_forward
     from cs336_systems.attention.triton.split import launch_split_forward
@@ -312,8 +329,9 @@ def _launch(request: CompileRequest) -> None:
 
 
 def assemble(kernel: Any, arch: str) -> str:
-    """What ptxas says of a kernel's PTX, verbosely: Triton counts spilled bytes only when it loads
-    a kernel.
+    """Return what ptxas prints when it assembles a kernel's PTX, with `-v`.
+
+    Triton itself counts spilled bytes only when it loads a kernel.
     """
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
@@ -332,4 +350,5 @@ def assemble(kernel: Any, arch: str) -> str:
 
 
 def spilled_bytes(text: str) -> int:
+    """Return the bytes of spill stores a thread, from the `text` that ptxas prints."""
     return int(re.findall(r"(\d+) bytes spill stores", text)[0])

@@ -1,9 +1,8 @@
-"""Training on several processes: launch, collectives, and the stages from naive data parallelism
-on.
+"""Training on several processes: launching ranks, collectives, DDP, ZeRO, FSDP, ring attention.
 
     from cs336_systems.distributed import FSDP, OverlapDDP, launch
 
-Every collective takes its process group as an argument; None is the default group of the launch.
+Every collective takes its process group as an argument; None stands for the default group.
 """
 
 from cs336_systems.distributed.checkpoint import (

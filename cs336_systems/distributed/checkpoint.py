@@ -1,27 +1,37 @@
 """Checkpoints of distributed training: atomic, checked, and resumed on any number of ranks.
 
     save_checkpoint(folder, step, model, optimizer, position={"batch": 130})
-    progress = load_checkpoint(folder, model, optimizer)     # the newest; progress.step, progress.position
+    progress = load_checkpoint(folder, model, optimizer)    # the newest one
+    progress.step, progress.position
 
-    folder/step-00000130/rank-0.bin      # chunks of tensors as plain bytes, a file for each rank
-    folder/step-00000130/index.json      # file, place and CRC-32 of each chunk; settings; the position in the data
+    folder/step-00000130/rank-0.bin     # chunks of tensors as plain bytes, a file for each rank
+    folder/step-00000130/index.json     # file, place and CRC-32 of each chunk; optimizer settings;
+                                        # step and position in the data
 
-A chunk is some rows of a tensor (a number is one): a rank writes those it has, and reads the chunks
-that its own rows are in. Nothing is unpickled, and a byte that changed on disk is found by its
-checksum.
+A chunk is some rows of a tensor (a number is a tensor of one row). A rank writes the rows that it
+has, and reads the chunks that contain its rows. Nothing is unpickled. A checksum finds every byte
+that changed on disk.
 
-Phases of saving: claim (rank 0 makes a hidden folder), share out (of what several ranks have, one
-writes it), write, complete (rank 0 adds the index, gives the folder its name, in one step, and
-removes old checkpoints, hidden first). A process that is killed, or finds the disk full, at any
-point leaves the checkpoints before as they were.
+The phases of saving are
 
-`model` is any handle of the model: a wrapper, what it wraps, a compiled module, a module with
-wrapped ones inside. Names are those of the unwrapped model, and a parameter that FSDP has cut says
-so itself. `optimizer` is any torch optimizer over its parameters, a ShardedOptimizer or a
-Zero1Optimizer. Saved are the parameters and buffers of the state dict, the optimizer's state and
-settings, each rank's random generators, the step and the position in the data. Of what ranks may
-have unlike (buffers, and parameters that neither FSDP has cut nor the optimizer updates) it is rank
-0's. A process without a process group saves and loads alone.
+- claim: rank 0 locks the folder and makes a hidden one in it;
+- share out: if several ranks have the same rows, one of them is chosen to write them;
+- write: each rank writes its file;
+- complete: rank 0 adds the index, gives the folder its name, in one step, and removes old
+  checkpoints, which it hides first.
+
+A process that is killed, or finds the disk full, at any point leaves earlier checkpoints as they
+were.
+
+`model` is any handle of the model: a wrapper, the module inside it, a compiled module, a module
+with wrapped ones inside. Names are those of the unwrapped model. A parameter that FSDP has cut is
+recognised by a mark of its own. `optimizer` is any torch optimizer over the model's parameters, a
+ShardedOptimizer or a Zero1Optimizer.
+
+A checkpoint holds the parameters and buffers of the state dict, the optimizer's state and settings,
+each rank's random generators, the step and the position in the data. If ranks may have different
+values (of buffers, and of parameters that neither FSDP has cut nor the optimizer updates), rank 0's
+are saved. A process without a process group saves and loads alone.
 """
 
 from __future__ import annotations
@@ -54,26 +64,33 @@ T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is absent, damaged, in use or not ours; the message says which."""
+    """Raised if a checkpoint is absent, damaged, in use or of another kind; the message says which.
+
+    The other kinds are another format, another model and another optimizer.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where training stood."""
+    """How far training had come when a checkpoint was saved."""
 
     step: int  # optimizer steps done
-    position: dict[str, Any]  # in the data: the caller's, as JSON
+    position: dict[str, Any]  # in the data, as the caller gave it to `save_checkpoint`
 
 
 def checkpoints(folder: Path | str) -> list[Path]:
-    """The checkpoints in `folder`, by step."""
+    """Return the folders of the complete checkpoints in `folder`, the oldest step first."""
     found = [path for path in Path(folder).glob("step-*") if STEP_FOLDER.fullmatch(path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold `folder` until the block or the process ends; CheckpointError if somebody else holds it."""
+    """Lock `folder` until the block or the process ends.
+
+    Raises CheckpointError if another process holds the lock. On a file system without locks the
+    block runs without one.
+    """
     with open(folder / ".lock", "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,7 +103,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def errors_name(path: Path) -> Iterator[None]:
-    """Let an OSError say where it happened: that of a full disk does not."""
+    """Add `path` to an OSError in this block that names no file, as that of a full disk does."""
     try:
         yield
     except OSError as error:
@@ -96,15 +113,16 @@ def errors_name(path: Path) -> Iterator[None]:
 
 
 def on_all_ranks(call: Callable[[], Any], group: Group = None) -> list[Any]:
-    """Every rank's result of `call`; an error of one of them is raised on all, for nobody to wait
-    for that rank.
+    """Make `call` on every rank, and return the results of all ranks; collective.
 
-    A note tells its rank. Elsewhere one that is not Python's own or of this file is a RuntimeError
-    with its text.
+    An error on one rank is raised on all ranks, so that no rank waits for it; a note names the
+    rank. Other ranks get the same error if it is a ValueError or OSError of Python's own classes or
+    of this file, else a RuntimeError with its text.
     """
     try:
         result = call()
     except Exception as error:
+        # Other classes may not be picklable, or unknown on the other ranks.
         is_known = isinstance(error, ValueError | OSError) and type(error).__module__ in (
             "builtins",
             __name__,
@@ -123,7 +141,7 @@ def on_all_ranks(call: Callable[[], Any], group: Group = None) -> list[Any]:
 
 
 def _gather_objects(own: Any, group: Group) -> list[Any]:
-    """Every rank's `own`."""
+    """Return the objects `own` of all ranks, in rank order; collective."""
     everyone = [own] * _rank_and_size(group)[1]
     if len(everyone) > 1:
         dist.all_gather_object(everyone, own, group=group)
@@ -131,14 +149,17 @@ def _gather_objects(own: Any, group: Group) -> list[Any]:
 
 
 def together(call: Callable[[], T], group: Group = None) -> T:
-    """This rank's result of `call`, which stays here; an error of any rank is raised on all."""
+    """Make `call` on every rank, and return this rank's result; raise any rank's error on all.
+
+    Unlike that of `on_all_ranks` the result is not sent, so it need not be picklable.
+    """
     kept: list[T] = []
     on_all_ranks(lambda: kept.append(call()), group)
     return kept[0]
 
 
 def on_rank_0(call: Callable[[], Any], group: Group = None) -> None:
-    """Have rank 0 alone make `call`; its error is raised on all ranks."""
+    """Make `call` on rank 0 only; an error there is raised on all ranks."""
     on_all_ranks(call if _rank_and_size(group)[0] == 0 else lambda: None, group)
 
 
@@ -148,27 +169,35 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Chunk(TypedDict):
-    first: Count  # row of its tensor
+    """Some rows of a tensor, and their place in a file."""
+
+    first: Count  # row of the tensor
     rows: Count
     file: Annotated[str, msgspec.Meta(pattern=r"^rank-\d+\.bin$")]
-    start: Count
-    length: Count
+    start: Count  # byte in the file
+    length: Count  # bytes
     crc32: int
 
 
 class Entry(TypedDict):
-    dtype: str
-    size: list[Count]
+    """A tensor, and the chunks that make it up."""
+
+    dtype: str  # "float32", without "torch."
+    size: list[Count]  # of the whole tensor
     chunks: list[Chunk]
 
 
 class Settings(TypedDict):
-    kind: str  # the optimizer's class
-    groups: list[dict[str, Any]]  # hyper-parameters
+    """The optimizer's class, and its groups without their tensors."""
+
+    kind: str  # name of the optimizer's class
+    groups: list[dict[str, Any]]  # hyper-parameters of each group
     names: list[list[str]]  # of each group's parameters
 
 
 class Content(TypedDict):
+    """The content of the index, without format and checksum."""
+
     step: Count
     position: dict[str, Any]
     num_ranks: Annotated[int, msgspec.Meta(ge=1)]
@@ -177,7 +206,7 @@ class Content(TypedDict):
 
 
 def write_index(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` with its own checksum to `path`, on disk when this returns."""
+    """Write `content` and its checksum to the file `path`, and flush it to disk."""
     with open(path, "w") as file:
         json.dump(
             {"format": FORMAT, "crc32": _content_crc32(content), "content": content},
@@ -189,11 +218,14 @@ def write_index(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """The content of the index of the checkpoint in `path`, whose files have what it says; or
-    CheckpointError.
+    """Return the content of the index of the checkpoint in the folder `path`.
+
+    Raises CheckpointError if the index is missing or damaged, has another format, or if its chunks
+    leave gaps in a tensor or do not fit into the files. Chunks themselves are not read.
     """
     file = path / INDEX
     try:
+        # the index itself: format, checksum, types
         _num_bytes(file)
         sealed = json.loads(file.read_text())
         if sealed["format"] != FORMAT:
@@ -202,12 +234,14 @@ def read_index(path: Path) -> dict[str, Any]:
         if sealed["crc32"] != _content_crc32(content):
             raise CheckpointError("its checksum is not that of its content")
         msgspec.convert(content, Content)
+
+        # its chunks: without gaps, and within their files
         for name, entry in content["tensors"].items():
             size, rows = entry["size"], 0
             row_bytes = math.prod(size[1:]) * getattr(torch, entry["dtype"]).itemsize
             for chunk in sorted(entry["chunks"], key=lambda chunk: chunk["first"]):
                 if chunk["first"] != rows:
-                    break  # they would leave a gap
+                    break  # a gap, which leaves `rows` too small
                 rows += chunk["rows"]
                 is_cut = chunk["start"] + chunk["length"] > _num_bytes(path / chunk["file"])
                 if is_cut or chunk["length"] != chunk["rows"] * row_bytes:
@@ -226,11 +260,15 @@ def read_index(path: Path) -> dict[str, Any]:
 
 
 def _content_crc32(content: Any) -> int:
+    """Return the CRC-32 of `content` as JSON with sorted keys."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _num_bytes(path: Path) -> int:
-    """CheckpointError unless `path` is a regular file: a pipe would be waited on for ever."""
+    """Return the size of the file `path`; raise CheckpointError unless it is a regular file.
+
+    Reading a pipe would wait for ever.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path.name} is missing or no regular file")
     return path.stat().st_size
@@ -249,20 +287,34 @@ def save_checkpoint(
     keep: int = 2,
     process_group: Group = None,
 ) -> Path:
-    """Write `folder`/step-<step> and remove all but the newest `keep` checkpoints; collective.
+    """Write a checkpoint to `folder`/step-<step>, and return that path; collective.
 
-    An error on one rank is raised on all. ValueError for a negative step, keep below 1, ranks with
-    unlike steps, an optimizer with parameters that are not the model's, with settings that are no
-    JSON or with a state that cannot be sharded, TypeError for a step that is no int or a position
-    that is no dictionary of JSON, FileExistsError where the step is there already, CheckpointError
-    while another process saves into `folder`, and OSError where it cannot be written.
+    Args:
+        step: optimizer steps done; equal on all ranks.
+        position: the place in the data, a dictionary that JSON can hold; rank 0's is saved.
+        keep: all but the newest `keep` checkpoints are removed afterwards.
+        process_group: the ranks that save together. None: all ranks.
+
+    An error on one rank is raised on all.
+
+    Raises:
+        ValueError: a negative step, `keep` below 1, ranks with different steps, or an optimizer
+            with parameters that are not the model's, settings that JSON cannot hold, or a state
+            that cannot be sharded.
+        TypeError: `step` is not an int, or `position` is not a dictionary that JSON can hold (for
+            NaN and infinity ValueError).
+        FileExistsError: a checkpoint of this step exists.
+        CheckpointError: another process saves into `folder`.
+        OSError: the checkpoint cannot be written.
     """
+    # all ranks must save the same step
     steps = on_all_ranks(lambda: _checked_step(step, position, keep), process_group)
     for other, its_step in enumerate(steps):
         if its_step != steps[0]:
             raise ValueError(
                 f"ranks must save one step, rank 0 saves {steps[0]}, rank {other} saves {its_step}"
             )
+
     rank, size = _rank_and_size(process_group)
     folder = Path(folder)
     final = folder / f"step-{step:08d}"
@@ -270,6 +322,7 @@ def save_checkpoint(
     parts: dict[str, Part] = {}
 
     def prepare() -> tuple[TrainingState, dict[str, Any]]:
+        """Collect the model's parts and the index's content, before anything is written."""
         state = TrainingState(model, optimizer)
         content = {
             "step": step,
@@ -278,10 +331,11 @@ def save_checkpoint(
             "optimizer": state.settings(),
         }
         parts.update(state.model_parts() | _generators(rank))
-        # as it will be read: keys are strings
+        # through JSON, as it will be read: keys become strings
         return state, json.loads(json.dumps(content, allow_nan=False))
 
     def describe() -> dict[tuple[str, int], int]:
+        """Collect the optimizer's parts; return the bytes of all parts by name and first row."""
         parts.update(state.optimizer_parts())
         of_all = {name: part for name, part in parts.items() if rank == 0 or not part.is_own}
         return {(name, part.start): part.tensor.nbytes for name, part in of_all.items()}
@@ -298,7 +352,7 @@ def save_checkpoint(
 
 
 def _checked_step(step: int, position: dict[str, Any] | None, keep: int) -> int:
-    """`step`; TypeError or ValueError where one of the three could not be loaded or kept."""
+    """Return `step`; raise TypeError or ValueError if one of the three arguments is bad."""
     if not isinstance(step, int):
         raise TypeError(f"step must be an int, got {step!r}")
     if not isinstance(position, dict | None):
@@ -309,20 +363,26 @@ def _checked_step(step: int, position: dict[str, Any] | None, keep: int) -> int:
 
 
 def _claim(held: ExitStack, final: Path, aside: Path) -> None:
-    """Lock the folder until `held` is closed, which removes what is still aside then."""
+    """Lock the parent of `final`, and make the hidden folder `aside` in it.
+
+    Closing `held` unlocks the parent, and removes `aside` if it is still there. Raises
+    FileExistsError if `final` exists, CheckpointError if another process holds the lock.
+    """
     final.parent.mkdir(parents=True, exist_ok=True)
     held.enter_context(folder_lock(final.parent))
     if final.exists():
         raise FileExistsError(f"{final} exists")
-    for left_over in final.parent.glob(".step-*.partial"):  # of a process that was killed
+    for left_over in final.parent.glob(".step-*.partial"):  # left by a process that was killed
         shutil.rmtree(left_over)
     aside.mkdir()
     held.callback(shutil.rmtree, aside, ignore_errors=True)
 
 
 def _share_out(descriptions: list[dict[tuple[str, int], int]]) -> list[list[str]]:
-    """Names of what each rank writes; of the ranks that have the same rows, the one with the least
-    to write does.
+    """Return the names of the parts that each rank writes, by rank.
+
+    `descriptions` are the ranks' dictionaries from (name, first row) to bytes. If several ranks
+    have the same rows, the one with the fewest bytes so far writes them.
     """
     names: list[list[str]] = [[] for _ in descriptions]
     loads = [0] * len(descriptions)
@@ -340,7 +400,10 @@ def _share_out(descriptions: list[dict[tuple[str, int], int]]) -> list[list[str]
 def _write(
     path: Path, parts: dict[str, Part], names: list[str]
 ) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Write a chunk a name into `path`; of each its name, the tensor that it is of, and its place."""
+    """Write one chunk for each of `names` into the file `path`, and flush it to disk.
+
+    Returns (name, dtype and size of the whole tensor, chunk) of each, as the index holds them.
+    """
     written = []
     with open(path, "xb") as file:
         for name in names:
@@ -365,14 +428,18 @@ def _write(
 def _complete(
     aside: Path, final: Path, content: dict[str, Any], written: list[list[Any]], keep: int
 ) -> None:
-    """Add the index of what all ranks have written, rename the folder, remove old checkpoints."""
+    """Write the index of all ranks' chunks, rename `aside` to `final`, remove old checkpoints."""
     tensors: dict[str, Any] = {}
     for name, entry, chunk in (one for chunks in written for one in chunks):
         tensors.setdefault(name, {**entry, "chunks": []})["chunks"].append(chunk)
     write_index(aside / INDEX, content | {"tensors": tensors})
+
+    # The rename is atomic: a checkpoint has its name only when it is complete.
     _sync_folder(aside)
     os.rename(aside, final)
     _sync_folder(final.parent)
+
+    # hidden first, so that a half-removed checkpoint is never taken for a complete one
     for old in checkpoints(final.parent)[:-keep]:
         shutil.rmtree(old.rename(final.parent / f".{old.name}.partial"))
 
@@ -387,21 +454,23 @@ def load_checkpoint(
     *,
     process_group: Group = None,
 ) -> Progress:
-    """Load the newest checkpoint of `folder` (or `folder` itself, if it is one) in place;
-    collective.
+    """Load the newest checkpoint of `folder` into `model` and `optimizer`; return the progress.
 
-    A rank takes up the random generators of the rank of the same number, modulo the ranks that
-    saved. Raises CheckpointError where there is none, or where it is damaged, not ours or of
-    another model or optimizer. What is wrong in the index is found before anything is loaded; a
+    Collective. `folder` may be a checkpoint itself. The number of ranks may differ from that at
+    saving: a rank takes the random generators of the rank of its own number, modulo the ranks that
+    saved. Raises CheckpointError if there is no checkpoint, or if it is damaged, of another format,
+    or of another model or optimizer. Errors in the index are found before anything is loaded; a
     damaged chunk leaves the weights half loaded.
     """
 
     def find() -> tuple[Path, dict[str, Any], TrainingState]:
+        """Return the checkpoint's folder, its index and the state to load into."""
         found = [Path(folder)] if (Path(folder) / INDEX).exists() else checkpoints(folder)
         if not found:
             raise CheckpointError(f"{folder} holds no complete checkpoint")
         return found[-1], read_index(found[-1]), TrainingState(model, optimizer)
 
+    # all ranks must find the same checkpoint
     path, content, state = together(find, process_group)
     seen = on_all_ranks(lambda: (path.name, _content_crc32(content)), process_group)
     for rank, other in enumerate(seen):
@@ -412,6 +481,7 @@ def load_checkpoint(
             )
 
     def prepare() -> dict[str, Part]:
+        """Return the parts to read; CheckpointError if model or optimizer is another one."""
         try:
             parts = state.parts_to_load(content["optimizer"], content["tensors"])
         except ValueError as error:
@@ -423,23 +493,30 @@ def load_checkpoint(
     generators = {name: part for name, part in generators.items() if name in content["tensors"]}
 
     def read() -> None:
+        """Read this rank's parts, those of the model in place."""
         for name, part in (parts | generators).items():
             _read(path, name, part, content["tensors"][name])
 
     on_all_ranks(read, process_group)
     together(lambda: state.take(parts, content["optimizer"]), process_group)
+
+    # the random generators last, when all else is loaded
     for name, part in generators.items():
         (torch.cuda.set_rng_state if ".cuda." in name else torch.set_rng_state)(part.tensor)
     return Progress(step=content["step"], position=content["position"])
 
 
 def _read(path: Path, name: str, part: Part, entry: dict[str, Any]) -> None:
-    """Fill `part` from the chunks that its rows are in, each against its checksum."""
+    """Fill the rows of `part` from the chunks that contain them; raise CheckpointError if damaged.
+
+    `path` is the checkpoint's folder, `entry` that of the tensor `name` in the index.
+    """
     target = part.tensor.detach() if part.shape else part.tensor.detach()[None]
     for chunk in entry["chunks"]:
         first, num_rows = chunk["first"], chunk["rows"]
         low, high = max(first, part.start), min(first + num_rows, part.start + len(target))
         if low < high:
+            # the whole chunk is read, since the checksum is that of the chunk
             with open(path / chunk["file"], "rb") as file:
                 file.seek(chunk["start"])
                 data = bytearray(file.read(chunk["length"]))
@@ -447,6 +524,8 @@ def _read(path: Path, name: str, part: Part, entry: dict[str, Any]) -> None:
                 raise CheckpointError(
                     f"{path / chunk['file']} is damaged: {name!r} at {first} has another checksum"
                 )
+
+            # copy the rows that chunk and part have in common
             flat = (
                 torch.frombuffer(data, dtype=torch.uint8)
                 if data
@@ -460,11 +539,12 @@ def _read(path: Path, name: str, part: Part, entry: dict[str, Any]) -> None:
 
 
 def _rank_and_size(group: Group) -> tuple[int, int]:
+    """Return (rank in `group`, number of ranks); (0, 1) without an initialised process group."""
     return (rank_in(group), num_ranks(group)) if dist.is_initialized() else (0, 1)
 
 
 def _generators(rank: int) -> dict[str, Part]:
-    """The random generators of this process, under the names of `rank`."""
+    """Return the states of this process's random generators, under names with `rank`."""
     states = {f"generator.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"generator.cuda.{rank}"] = torch.cuda.get_rng_state()
@@ -472,6 +552,7 @@ def _generators(rank: int) -> dict[str, Part]:
 
 
 def _sync_folder(path: Path) -> None:
+    """Flush the folder's entries to disk, so that a rename survives a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

@@ -1,12 +1,11 @@
-"""The few collectives that everything here uses: averages over ranks, and the two halves of a
-sharded one.
+"""The collectives of this package: means over ranks, all-gather, reduce-scatter and broadcast.
 
     work = all_reduce_mean(gradient, group, async_op=True)
     ...                                     # compute that does not touch the gradient
     work.wait()                             # now it is the mean over the ranks of `group`
 
-An average is a sum, then a division, in the tensor's dtype: NCCL divides inside its reduction,
-elsewhere `wait` divides. `wait` on NCCL makes the current stream wait, never the host. A group of
+A mean is a sum, then a division, in the tensor's dtype. NCCL divides inside its reduction; on other
+transports `wait` divides. On NCCL `wait` makes the current stream wait, never the host. A group of
 one rank communicates nothing, and neither do tensors without elements. `group` is a process group,
 or None for the default one.
 """
@@ -28,8 +27,12 @@ Group = dist.ProcessGroup | None
 
 
 class Work:
-    """A collective under way. `wait` returns when its result may be used on the current stream;
-    again is no harm.
+    """Handle of a collective under way; without arguments, of one that is done already.
+
+    Args:
+        work: torch's handle. None: nothing to wait for.
+        finish: called after the wait; turns what the transport delivers into the promised result.
+        async_op: False: the constructor waits.
     """
 
     def __init__(
@@ -38,12 +41,13 @@ class Work:
         finish: Callable[[], object] | None = None,
         async_op: bool = True,
     ) -> None:
-        self._work = work  # None: done already
-        self._finish = finish  # what turns the transport's result into the promised one
+        self._work = work
+        self._finish = finish
         if not async_op:
             self.wait()
 
     def wait(self) -> None:
+        """Return when the current stream may use the result; a second call does nothing."""
         if self._work is not None:
             self._work.wait()
         if self._finish is not None:
@@ -52,18 +56,19 @@ class Work:
 
 
 def wait_for(works: list[Work]) -> None:
-    """Wait for all of `works` and empty the list: what they hold of the group cannot be copied with
-    a model.
+    """Wait for all of `works`, and empty the list.
+
+    A list that stayed full could not be copied with a model: its handles refer to the group.
     """
     while works:
         works.pop(0).wait()
 
 
 def as_group(group: Group) -> dist.ProcessGroup:
-    """`group`, or the default one.
+    """Return `group`, or the default process group if it is None.
 
-    RuntimeError where there is none, ValueError on a rank that `group` is without, TypeError for
-    what is no group.
+    Raises RuntimeError if there is no default group, ValueError if this process is not a member of
+    `group`, TypeError if `group` is not a process group.
     """
     found = dist.group.WORLD if group is None else group
     if found is None:
@@ -74,46 +79,53 @@ def as_group(group: Group) -> dist.ProcessGroup:
         if found != dist.GroupMember.NON_GROUP_MEMBER:
             raise TypeError(f"group must be a process group or None, got {found!r}")
         raise ValueError(
-            f"this process must be a member of the process group, and rank {dist.get_rank()} is none"
+            "this process must be a member of the process group, "
+            f"and rank {dist.get_rank()} is none"
         )
     return found
 
 
 def num_ranks(group: Group = None) -> int:
-    """Ranks of `group`; raises as `as_group` does."""
+    """Return the number of ranks of `group`; raises as `as_group` does."""
     return as_group(group).size()
 
 
 def rank_in(group: Group = None) -> int:
-    """This process's place in `group`; raises as `as_group` does."""
+    """Return this process's rank in `group`; raises as `as_group` does."""
     return as_group(group).rank()
 
 
 def all_reduce_mean(
     tensor: Shaped[Tensor, "*shape"], group: Group = None, async_op: bool = False
 ) -> Work:
-    """Replace `tensor` on every rank by its mean over `group`; without `async_op` that is done on
-    return.
+    """Replace `tensor` on every rank by its mean over `group`; return the handle to wait for.
 
-    Any strides; floating point or complex. Sums of float16 may overflow.
+    Without `async_op` the function waits itself. `tensor` may have any strides, and is floating
+    point or complex. Sums of float16 may overflow.
     """
     group = as_group(group)
     size = group.size()
     if size == 1 or not tensor.numel():
         return Work()
+
     target = tensor.detach()  # its storage, without a graph
     target = torch.view_as_real(target) if target.is_complex() else target
     sent = target.contiguous()  # the same order of elements on every rank, whatever the strides
     divides = on_nccl(sent, group)
-    if torch.compiler.is_compiling():  # compilers know torch's functions, not a group's methods
+
+    # The compiler knows torch's functions, not a group's methods. Else the method is called, which
+    # has less overhead: hooks call this between two kernel launches, and the host must stay ahead
+    # of the GPU.
+    if torch.compiler.is_compiling():
         work = dist.all_reduce(sent, op=_mean_op(divides), group=group, async_op=True)
-    else:  # past their bookkeeping: hooks call this between two launches, on a host that has to stay ahead of the GPU
+    else:
         work = group.allreduce([sent], _options(divides))
     return Work(work, partial(_finish_mean, target, sent, 1 if divides else size), async_op)
 
 
 @cache
 def _options(divides: bool) -> AllreduceOptions:
+    """Return the options of an asynchronous all-reduce: a mean if `divides`, else a sum."""
     options = AllreduceOptions()
     options.reduceOp = dist.ReduceOp(_mean_op(divides))
     options.asyncOp = True  # without it NCCL works on the current stream
@@ -129,14 +141,21 @@ def clip_shards(
     device: torch.device,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Scale gradients by min(1, max_norm / (norm + eps)); returns `norm`, the whole model's, in
-    float32 on each rank.
+    """Clip gradients in place to the whole model's 2-norm, and return that norm in float32.
 
-    `sharded` are this rank's parts, `whole` what all ranks hold alike. A norm that is not finite
-    makes every gradient on every rank NaN. ValueError if max_norm is not positive.
+    Args:
+        sharded: this rank's parts of gradients that are spread over the ranks of `group`.
+        whole: gradients that all ranks hold alike.
+        max_norm: gradients are multiplied by min(1, max_norm / (norm + eps)).
+        device: where the norm is computed and returned.
+
+    A norm that is not finite makes every gradient on every rank NaN. Raises ValueError if
+    `max_norm` is not positive.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
+
+    # the whole model's norm: squares of the shards are summed over ranks, others are not
     sharded, whole = (
         [
             torch.view_as_real(gradient) if gradient.is_complex() else gradient
@@ -144,7 +163,8 @@ def clip_shards(
         ]
         for gradients in (sharded, whole)
     )
-    squares = torch.zeros(2, dtype=torch.float64, device=device)  # those of float32 may overflow it
+    # float64, since the squares of float32 values may overflow float32
+    squares = torch.zeros(2, dtype=torch.float64, device=device)
     for square, gradients in zip(squares, (sharded, whole)):
         if gradients:
             square.copy_(
@@ -153,6 +173,8 @@ def clip_shards(
     if num_ranks(group) > 1:
         dist.all_reduce(squares[0], group=group)
     norm = squares.sum().sqrt()
+
+    # scale in place
     scale = (max_norm / (norm + eps)).clamp(max=1.0).where(norm.isfinite(), torch.nan)
     if gradients := sharded + whole:
         torch._foreach_mul_(gradients, scale.to(torch.float32))
@@ -161,11 +183,14 @@ def clip_shards(
 
 @torch.no_grad()
 def broadcast_from_first(tensor: Shaped[Tensor, "*shape"], group: Group = None) -> None:
-    """Replace `tensor`, of any strides, on every rank by that of rank 0 of `group`, bit for bit."""
+    """Replace `tensor` on every rank by that of rank 0 of `group`, bit for bit.
+
+    `tensor` may have any strides and dtype.
+    """
     if num_ranks(group) == 1 or not tensor.numel():
         return
     sent = tensor.detach().contiguous()
-    # As bytes: every transport takes them, and no dtype is left out.
+    # sent as bytes, which every transport takes whatever the dtype
     dist.broadcast(sent.reshape(-1).view(torch.uint8), group_src=0, group=group)
     if sent.data_ptr() != tensor.data_ptr():
         tensor.copy_(sent)
@@ -177,16 +202,18 @@ def all_gather_flat(
     group: Group = None,
     async_op: bool = False,
 ) -> Work:
-    """Fill `output` with the ranks' `input`s, one after the other; equal sizes everywhere, any
-    dtype.
+    """Fill `output` with the `input` of each rank, in rank order; return the handle to wait for.
+
+    `input` has the same size on every rank, and any dtype. Without `async_op` the function waits
+    itself.
     """
     group, output, input = as_group(group), output.detach(), input.detach()
     if group.size() == 1:
         output.copy_(input)
     if group.size() == 1 or not input.numel():
         return Work()
-    # torch 2.13 renamed this function and reduce_scatter_tensor, and warns of the names that torch
-    # 2.11 needs.
+    # torch 2.13 renamed this function and reduce_scatter_tensor, and warns about the names that
+    # torch 2.11 needs.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return Work(gather(output, input, group=group, async_op=True), None, async_op)
 
@@ -197,8 +224,10 @@ def reduce_scatter_mean_flat(
     group: Group = None,
     async_op: bool = False,
 ) -> Work:
-    """Fill `output` with this rank's part of the mean of `input`, made in the input's dtype and
-    then rounded.
+    """Fill `output` with this rank's part of the mean of `input`; return the handle to wait for.
+
+    The mean is taken in the dtype of `input`, then rounded to that of `output`. Without `async_op`
+    the function waits itself.
     """
     group, output, input = as_group(group), output.detach(), input.detach()
     size = group.size()
@@ -214,6 +243,7 @@ def reduce_scatter_mean_flat(
 
 
 def _finish_mean(output: Tensor, reduced: Tensor, divisor: int) -> None:
+    """Divide `reduced` by `divisor` in place, and copy it to `output` if that is another tensor."""
     if divisor > 1:
         reduced.div_(divisor)
     if reduced is not output:
@@ -221,13 +251,12 @@ def _finish_mean(output: Tensor, reduced: Tensor, divisor: int) -> None:
 
 
 def on_nccl(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether NCCL sends `tensor`; it also divides in the kernel that reduces to a mean, where
-    after others we do.
-    """
+    """Return whether `group` sends `tensor` by NCCL, which can also divide while it reduces."""
     return tensor.is_cuda and group._get_backend_name() == "nccl"
 
 
 def _mean_op(divides: bool) -> Any:
+    """Return the reduction of a mean: AVG if the transport divides, else SUM."""
     return dist.ReduceOp.AVG if divides else dist.ReduceOp.SUM
 
 
@@ -237,18 +266,20 @@ def _mean_op(divides: bool) -> Any:
 def check_same_shapes(
     named_tensors: Iterable[tuple[str, Tensor]], group: Group = None, *, what: str = "parameters"
 ) -> None:
-    """ValueError, on every rank, naming the first tensor that has not one shape and dtype on all
-    ranks of `group`.
+    """Raise ValueError on every rank unless all ranks of `group` have the same tensors.
 
-    Ranks that differ would issue other collectives, and hang or, worse, add up tensors that do not
-    belong together.
+    Names, shapes, dtypes, order and whether a parameter is frozen must agree. The message names the
+    first difference and calls the tensors `what`. Ranks that differ would issue different
+    collectives, and hang or, worse, add up tensors that do not belong together.
     """
     own = []
     for name, tensor in named_tensors:
         frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
         own.append(
-            f"{name!r} of shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}{frozen}"
+            f"{name!r} of shape {tuple(tensor.shape)}, "
+            f"{str(tensor.dtype).removeprefix('torch.')}{frozen}"
         )
+
     everyone: list[Any] = [own] * num_ranks(group)
     if len(everyone) > 1:
         dist.all_gather_object(everyone, own, group=group)
@@ -261,6 +292,6 @@ def check_same_shapes(
 
 
 def broadcast_parameters(module: nn.Module, group: Group = None) -> None:
-    """Give every rank the parameters and buffers of rank 0 of `group`."""
+    """Replace the parameters and buffers of `module` by those of rank 0 of `group`, in place."""
     for tensor in [*module.parameters(), *module.buffers()]:
         broadcast_from_first(tensor, group)

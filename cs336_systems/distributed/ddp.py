@@ -1,17 +1,16 @@
-"""What the four data-parallel wrappers share: rank 0's model everywhere, accumulation, a gradient
-for each parameter.
+"""The base class of the four data-parallel wrappers, its hooks and its checks.
 
-    model = OverlapDDP(model)                       # every rank now has rank 0's parameters and buffers
-    with model.no_sync():                           # gradients pile up on each rank, nothing is sent
+    model = OverlapDDP(model)                # every rank now has rank 0's parameters and buffers
+    with model.no_sync():                    # gradients add up on each rank, nothing is sent
         loss(model(first_part)).backward()
     loss(model(second_part)).backward()
-    model.finish_gradient_synchronization()         # .grad is now the mean over the ranks, on every rank
-    clip_gradients(model.parameters(), 1.0)         # equal on all ranks, since the gradients are
+    model.finish_gradient_synchronization()  # .grad is now the mean over the ranks, on every rank
+    clip_gradients(model.parameters(), 1.0)  # equal on all ranks, since the gradients are
     optimizer.step()
 
-The loss is a mean over a rank's own batch, so that the mean of gradients is that of one process
-with the whole batch. Ranks must issue the same collectives in the same order, or they hang: so they
-agree on one, and each parameter takes part in each step. Buffers are made equal at construction
+The loss is a mean over a rank's own batch, so the mean of the gradients is that of one process with
+the whole batch. Ranks must issue the same collectives in the same order, or they hang. So all ranks
+use one order, and each parameter takes part in each step. Buffers are made equal at construction
 only.
 """
 
@@ -51,20 +50,24 @@ from cs336_systems.distributed.optimizer_shares import check_elementwise, check_
 
 
 class Accumulating(ABC):
-    """What averages the gradients of a backward over the ranks, or leaves them on their rank while
-    it is told to.
+    """Base of all that averages a backward's gradients over the ranks, except within `no_sync`.
+
+    The DDP wrappers, FSDP and Zero1Optimizer derive from it.
     """
 
     sends = True  # False within no_sync, and for good once a module was wrapped again
-    # parameters that must stay trainable, or frozen, with their names
+
+    # (name, parameter, requires_grad when it was wrapped) of those that must stay as they were
     fixed: Sequence[tuple[str, Tensor, bool]] = ()
-    # the wrappers with gradients not yet averaged
+
+    # objects of this class with gradients that are not averaged yet
     unfinished: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here only accumulate; the first one outside is synchronised with all that
-        they left.
+        """Let backwards inside this block only accumulate gradients on their rank.
+
+        The first backward outside of the block is averaged together with what they accumulated.
         """
         before, self.sends = self.sends, False
         try:
@@ -73,45 +76,51 @@ class Accumulating(ABC):
             self.sends = before
 
     def finish_gradient_synchronization(self) -> None:
-        """Call after backward, before gradients are read: afterwards `.grad` is the mean over the
-        ranks.
+        """Finish averaging: afterwards each `.grad` is the mean over the ranks.
 
-        FSDP's is that of this rank's rows, and of Zero1Optimizer `averaged_gradients` has the
-        means. Waits on the device, not on the host. Raises RuntimeError within `no_sync`, for a
-        parameter that was frozen or thawed since it was wrapped, and for one without a gradient
-        where all must have one; TypeError for a sparse one.
+        Call it after the backward, before gradients are read. With FSDP `.grad` is the mean for
+        this rank's rows; with Zero1Optimizer `averaged_gradients` returns the means. On NCCL the
+        device waits, not the host. Raises RuntimeError within `no_sync`, for a wrapper whose module
+        was wrapped again, for a parameter that was frozen or made trainable after wrapping, and for
+        a parameter without a gradient where all must have one; TypeError for a sparse gradient.
         """
         if not self.sends:
             raise RuntimeError(
-                "finish_gradient_synchronization() must be outside of no_sync(), of the latest wrapper"
+                "finish_gradient_synchronization() must be outside of no_sync(), "
+                "of the latest wrapper"
             )
+
         for name, parameter, trainable in self.fixed:
             if parameter.requires_grad != trainable:
                 change = "frozen" if trainable else "made trainable"
                 raise RuntimeError(
-                    f"parameter {name!r} was {change} after wrapping: wrap again, with a new optimizer"
+                    f"parameter {name!r} was {change} after wrapping: "
+                    "wrap again, with a new optimizer"
                 )
+
         self._finish()
         self.unfinished.discard(self)
 
     @abstractmethod
     def _finish(self) -> None:
-        """Send what this step's backward has not sent, and wait for all."""
+        """Send the gradients that this step's backward has not sent, and wait for all messages."""
 
     def _arrive(self, index: int) -> None:
-        """The backward has accumulated the gradient of a parameter, counted from the last one."""
+        """Note that a backward has accumulated a gradient; hooks on the gradients call this.
+
+        `index` is the parameter's place among those given to `call_at_each_gradient`.
+        """
         self.unfinished.add(self)
 
     def _waiting(self) -> set[Tensor]:
-        """A wrapper's parameters that have gradients, here or put aside."""
+        """Return the wrapper's parameters that have gradients, in `.grad` or put aside."""
         return set()
 
 
 def check_unwrapped(module: nn.Module) -> None:
-    """ValueError if a wrapper in `module` averages the gradients already, or FSDP has cut its
-    parameters.
+    """Raise ValueError if `module` holds a wrapper, rows that FSDP has cut, or lazy parameters.
 
-    And for a parameter without a shape, of a lazy module.
+    A wrapper inside already averages the gradients; a lazy parameter has no shape yet.
     """
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
@@ -130,32 +139,32 @@ def check_unwrapped(module: nn.Module) -> None:
 
 
 class Registrations:
-    """Counts the parameters and modules that any module of this process has been given since
-    `watch_steps`.
+    """Counts the parameters and modules registered in this process since `watch_steps` was called.
 
-    Looking for new members of a model takes a walk over all its modules; while this number stays,
-    there are none.
+    To find new members of a model takes a walk over all its modules. While the count stays the
+    same, there are none.
     """
 
     count: ClassVar[int] = 0
 
     @classmethod
     def add(cls, *_: Any) -> None:
+        """Count one registration; torch's registration hooks call this."""
         cls.count += 1
 
 
 def check_members(module: nn.Module, members: Set[Tensor], registrations: int) -> int:
-    """RuntimeError naming a parameter of `module` that is not among `members`, those when it was
-    wrapped.
+    """Raise RuntimeError naming a parameter of `module` that is not in `members`; return a count.
 
-    `registrations` is what the check before returned, -1 for the first one: without new ones there
-    is nothing to do.
+    `members` are the parameters at wrapping. `registrations` is what the previous check returned,
+    -1 for the first check. The check does nothing unless the count has changed since.
     """
     if registrations != Registrations.count:
         for name, parameter in module.named_parameters():
             if parameter not in members:
                 raise RuntimeError(
-                    f"parameter {name!r} was added or replaced after wrapping, so its gradient is this rank's own: "
+                    f"parameter {name!r} was added or replaced after wrapping, "
+                    "so its gradient is this rank's own: "
                     "wrap again, with a new optimizer"
                 )
     return Registrations.count
@@ -163,18 +172,23 @@ def check_members(module: nn.Module, members: Set[Tensor], registrations: int) -
 
 @cache
 def watch_steps() -> None:
-    """From now on raise an error before an optimizer's step that would go wrong in silence.
+    """Make every optimizer's step in this process raise an error where it would silently be wrong.
 
-    RuntimeError with gradients that were not averaged, of a closure's backward after the step, but
-    within `no_sync`, where a step is its rank's own. TypeError for an optimizer that searches along
-    all of FSDP's parameters, ValueError before the first step of an optimizer that was built before
-    FSDP cut its parameters, or that does not update rows one by one. Once and for good: a hook that
-    goes with its model would go in the middle of a step, where that is collected.
+    Raises:
+        RuntimeError: gradients were not averaged; also after the step, for those of a closure's
+            backward. Within `no_sync` a step is its rank's own and passes.
+        TypeError: the optimizer searches along all of FSDP's parameters at once.
+        ValueError: before an optimizer's first step, if it was built before FSDP cut its
+            parameters, or does not update rows one by one.
+
+    The hooks stay for the life of the process: one that is removed with its model would be removed
+    in the middle of a step if the model is collected there.
     """
     checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    @torch.compiler.disable  # else it would be looked at once, where the step is compiled
+    @torch.compiler.disable  # else the check would run once only, when the step is compiled
     def check_averaged(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raise RuntimeError if `optimizer` has parameters whose gradients were not averaged."""
         for wrapper in [one for one in Accumulating.unfinished if one.sends]:
             waiting = wrapper._waiting()
             if any(not waiting.isdisjoint(group["params"]) for group in optimizer.param_groups):
@@ -183,14 +197,17 @@ def watch_steps() -> None:
                 )
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Run `check_averaged`, and before the first step check that FSDP's rows can be updated."""
         check_averaged(optimizer)
         if optimizer not in checked:
             parameters = [
                 parameter for group in optimizer.param_groups for parameter in group["params"]
             ]
+            # marks that FSDP sets: on whole parameters that it has cut, and on this rank's rows
             if any(hasattr(parameter, "is_cut") for parameter in parameters):
                 raise ValueError(
-                    "the optimizer has parameters from before FSDP cut them: build it after wrapping"
+                    "the optimizer has parameters from before FSDP cut them: "
+                    "build it after wrapping"
                 )
             if any(hasattr(parameter, "is_rows") for parameter in parameters):
                 check_no_search(type(optimizer))
@@ -200,113 +217,135 @@ def watch_steps() -> None:
     register_module_parameter_registration_hook(Registrations.add)
     register_module_module_registration_hook(Registrations.add)
     register_optimizer_step_pre_hook(check)
-    register_optimizer_step_post_hook(check_averaged)  # of a closure's backward
+    register_optimizer_step_post_hook(check_averaged)  # a closure runs its backward in the step
 
 
 class DataParallel(nn.Module, Accumulating):
-    """Base of the wrappers around `module`, the same on every rank of `group` but for its values.
+    """Base of the data-parallel wrappers: one replica of `module` on each rank of `group`.
 
-    Parameters that are trainable at construction are synchronised; one that is frozen, thawed,
-    added or replaced later is refused. With `find_unused_parameters` a step may leave some without
-    a gradient, frozen ones
-    among them: ranks then vote at its end, which costs a message and a wait of the host, and a
-    parameter that no rank has used keeps no gradient, as in one process. Without it such a step
-    raises.
+    The constructor gives every rank rank 0's parameters and buffers; names, shapes and dtypes must
+    be equal before. Parameters that are trainable at construction are synchronised. A parameter
+    that is frozen, made trainable, added or replaced later raises an error.
 
-    A module that is wrapped again belongs to its latest wrapper, and those before are out of use.
-    Raises ValueError on all ranks if their modules differ, on a rank that is not of `group`, and
+    With `find_unused_parameters` a step may leave parameters without a gradient, among them such as
+    were frozen after wrapping. Ranks then vote at the end of the step, which costs a message and
+    makes the host wait. A parameter that no rank has used keeps no gradient, as in one process.
+    Without the option such a step raises RuntimeError.
+
+    A module that is wrapped again belongs to its latest wrapper; earlier wrappers send nothing.
+    Raises ValueError on all ranks if their modules differ, on a rank that is not in `group`, and
     for a module with `max_norm` or a wrapper in it; RuntimeError without a process group, and
     before an optimizer's step with gradients that were not averaged.
     """
 
-    # for what averages gradients as well
+    # all wrappers of this process: a later wrapper and Zero1Optimizer look here for one that
+    # averages the same gradients
     alive: ClassVar[weakref.WeakSet[DataParallel]] = weakref.WeakSet()
 
     def __init__(
         self, module: nn.Module, group: Group = None, *, find_unused_parameters: bool = False
     ) -> None:
         super().__init__()
+
+        # check that ranks can work alike, then broadcast rank 0's values
         check_unwrapped(module)
         for name, inner in module.named_modules():
             if getattr(inner, "max_norm", None) is not None:
                 raise ValueError(
-                    f"module {name!r} has max_norm: each rank would rescale the rows that its batch uses"
+                    f"module {name!r} has max_norm: "
+                    "each rank would rescale the rows that its batch uses"
                 )
         check_same_shapes([*module.named_parameters(), *module.named_buffers()], group)
         broadcast_parameters(module, group)
+
+        # remember the parameters, to notice later changes
         self.module, self.group = module, group
         self.find_unused_parameters = find_unused_parameters
         self.names: dict[Tensor, str] = {
             one: name for name, one in module.named_parameters() if one.requires_grad
         }
         self.trainable = [*self.names]
-        # with find_unused_parameters one that is frozen is one that no rank has used
+        # With find_unused_parameters a parameter that is frozen later counts as unused.
         self.fixed = [
             (name, one, one.requires_grad)
             for name, one in module.named_parameters()
             if not (one.requires_grad and find_unused_parameters)
         ]
         self._members = set(module.parameters())
+
+        # register hooks, after silencing earlier wrappers of the same parameters
         for older in self.alive:
             if not set(older.trainable).isdisjoint(self.trainable):
                 older.sends = False
         self._hear_of_gradients()
 
     def _hear_of_gradients(self) -> None:
-        """Have what watches gradients and steps know this wrapper and its parameters."""
+        """Register the hooks on gradients and optimizer steps for this wrapper."""
         self.alive.add(self)
-        self._registrations = -1  # that were counted when all members were known
+        self._registrations = -1  # value of Registrations.count at the last check of members
         call_at_each_gradient(self, self.trainable[::-1], type(self)._arrive)
         watch_steps()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, whose parameters have no hooks."""
+        """Restore a copied or unpickled wrapper, and register hooks: its parameters have none."""
         super().__setstate__(state)
         self._hear_of_gradients()
 
     def _waiting(self) -> set[Tensor]:
+        """Return the module's parameters that have gradients."""
         return {one for one in self.module.parameters() if one.grad is not None}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients; none then waits to be averaged."""
         self.unfinished.discard(self)
         super().zero_grad(set_to_none)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the wrapped module's output."""
         return self.module(*args, **kwargs)
 
     def _finish(self) -> None:
+        """Average the gradients of this step, and vote on unused parameters if that is allowed."""
         self._registrations = check_members(self.module, self._members, self._registrations)
         self._check_sent()
+
+        # every parameter takes part: an unused one sends zeros
         unused = [index for index, parameter in enumerate(self.trainable) if parameter.grad is None]
         if unused and not self.find_unused_parameters:
             name = self.names[self.trainable[unused[0]]]
             raise RuntimeError(
                 f"parameter {name!r} has no gradient on this rank, as {len(unused)} of "
-                f"{len(self.trainable)}: use it in every step, freeze it, or pass find_unused_parameters=True"
+                f"{len(self.trainable)}: use it in every step, freeze it, "
+                "or pass find_unused_parameters=True"
             )
         for index in unused:
             self.trainable[index].grad = torch.zeros_like(self.trainable[index])
         self._synchronize()
+
+        # vote: a parameter that no rank has used gets its None back
         if self.find_unused_parameters and self.trainable:
             votes = torch.ones(len(self.trainable), dtype=torch.uint8)
             votes[unused] = 0
             votes = votes.to(self.trainable[0].device)
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
-            for index in (votes == 0).nonzero().flatten().tolist():  # that no rank has used
+            for index in (votes == 0).nonzero().flatten().tolist():
                 self.trainable[index].grad = None
 
     def _check_sent(self) -> None:
-        """RuntimeError naming a gradient that has been replaced since it was sent; here none is
-        sent early.
+        """Raise RuntimeError naming a gradient that was replaced after it was sent.
+
+        The base class sends nothing during the backward, so there is nothing to check.
         """
 
     @abstractmethod
     def _synchronize(self) -> None:
-        """Make every gradient of `trainable` the mean over the ranks; all of them are there."""
+        """Replace the gradient of each trainable parameter by its mean; none may be missing."""
 
     def skip_step(self) -> None:
-        """Forget a step's gradients; to be called on all ranks, also where only one's backward has
-        raised: each sends the step's messages to their end, since the others may have sent them.
+        """Drop this step's gradients on all ranks, for example after one rank's backward raised.
+
+        Every rank must call it. Each sends all messages of the step, zeros for missing gradients,
+        since other ranks may have sent theirs and wait for this one.
         """
         for parameter in self.trainable:
             if parameter.grad is None:
@@ -317,14 +356,16 @@ class DataParallel(nn.Module, Accumulating):
 
 
 def dense_gradient(parameter: Tensor) -> Tensor:
-    """The gradient of `parameter`, without a graph; TypeError if it is sparse, RuntimeError if
-    there is none.
+    """Return the gradient of `parameter`, detached from any graph.
+
+    Raises TypeError if the gradient is sparse, RuntimeError if there is none.
     """
     gradient = parameter.grad
-    if gradient is None:  # dropped by zero_grad when it had arrived
+    if gradient is None:  # zero_grad has dropped it after it arrived
         raise RuntimeError(
             f"a gradient of shape {tuple(parameter.shape)} has gone before its all-reduce: call "
-            "finish_gradient_synchronization() after each backward, or skip_step() after one that raised"
+            "finish_gradient_synchronization() after each backward, "
+            "or skip_step() after one that raised"
         )
     if gradient.layout != torch.strided:
         raise TypeError(
@@ -336,15 +377,15 @@ def dense_gradient(parameter: Tensor) -> Tensor:
 def call_at_each_gradient(
     owner: Any, parameters: list[Any], react: Callable[[Any, int], None]
 ) -> None:
-    """Have `react(owner, index)` called in a backward when the gradient of `parameters[index]` is
-    there.
+    """Call `react(owner, index)` whenever a backward has accumulated `parameters[index].grad`.
 
-    The owner is held weakly: a cycle through autograd's hooks would keep owner and model alive for
-    good. Once it is gone, so are the hooks.
+    The hooks hold the owner weakly, since a cycle through autograd's hooks would keep owner and
+    model alive for good. They are removed when the owner is collected.
     """
     itself = weakref.ref(owner)
 
     def hook(index: int, _: Tensor) -> None:
+        """Call `react` unless the owner is gone; torch passes the parameter, not the gradient."""
         if (alive := itself()) is not None:
             react(alive, index)
 
@@ -354,17 +395,23 @@ def call_at_each_gradient(
 
 
 class SendQueue:
-    """Sends messages in one order on every rank, each when its gradients and the messages before it
-    are there.
+    """Sends messages in the same order on every rank, each as soon as it is complete and its turn.
 
-    `messages` are the parameters of each. The first step sends in their order, the later ones in
-    that in which rank 0's messages were complete in the first.
+    Args:
+        messages: the parameters whose gradients each message carries.
+        names: the parameters' names, for errors.
+        group: the process group.
+
+    A message is complete when all its gradients have arrived. The first step sends the messages in
+    the given order; later steps use the order in which rank 0's messages were complete in the
+    first step.
     """
 
     def __init__(
         self, messages: Sequence[Sequence[Tensor]], names: dict[Tensor, str], group: Group
     ) -> None:
         self.parameters = [parameter for message in messages for parameter in message]
+        # (message, place in the message) of each of `parameters`
         self.places = [
             (number, place)
             for number, message in enumerate(messages)
@@ -374,63 +421,80 @@ class SendQueue:
         self.names, self.group = names, group
         self.order, self.is_learned = [*range(len(messages))], False
         self.under_way: list[Work] = []
-        self.starts = [0, *accumulate(self.sizes)]  # of each message among `parameters`
+        self.starts = [0, *accumulate(self.sizes)]  # where each message begins in `parameters`
         self.begin()
 
     def begin(self) -> None:
-        """Wait for what is under way; the next gradients belong to another step."""
+        """Begin a new step: wait for all messages under way, and expect every gradient anew."""
         wait_for(self.under_way)
-        self.arrived: set[int] = set()
-        self.missing = self.sizes.copy()  # gradients of each message, still
-        self.complete: list[int] = []
-        self.waiting = deque(self.order)
-        # place of a parameter, and the address of its gradient
+        self.arrived: set[int] = set()  # indices into `parameters`
+        self.missing = self.sizes.copy()  # how many gradients each message still waits for
+        self.complete: list[int] = []  # messages, in the order in which they became complete
+        self.waiting = deque(self.order)  # messages not sent yet
+        # (index into `parameters`, address of its gradient) of what was sent
         self.sent: list[tuple[int, int]] = []
 
     def arrive(self, index: int, send: Callable[[int], Work]) -> None:
-        """The gradient of `parameters[index]` is there, for the first time: `send` what is next and
-        complete.
+        """Note that the gradient of `parameters[index]` is there, and send the messages now due.
+
+        `send(message)` starts a message and returns its handle. Raises RuntimeError naming the
+        parameter if its gradient arrives a second time in a step: it would be added to a sum that
+        may be under way.
         """
-        if index in self.arrived:  # it would be added to a sum that may be under way
+        if index in self.arrived:
             raise RuntimeError(
-                f"the gradient of parameter {self.names[self.parameters[index]]!r} arrived twice in a step: call "
-                "finish_gradient_synchronization() (step() of a Zero1Optimizer) after each backward, run all but the "
-                "last of several under no_sync(), call skip_step() (or its zero_grad()) after one that raised; for a "
-                "weight in several reentrant checkpoints take use_reentrant=False, or NaiveDDP or FlatDDP"
+                f"the gradient of parameter {self.names[self.parameters[index]]!r} "
+                "arrived twice in a step: call "
+                "finish_gradient_synchronization() (step() of a Zero1Optimizer) "
+                "after each backward, run all but the "
+                "last of several under no_sync(), "
+                "call skip_step() (or its zero_grad()) after one that raised; for a "
+                "weight in several reentrant checkpoints take use_reentrant=False, "
+                "or NaiveDDP or FlatDDP"
             )
+
+        # the message is complete with its last gradient
         message, _ = self.places[index]
         self.arrived.add(index)
         self.missing[message] -= 1
         if not self.missing[message]:
             self.complete.append(message)
+
+        # send in the order that all ranks share, up to the first message that is not complete
         while self.waiting and not self.missing[self.waiting[0]]:
             number = self.waiting.popleft()
             self.under_way.append(send(number))
             places = range(self.starts[number], self.starts[number + 1])
-            self.sent += [(place, self.parameters[place].grad.data_ptr()) for place in places]  # type: ignore[union-attr]
+            self.sent += [
+                (place, self.parameters[place].grad.data_ptr())  # type: ignore[union-attr]
+                for place in places
+            ]
 
     def check_sent(self) -> None:
-        """RuntimeError naming a parameter whose gradient is not the one that was sent while the
-        backward ran.
+        """Raise RuntimeError naming a parameter whose `.grad` is not the tensor that was sent.
 
-        `Module.to` and an assignment to `.grad` leave this rank's own there, and the mean goes to a
-        tensor that nobody sees.
+        `Module.to` and an assignment to `.grad` replace the tensor: the mean would go to the old
+        one, and `.grad` would hold this rank's own gradient.
         """
         for place, address in self.sent:
             gradient = self.parameters[place].grad
             if gradient is None or gradient.data_ptr() != address:
                 raise RuntimeError(
-                    f"the gradient of parameter {self.names[self.parameters[place]]!r} was moved, cast or replaced "
+                    f"the gradient of parameter {self.names[self.parameters[place]]!r} "
+                    "was moved, cast or replaced "
                     "between the backward, which has sent it, and finish_gradient_synchronization()"
                 )
 
     def finish(self, send: Callable[[int], Work]) -> None:
-        """Send the messages that this step's backward has not completed, and those behind them;
-        wait for all.
+        """Send all messages not sent yet, complete or not, and wait for all of this step.
+
+        The first step also broadcasts the order of rank 0, which all later steps use.
         """
         while self.waiting:
             self.under_way.append(send(self.waiting.popleft()))
         wait_for(self.under_way)
+
+        # learn the order, once
         if not self.is_learned:
             device = self.parameters[0].device if self.parameters else "cpu"
             order = torch.tensor([*dict.fromkeys([*self.complete, *self.order])], device=device)

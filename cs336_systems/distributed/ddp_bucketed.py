@@ -1,10 +1,9 @@
-"""Data parallelism, fourth stage: gradients live in buckets, and a full bucket is all-reduced while
-the backward runs.
+"""Data parallelism, fourth stage: all-reduce buckets of gradients while the backward runs.
 
-Between one collective a parameter, whose latencies add up, and one for all, which overlaps with
-nothing. Buckets are filled in the reverse order of parameters, about the order in which a backward
-makes their gradients. A new gradient is copied into its bucket and is a view of it from then on:
-one copy a step, and none back behind the all-reduce.
+Buckets lie between one collective per parameter, whose latencies add up, and one collective for
+all, which overlaps with nothing. They are filled in the reverse order of parameters, which is about
+the order in which a backward makes their gradients. A new gradient is copied into its bucket and is
+a view of it from then on: this costs one copy a step, and no copy back after the all-reduce.
 """
 
 from __future__ import annotations
@@ -23,12 +22,14 @@ ALIGNMENT_BYTES = 16  # of each view: the width of a GPU's vector loads
 
 
 class BucketedDDP(DataParallel):
-    """Asynchronous all-reduces of buckets of at most `bucket_size_mb` MiB; None puts everything
-    into one.
+    """Average gradients during the backward by one asynchronous all-reduce per bucket.
 
-    A parameter larger than that has a bucket of its own, and dtypes do not mix. Buckets stay
-    allocated when `zero_grad` sets gradients to None: a new gradient is copied into its place when
-    it arrives, which costs less than clearing the bucket and adding to it.
+    Args:
+        bucket_size_mb: largest size of a bucket, in MiB. A larger parameter has a bucket of its
+            own. None: no limit, so one bucket. A bucket never mixes dtypes or devices.
+
+    Buckets stay allocated when `zero_grad` sets gradients to None: a new gradient is copied into
+    its place when it arrives, which costs less than clearing the bucket and adding to it.
     """
 
     def __init__(
@@ -46,31 +47,42 @@ class BucketedDDP(DataParallel):
         self._queue = SendQueue([bucket.parameters for bucket in self.buckets], self.names, group)
 
     def _arrive(self, index: int) -> None:
-        """Take the gradient into its bucket, and send what is full."""
+        """Move gradient `index` into its bucket, and send the full buckets whose turn it is.
+
+        `index` counts the trainable parameters from the last one.
+        """
         super()._arrive(index)
         self._take_gradient(index)
         if self.sends:
             self._queue.arrive(index, self._send)
 
     def _take_gradient(self, index: int) -> None:
+        """Make gradient `index`, counted from the last parameter, a view of its bucket."""
         number, place = self._queue.places[index]
         self.buckets[number].take_gradient(place, self.names[self._queue.parameters[index]])
 
     def _send(self, message: int) -> Work:
+        """Start the all-reduce of one bucket; return the handle to wait for."""
         return all_reduce_mean(self.buckets[message].flat, self.group, async_op=True)
 
     def _check_sent(self) -> None:
+        """Raise RuntimeError naming a gradient that was replaced after it was sent."""
         self._queue.check_sent()
 
     def _synchronize(self) -> None:
+        """Send the buckets that are unsent, wait for all of them, and begin a new step."""
+        # gradients that no backward of this step has brought
         for index in range(len(self._queue.places)):
-            self._take_gradient(index)  # where no backward of this step has
+            self._take_gradient(index)
         self._queue.finish(self._send)
         self._queue.begin()
 
 
 class Bucket:
-    """Parameters whose gradients are views of one flat tensor, in which they are averaged."""
+    """Holds the gradients of some parameters as views of one flat tensor, which is averaged.
+
+    The length of `flat` is rounded up to a multiple of `multiple` elements.
+    """
 
     def __init__(self, parameters: list[Tensor], multiple: int = 1) -> None:
         self.parameters = parameters
@@ -79,7 +91,7 @@ class Bucket:
         self.views = self.views_of(self.flat)
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
-        """The parameters' places in `flat`, in their shapes."""
+        """Return a view of `flat` for each parameter: its place in the bucket, in its shape."""
         places = zip(self.offsets, self.parameters)
         return [
             flat[offset : offset + parameter.numel()].view(parameter.shape)
@@ -87,19 +99,20 @@ class Bucket:
         ]
 
     def take_gradient(self, place: int, name: str) -> None:
-        """Let the gradient of a parameter be its view; one that was made elsewhere is copied into
-        it.
+        """Make the gradient of the parameter at `place` a view of the bucket, copying it if needed.
 
-        RuntimeError naming one that the bucket does not hold any more: `Module.to` and its like
-        give a parameter, and the gradient that it has, memory of their own.
+        Raises RuntimeError naming the parameter if the bucket no longer holds it: `Module.to` and
+        the like give a parameter and its gradient new memory. Raises as `dense_gradient` does.
         """
         parameter, view = self.parameters[place], self.views[place]
         is_taken = parameter.grad is view
-        # Asked of `flat`, as a copy of the bucket lies elsewhere; what has no elements lies
-        # nowhere.
+
+        # The address is that in `flat`: a copy of the bucket lies elsewhere. Tensors without
+        # elements have no address.
         address = self.flat.data_ptr() + self.offsets[place] * view.itemsize
         if is_taken and (not view.numel() or view.data_ptr() == address):
             return
+
         gradient = dense_gradient(parameter)
         if is_taken or gradient.dtype != self.flat.dtype or gradient.device != self.flat.device:
             raise RuntimeError(
@@ -110,8 +123,10 @@ class Bucket:
 
 
 def plan_buckets(parameters: Sequence[Tensor], limit_bytes: float) -> list[list[int]]:
-    """Places of consecutive parameters in reverse order, in buckets of one dtype and device within
-    `limit_bytes`.
+    """Return the indices into `parameters` that each bucket holds, in reverse order.
+
+    A bucket holds consecutive parameters of one dtype and device, and at most `limit_bytes` bytes
+    with alignment; a parameter larger than that has a bucket of its own.
     """
     buckets: list[list[int]] = []
     used_bytes, kind = math.inf, None
@@ -126,6 +141,6 @@ def plan_buckets(parameters: Sequence[Tensor], limit_bytes: float) -> list[list[
 
 
 def aligned_size(parameter: Tensor) -> int:
-    """Elements that `parameter` takes in a bucket, so that the next one is aligned."""
+    """Return how many elements `parameter` takes in a bucket, with padding that aligns the next."""
     step = max(1, ALIGNMENT_BYTES // parameter.element_size())
     return -(-parameter.numel() // step) * step

@@ -1,7 +1,8 @@
 """Data parallelism, second stage: after the backward, all-reduce the gradients as one long vector.
 
-One latency instead of hundreds, and a message long enough for the link's full bandwidth; in
-exchange every gradient is copied twice and needs its memory twice, and still nothing overlaps.
+A step pays one latency instead of hundreds, and the message is long enough for the link's full
+bandwidth. In exchange every gradient is copied twice and needs its memory twice, and communication
+still does not overlap with the backward.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from cs336_systems.distributed.ddp import DataParallel, dense_gradient
 
 
 class FlatDDP(DataParallel):
-    """One all-reduce for all parameters of a dtype (and device)."""
+    """Average gradients after the backward by one all-reduce per dtype and device."""
 
     def _synchronize(self) -> None:
+        """Average the gradients of all parameters that have elements."""
         average_flat(
             [dense_gradient(parameter) for parameter in self.trainable if parameter.numel()],
             self.group,
@@ -27,12 +29,15 @@ class FlatDDP(DataParallel):
 
 
 def average_flat(gradients: list[Tensor], group: Group) -> None:
-    """Replace gradients, in the same order on every rank, by their means: a message a dtype and
-    device.
+    """Replace each gradient by its mean over the ranks, with one message per dtype and device.
+
+    Every rank must pass the gradients in the same order.
     """
     together = defaultdict(list)
     for gradient in gradients:
         together[gradient.dtype, gradient.device].append(gradient)
+
+    # copy into one vector, average it, copy back
     for alike in together.values():
         flat = _flatten_dense_tensors(alike)
         all_reduce_mean(flat, group)

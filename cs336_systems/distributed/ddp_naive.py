@@ -1,8 +1,8 @@
 """Data parallelism, first stage: after the backward, all-reduce the gradients one by one.
 
-Every parameter pays the latency of a collective of its own, and the GPU computes nothing meanwhile.
-When it is wrapped, `DataParallel` (ddp.py) compares the ranks' shapes and broadcasts rank 0's
-parameters and buffers.
+Every parameter pays the latency of its own collective, and the GPU computes nothing meanwhile. The
+base class `DataParallel` (ddp.py) compares the ranks' shapes and broadcasts rank 0's parameters and
+buffers when a module is wrapped.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from cs336_systems.distributed.ddp import DataParallel, dense_gradient
 
 
 class NaiveDDP(DataParallel):
-    """One all-reduce a parameter, each waited for before the next begins."""
+    """Average gradients after the backward by one all-reduce per parameter, one after the other."""
 
     def _synchronize(self) -> None:
+        """All-reduce each gradient in place, and wait for it before the next one starts."""
         for parameter in self.trainable:
             all_reduce_mean(dense_gradient(parameter), self.group)

@@ -14,11 +14,12 @@ from cs336_systems.distributed.ddp import DataParallel, SendQueue, dense_gradien
 
 
 class OverlapDDP(DataParallel):
-    """One asynchronous all-reduce a parameter, in place, started by a hook on its gradient.
+    """Average gradients during the backward by one asynchronous all-reduce per parameter.
 
-    Every rank starts them in one order, and a gradient that is early waits for those before it: in
-    the first step the reverse order of parameters, from then on that in which rank 0's gradients
-    came in the first.
+    A hook on each gradient starts its all-reduce, in place. All ranks start them in the same order,
+    so a gradient that is early waits for those before it. The order is the reverse one of the
+    parameters in the first step, and from then on that in which rank 0's gradients arrived in the
+    first step.
     """
 
     def __init__(
@@ -30,20 +31,26 @@ class OverlapDDP(DataParallel):
         )
 
     def _arrive(self, index: int) -> None:
-        """Send what is next, as far as it is there."""
+        """Start the all-reduces whose turn it is, now that gradient `index` is there.
+
+        `index` counts the trainable parameters from the last one.
+        """
         super()._arrive(index)
         if self.sends:
             self._queue.arrive(index, self._send)
 
     def _send(self, message: int) -> Work:
+        """Start the all-reduce of one gradient; return the handle to wait for."""
         return all_reduce_mean(
             dense_gradient(self._queue.parameters[message]), self.group, async_op=True
         )
 
     def _check_sent(self) -> None:
+        """Raise RuntimeError naming a gradient that was replaced after it was sent."""
         self._queue.check_sent()
 
     def _synchronize(self) -> None:
-        # those that this backward has not reached, and those behind them
+        """Send what the backward has not sent, wait for all all-reduces, and begin a new step."""
+        # Unsent are gradients that this backward did not reach, and those after them in the order.
         self._queue.finish(self._send)
         self._queue.begin()

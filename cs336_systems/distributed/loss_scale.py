@@ -1,18 +1,17 @@
-"""A loss scale for float16, with one decision for all ranks: a step that overflows on one of them
-is skipped by all.
+"""A loss scale for float16: if gradients overflow on one rank, all ranks skip the step.
 
     scaler = LossScaler()
     scaler.scale(loss).backward()
     model.finish_gradient_synchronization()
-    scaler.unscale_(optimizer)              # where gradients are clipped
+    scaler.unscale_(optimizer)              # needed before gradients are clipped
     model.clip_grad_norm_(1.0)
     scaler.step(optimizer)                  # made, or skipped, on every rank
     scaler.update()
 
-A scale keeps small gradients from vanishing in float16 (Micikevicius et al., arXiv:1710.03740). One
-that is too large overflows: then the step is skipped and the scale halved. torch.amp.GradScaler
-decides that from this rank's gradients. Of shards each rank would decide for itself, and the ranks
-part for good: here they tell each other.
+A scale keeps small gradients from vanishing in float16 (Micikevicius et al., arXiv:1710.03740). If
+it is too large, gradients overflow: then the step is skipped and the scale halved.
+torch.amp.GradScaler decides this by the gradients of its own rank. With sharded gradients each rank
+would decide by itself, and the ranks would diverge for good. Here they exchange the decision.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ from cs336_systems.distributed.zero1 import Zero1Optimizer
 
 
 class LossScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler with its `options`, for the ranks of `process_group` together;
-    ValueError on other ranks.
+    """A torch.amp.GradScaler that decides for all ranks of `process_group` together.
 
-    For any optimizer, over replicas, FSDP's shards or a Zero1Optimizer's slices; without a group
-    for one process.
+    It works with any optimizer over replicas, FSDP's shards or a Zero1Optimizer's slices; without
+    an initialised process group it serves one process. `device` None: "cuda" if there is a GPU,
+    else "cpu". `options` are those of torch.amp.GradScaler. Raises ValueError on a rank outside of
+    the group.
     """
 
     def __init__(
@@ -51,8 +51,10 @@ class LossScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        """Torch's, on the gradients that the update will use, and then the exchange; also for a
-        rank without any.
+        """Unscale the gradients that the update will use; return whether any rank's overflowed.
+
+        Overrides torch's method. The result has one entry, 1.0 after an overflow on any rank, also
+        on a rank without gradients. Collective.
         """
         if isinstance(optimizer, Zero1Optimizer):
             for gradient in optimizer.averaged_gradients():
@@ -67,8 +69,9 @@ class LossScaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf}
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Make the step, unless a gradient of any rank is not finite; unscales first where that was
-        not done.
+        """Make the optimizer's step unless a gradient of any rank is not finite; return its result.
+
+        Unscales the gradients first if `unscale_` was not called.
         """
         if not self.is_enabled():
             return optimizer.step(*args, **kwargs)

@@ -1,5 +1,7 @@
-"""What ShardedOptimizer and Zero1Optimizer share: the interface of one optimizer over what this
-rank updates alone.
+"""The base class of ShardedOptimizer and Zero1Optimizer, and checks of the wrapped optimizer.
+
+Both look like one optimizer over all parameters, and wrap one over the share that this rank
+updates.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import Group, num_ranks, rank_in
 
-# What an optimizer raises that needs other arguments, a closure, a sparse gradient or a parameter
-# of another shape.
+# Errors of an optimizer that needs other arguments, a closure, a sparse gradient or a parameter of
+# another shape than `check_elementwise` gives it.
 CANNOT_STEP = (
     ValueError,
     TypeError,
@@ -29,8 +31,11 @@ CANNOT_STEP = (
 
 
 class OptimizerOfShares(torch.optim.Optimizer):
-    """Shows all parameters in `param_groups`, and in `state` that of `local`, the optimizer over
-    this rank's share.
+    """Base of the optimizers that share the update out over the ranks.
+
+    `param_groups` holds all parameters. `local` is the wrapped optimizer over this rank's share,
+    and `state` is that of `local`. Raises TypeError if `optimizer_cls` needs a closure, and as
+    `as_group` does.
     """
 
     local: torch.optim.Optimizer
@@ -48,8 +53,9 @@ class OptimizerOfShares(torch.optim.Optimizer):
         super().__init__(params, kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; a tensor that stands twice in a group (a tied weight) counts once, and names
-        are dropped.
+        """Add a group as torch's optimizers do; a tensor listed twice (a tied weight) counts once.
+
+        Names of parameters are dropped. Raises ValueError for parameters that FSDP has cut.
         """
         members = param_group["params"]
         if not isinstance(members, Tensor):
@@ -68,21 +74,22 @@ class OptimizerOfShares(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _take_settings(self) -> None:
-        """Show what `local` has filled in or loaded."""
+        """Copy defaults, state and hyper-parameters from `local`, which has filled in or loaded."""
         self.defaults, self.state = self.local.defaults, self.local.state
         for group, own in zip(self.param_groups, self.local.param_groups):
             group.update(hyperparameters(own))
 
     def _give_settings(self) -> None:
-        """Tell `local` of a learning rate that the caller or a schedule has changed."""
+        """Copy hyper-parameters into `local`: a schedule may have changed the learning rate."""
         for group, own in zip(self.param_groups, self.local.param_groups):
             own.update(hyperparameters(group))
 
-    # State dicts: those that `optimizer_cls` itself would have over all parameters
+    # State dicts, in the format of `optimizer_cls` over all parameters
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all parameters, on CPU, on every rank; collective, so all ranks must call
-        it.
+        """Return the state of all parameters, on CPU, on every rank; collective.
+
+        It has the format of `optimizer_cls` over all parameters.
         """
         states = self.all_states()
         full = {place: states[one] for place, one in enumerate(self.parameters) if one in states}
@@ -94,8 +101,9 @@ class OptimizerOfShares(torch.optim.Optimizer):
         return {"state": full, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep this rank's share of a `state_dict` of any number of ranks; ValueError for groups of
-        other sizes.
+        """Load this rank's share of a `state_dict`, which any number of ranks may have saved.
+
+        Raises ValueError if its groups have other numbers of parameters.
         """
         groups, states = state_dict["param_groups"], state_dict["state"]
         sizes, expected = (
@@ -103,6 +111,7 @@ class OptimizerOfShares(torch.optim.Optimizer):
         )
         if sizes != expected:
             raise ValueError(f"state_dict must have groups of {expected} parameters, got {sizes}")
+
         own_groups = self.local.state_dict()["param_groups"]
         for own, saved in zip(own_groups, groups):
             own.update(hyperparameters(saved))
@@ -114,20 +123,22 @@ class OptimizerOfShares(torch.optim.Optimizer):
 
     @abstractmethod
     def all_states(self) -> dict[Tensor, dict[str, Any]]:
-        """The states of all parameters that have one, on CPU; collective."""
+        """Return the states of all parameters that have one, on CPU; collective."""
 
     @abstractmethod
     def own_states(self, states: dict[Tensor, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """Of the `states` of all parameters those of `local`, by place among its parameters."""
+        """Return this rank's share of `states`, by the index of the parameter in `local`."""
 
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters and their names."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def check_no_search(optimizer_cls: type[torch.optim.Optimizer]) -> None:
-    """TypeError for an optimizer whose step needs a closure, as it evaluates the loss along all
-    parameters at once.
+    """Raise TypeError if the optimizer's step needs a closure, as LBFGS does.
+
+    Such an optimizer evaluates the loss along all parameters at once, so it cannot be sharded.
     """
     closure = inspect.signature(optimizer_cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -139,19 +150,21 @@ def check_no_search(optimizer_cls: type[torch.optim.Optimizer]) -> None:
 def check_elementwise(
     optimizer_cls: type[torch.optim.Optimizer], settings: dict[str, Any], *, rows: bool
 ) -> None:
-    """ValueError where `optimizer_cls` moves a matrix otherwise than its rows, or its flat pieces,
-    one by one.
+    """Raise ValueError if `optimizer_cls` updates a cut matrix in another way than a whole one.
 
-    Adafactor does. Asked by two steps on a small one; an optimizer that needs more than a gradient,
-    or arguments that are not among `settings`, cannot be asked and passes.
+    The matrix is cut into rows if `rows`, else into flat pieces. Adafactor fails. The check makes
+    two steps on a 4 x 4 matrix. An optimizer that needs more than a gradient, or arguments that are
+    not in `settings`, cannot be checked and passes.
     """
+    # a matrix, two gradients, and the arguments that the optimizer accepts
     generator = torch.Generator().manual_seed(0)
     weight, *gradients = (torch.randn(4, 4, generator=generator) for _ in range(3))
     accepted = inspect.signature(optimizer_cls).parameters
     options = {name: value for name, value in settings.items() if name in accepted}
-    options |= {"lr": 0.1} if "lr" in accepted else {}  # the first of a warm-up may be 0
+    options |= {"lr": 0.1} if "lr" in accepted else {}  # a warm-up may begin at 0
 
     def stepped(cut: Callable[[Tensor], Any]) -> Tensor:
+        """Return the matrix, flat, after two steps on the parts that `cut` makes of it."""
         parts = [nn.Parameter(part.clone()) for part in cut(weight)]
         optimizer = optimizer_cls(parts, **options)
         for gradient in gradients:
@@ -160,6 +173,7 @@ def check_elementwise(
             optimizer.step()
         return torch.cat([part.detach().flatten() for part in parts])
 
+    # compare: the matrix as one parameter, and cut in two
     try:
         whole = stepped(lambda matrix: [matrix])
         apart = stepped(
@@ -169,6 +183,7 @@ def check_elementwise(
         return
     if not torch.allclose(whole, apart, rtol=1e-3, atol=1e-5):
         raise ValueError(
-            f"{optimizer_cls.__name__} does not update a weight element by element, so it and its state cannot be cut: "
+            f"{optimizer_cls.__name__} does not update a weight element by element, "
+            "so it and its state cannot be cut: "
             "use ShardedOptimizer, which keeps weights whole"
         )

@@ -1,22 +1,28 @@
-"""Context parallelism: a sequence split over ranks, keys and values passed around a ring
-(arXiv:2310.01889).
+"""Context parallelism: ranks split a sequence, and pass keys and values around a ring.
 
-    q, k, v = (zigzag_split(x, rank, num_ranks, dim=-2) for x in (q, k, v))      # this rank's part of the sequence
-    output = ring_attention(q, k, v, is_causal=True)                              # and of the output
+    # this rank's part of the sequence, and of the output
+    q, k, v = (zigzag_split(x, rank, num_ranks, dim=-2) for x in (q, k, v))
+    output = ring_attention(q, k, v, is_causal=True)
 
-    make_whole = split_context(model, group)                                      # or a whole TransformerLM, in place
+    # or a whole TransformerLM, in place
+    make_whole = split_context(model, group)
     logits = model(zigzag_split(tokens, rank, num_ranks, dim=1))
 
-Attention over all keys is put together from attention over each rank's keys by `merge_attention`.
-In step s a rank attends to the keys of rank - s while those of the next step are on their way. The
-backward goes around once more; of the forward it needs the whole output and its log-sum-exp only.
-The gradients of keys and values follow a step behind: on their way while the next part is computed,
-which then adds its own, and home after the last step. No rank ever holds more than two ranks' keys.
+Source: ring attention, arXiv:2310.01889.
 
-Under a causal mask the split is a zig-zag (Llama 3, arXiv:2407.21783, section 3.3.2): of 2N chunks,
-rank r has r and 2N - 1 - r. Each step is then one call of the same area on every rank: all queries
-to the first half of the keys that come from a lower rank, the second half of the queries to all
-keys from a higher one, the plain triangle to its own.
+`merge_attention` combines attention over each rank's keys into attention over all keys. In step s a
+rank attends to the keys of rank - s, while those of the next step are on their way. The backward
+goes around the ring once more; it needs the inputs, the whole output and its log-sum-exp, but
+nothing of the single steps. The gradients of keys and values travel one step behind: they are on
+their way while the next part is computed, which is then added to them, and reach their owner after
+the last step. No rank ever holds more than two ranks' keys.
+
+Under a causal mask the split is a zig-zag (Llama 3, arXiv:2407.21783, section 3.3.2): of 2N chunks
+rank r has chunks r and 2N - 1 - r. Each step is then one call of the same area on every rank:
+
+- keys of a lower rank: all queries to the first half of the keys;
+- keys of a higher rank: the second half of the queries to all keys;
+- the rank's own keys: the plain triangle.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ from cs336_systems.distributed.collectives import Group, as_group, check_same_sh
 from cs336_systems.model import CausalMultiHeadSelfAttention, RotaryEmbedding
 
 Pair = tuple[Tensor, Tensor]
-_CHECKED: WeakSet[dist.ProcessGroup] = WeakSet()  # whose ranks had equal shapes in their first ring
+_CHECKED: WeakSet[dist.ProcessGroup] = WeakSet()  # groups whose first call had equal shapes
 
 
 def merge_attention(
@@ -46,12 +52,11 @@ def merge_attention(
     output_2: Float[Tensor, "... queries head_dim"],
     lse_2: Float[Tensor, "... queries"],
 ) -> Pair:
-    """Attention over two disjoint sets of keys from attention over each: (output, log-sum-exp),
-    differentiable.
+    """Return (output, log-sum-exp) over two disjoint sets of keys, given those over each set.
 
-    A part without keys has output 0 and log-sum-exp -inf, and changes nothing; a key that is in
-    both counts twice. Accumulated in the log-sum-exps' dtype, float32 or wider; the output is in
-    output_1's. ValueError where shapes do not match.
+    Differentiable. A part without keys has output 0 and log-sum-exp -inf, and changes nothing; a
+    key that is in both sets counts twice. Sums are in the log-sum-exps' dtype, which is float32 or
+    wider; the output has the dtype of `output_1`. Raises ValueError if shapes do not match.
     """
     if (
         output_1.shape != output_2.shape
@@ -60,23 +65,27 @@ def merge_attention(
     ):
         shapes = ", ".join(str(tuple(one.shape)) for one in (output_1, lse_1, output_2, lse_2))
         raise ValueError(
-            f"outputs must have one shape and log-sum-exps that without its last dimension, got {shapes}"
+            "outputs must have one shape and log-sum-exps that without its last dimension, "
+            f"got {shapes}"
         )
+
+    # the weight of each part; two empty parts would give -inf minus -inf, which is NaN
     largest = torch.maximum(lse_1, lse_2).detach()
-    # of two empty parts: -inf minus -inf is NaN
     largest = largest.masked_fill(largest == -torch.inf, 0.0)
     weight_1, weight_2 = torch.exp(lse_1 - largest), torch.exp(lse_2 - largest)
     total = weight_1 + weight_2
     empty = total == 0
     safe = total.masked_fill(empty, 1.0)
+
     output = output_1 * (weight_1 / safe)[..., None] + output_2 * (weight_2 / safe)[..., None]
     lse = (largest + safe.log()).masked_fill(empty, -torch.inf)
     return output.to(output_1.dtype), lse
 
 
 def zigzag_split(tensor: Tensor, rank: int, num_ranks: int, dim: int) -> Tensor:
-    """Rank `rank`'s chunks of `tensor` along `dim`: of 2 · num_ranks equal ones the rank-th and the
-    rank-th last.
+    """Return chunks `rank` and 2 * num_ranks - 1 - `rank` of `tensor` along `dim`, concatenated.
+
+    The tensor is cut into 2 * num_ranks equal chunks. Raises ValueError if that is impossible.
     """
     length = tensor.shape[dim]
     if length % (2 * num_ranks):
@@ -88,7 +97,7 @@ def zigzag_split(tensor: Tensor, rank: int, num_ranks: int, dim: int) -> Tensor:
 
 
 def zigzag_join(parts: list[Tensor], dim: int) -> Tensor:
-    """The whole tensor from all ranks' `zigzag_split`s in order."""
+    """Return the whole tensor from the `zigzag_split` of each rank, given in rank order."""
     halves = [part.chunk(2, dim) for part in parts]
     return torch.cat(
         [first for first, _ in halves] + [second for _, second in reversed(halves)], dim
@@ -106,20 +115,24 @@ def ring_attention(
     group: Group = None,
     backend: str = "auto",
 ) -> Float[Tensor, "... heads queries head_dim"]:
-    """This rank's rows of attention over the keys of all ranks of `group`; every rank calls it,
-    with equal shapes.
+    """Return attention of this rank's queries over the keys of all ranks of `group`.
 
-    q, k and v are its part of the sequence: with `is_causal`, the top-left mask of the whole
-    sequence, its `zigzag_split`, otherwise any. Nothing tells of another split: rows are then
-    wrong. `scale`, `enable_gqa` and `backend` are as `flash_attention` takes them.
+    Every rank must call it, with equal shapes. q, k and v are this rank's part of the sequence:
+    with `is_causal`, the top-left mask of the whole sequence, its `zigzag_split`, otherwise any.
+    Another split is not noticed, and gives wrong rows. `scale`, `enable_gqa` and `backend` are
+    those of `flash_attention`.
 
-    Raises RuntimeError without a process group, ValueError on a rank that is not of `group`, and
-    with `is_causal` for an odd number of positions or unlike ones of q and k; differentiated twice,
-    NotImplementedError. ValueError on all ranks if their shapes or dtypes differ in the first call
-    on a group; in a later one they hang, or gloo ends their processes.
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: on a rank that is not in `group`; with `is_causal` for an odd number of
+            positions, or different numbers for q and k; on all ranks if their shapes or dtypes
+            differ in the first call on a group. In a later call ranks with different shapes hang,
+            or gloo ends their processes.
+        NotImplementedError: when it is differentiated twice.
     """
     group = as_group(group)
-    # once: it is a message, for which the host waits
+
+    # checked in the first call only: the check is a message for which the host waits
     if not torch.compiler.is_compiling() and group not in _CHECKED:
         check_same_shapes(
             [("q", q.detach()), ("k", k.detach()), ("v", v.detach())], group, what="q, k and v"
@@ -128,8 +141,11 @@ def ring_attention(
     if is_causal and (q.shape[-2] != k.shape[-2] or q.shape[-2] % 2):
         numbers = f"{q.shape[-2]} and {k.shape[-2]}"
         raise ValueError(
-            f"q and k must have the same even number of positions under a causal mask, got {numbers}"
+            "q and k must have the same even number of positions under a causal mask, "
+            f"got {numbers}"
         )
+
+    # exactly one batch dimension
     inputs = [to_autocast_dtype(x) for x in (q, k, v)]
     if q.ndim != 4 and all(x.ndim > 2 for x in inputs):
         inputs = [x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) for x in inputs]
@@ -138,8 +154,9 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """Saves the inputs, the output and its log-sum-exp; keys and values come by once more in the
-    backward.
+    """Ring attention on tensors of four dimensions; saves the inputs, output and log-sum-exp.
+
+    Keys and values of other ranks are not saved: they go around once more in the backward.
     """
 
     @staticmethod
@@ -154,6 +171,7 @@ class _RingAttention(torch.autograd.Function):
         group: dist.ProcessGroup,
         backend: str,
     ) -> Tensor:
+        """Return attention of this rank's queries over all keys; sums are in float32 or wider."""
         attend = partial(
             flash_attention, scale=scale, enable_gqa=enable_gqa, return_lse=True, backend=backend
         )
@@ -161,9 +179,11 @@ class _RingAttention(torch.autograd.Function):
             q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device
         )
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=output.dtype, device=q.device)
-        kv = torch.stack([k, v])
+        kv = torch.stack([k, v])  # one message
         for step in range(group.size()):
             arriving = _pass_on(kv, group) if step + 1 < group.size() else None
+
+            # attend to the keys at hand, and merge
             rows, keys, triangle = _visible(step, group.rank(), q.shape[-2], k.shape[-2], is_causal)
             part = attend(
                 q[..., rows, :], kv[0][..., keys, :], kv[1][..., keys, :], is_causal=triangle
@@ -172,8 +192,10 @@ class _RingAttention(torch.autograd.Function):
                 output[..., rows, :], lse[..., rows], part[0].to(output.dtype), part[1]
             )
             output[..., rows, :], lse[..., rows] = merged
+
             if arriving is not None:
                 kv = arriving()
+
         result = output.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
         ctx.is_causal, ctx.scale, ctx.group, ctx.backend = is_causal, scale, group, backend
@@ -181,18 +203,22 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Return the gradients of q, k and v, and None for the other arguments."""
         grads = _ring_backward(ctx, grad_outputs[0])
         return *refuse_double_backward(grads, *ctx.saved_tensors[:3], grad_outputs[0]), *(None,) * 5
 
 
 @torch.no_grad()
 def _ring_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of this rank's q, k and v, in their dtypes."""
     q, k, v, output, lse = ctx.saved_tensors
     group: dist.ProcessGroup = ctx.group
     grad_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     kv, returning = torch.stack([k, v]), None
     for step in range(group.size()):
         arriving = _pass_on(kv, group) if step + 1 < group.size() else None
+
+        # the gradients of this rank's queries with the keys at hand
         rows, keys, triangle = _visible(step, group.rank(), q.shape[-2], k.shape[-2], ctx.is_causal)
         own = attention_backward(
             q[..., rows, :],
@@ -206,7 +232,8 @@ def _ring_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tenso
             backend=ctx.backend,
         )
         grad_q[..., rows, :] += own[0]
-        # Those of the ranks before, for the keys at hand, were under way meanwhile.
+
+        # What earlier ranks have computed for these keys has arrived meanwhile; add this rank's.
         grad_kv = (
             torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
             if returning is None
@@ -214,34 +241,37 @@ def _ring_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tenso
         )
         grad_kv[0][..., keys, :] += own[1]
         grad_kv[1][..., keys, :] += own[2]
+
         if arriving is not None:
             kv = arriving()
-        returning = _pass_on(grad_kv, group)  # the last one brings them to their owner
+        returning = _pass_on(grad_kv, group)  # the last step sends them to their owner
     assert returning is not None
     grad_kv = returning()
     return grad_q.to(q.dtype), grad_kv[0].to(k.dtype), grad_kv[1].to(v.dtype)
 
 
 class _FirstOrderOnly(torch.autograd.Function):
-    """apply(grad_q, grad_k, grad_v, *inputs): the gradients, as functions of the inputs without a
-    derivative.
+    """Makes gradients depend on the inputs for autograd, so that differentiating them raises.
+
+    apply(grad_q, grad_k, grad_v, *inputs) returns the three gradients.
     """
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the first three tensors, the gradients."""
         return tuple(x.view_as(x) for x in tensors[:3])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
+        """Raise NotImplementedError."""
         raise NotImplementedError(DOUBLE_BACKWARD)
 
 
 def refuse_double_backward(grads: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """`grads` of a backward; under `create_graph` such that differentiating them again raises
-    NotImplementedError.
+    """Return `grads`; under `create_graph` differentiating them raises NotImplementedError.
 
-    Without that they would be constants, and a penalty on a gradient would train nothing, without a
-    word.
+    `inputs` are the tensors that they depend on. Without this the gradients would be constants for
+    autograd, and a penalty on a gradient would silently train nothing.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return grads
@@ -251,7 +281,10 @@ def refuse_double_backward(grads: tuple[Tensor, ...], *inputs: Tensor) -> tuple[
 def _visible(
     step: int, rank: int, num_queries: int, num_keys: int, is_causal: bool
 ) -> tuple[slice, slice, bool]:
-    """(query rows, keys, whether their mask is the triangle) for the keys that are here in `step`."""
+    """Return (query rows, keys, whether the mask is the triangle) of this rank's `step`.
+
+    Under a causal mask only these rows of the rank's queries see these of the keys at hand.
+    """
     everything = slice(None)
     if step == 0 or not is_causal:
         return everything, everything, is_causal
@@ -261,8 +294,10 @@ def _visible(
 
 
 def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Start sending `tensor` to the next rank; what is returned waits for its like from the one
-    before.
+    """Start sending `tensor` to the next rank; return a function that waits for the previous one's.
+
+    That function returns the tensor of the previous rank, which has the same shape. With one rank
+    it returns `tensor`.
     """
     sent = tensor.contiguous()
     if group.size() == 1:
@@ -276,9 +311,10 @@ def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     works = dist.batch_isend_irecv(operations)
 
     def wait() -> Tensor:
+        """Wait for both directions, and return what has arrived."""
         for work in works:
             work.wait()
-        del works[:], operations[:]  # what was sent has lived until it was gone
+        del works[:], operations[:]  # these have kept `sent` alive until it was sent
         return received
 
     return wait
@@ -288,8 +324,10 @@ def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
 
 
 class _PartRotary(nn.Module):
-    """The rotation of this rank's positions, by whole tables: wrappers make buffers equal on all
-    ranks.
+    """Rotary embedding of this rank's positions, which it splits off whole tables when called.
+
+    A table of this rank's positions as a buffer would not survive: DDP and FSDP make buffers equal
+    on all ranks.
     """
 
     def __init__(self, whole: RotaryEmbedding, rank: int, num_ranks: int) -> None:
@@ -297,6 +335,10 @@ class _PartRotary(nn.Module):
         self.whole, self.rank, self.num_ranks = whole, rank, num_ranks
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `x`, of shape (..., this rank's positions, head_dim), rotated.
+
+        Raises ValueError if it has another number of positions.
+        """
         cos, sin = (
             zigzag_split(table, self.rank, self.num_ranks, 0)
             for table in (self.whole.cos, self.whole.sin)
@@ -311,12 +353,12 @@ class _PartRotary(nn.Module):
 def split_context(
     model: nn.Module, group: Group = None, backend: str = "auto"
 ) -> Callable[[], None]:
-    """Have `model`, a TransformerLM, take this rank's `zigzag_split` of whole contexts, until the
-    result is called.
+    """Change `model`, a TransformerLM, in place to take this rank's `zigzag_split` of the context.
 
-    A loss is then a mean over the rank's tokens, and the mean of all ranks' gradients that of the
-    whole batch: wrap the model afterwards as any other. ValueError where the context has no 2 ·
-    ranks chunks or nothing attends.
+    Returns a function that undoes the change. Contexts must have the model's full length. A loss is
+    then a mean over the rank's tokens, and the mean of all ranks' gradients is that of the whole
+    batch: wrap the model afterwards like any other. Raises ValueError if `model` has no attention
+    layers; a forward raises it if the context length is not a multiple of 2 * ranks.
     """
     rank, num_ranks = as_group(group).rank(), as_group(group).size()
     layers = [inner for inner in model.modules() if isinstance(inner, CausalMultiHeadSelfAttention)]
@@ -331,6 +373,7 @@ def split_context(
         layer.attention = partial(ring_attention, is_causal=True, group=group, backend=backend)
 
     def make_whole() -> None:
+        """Give the layers their own rotation and attention back."""
         for layer in layers:
             layer.rope, layer.attention = rope, before
 

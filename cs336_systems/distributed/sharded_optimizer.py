@@ -1,16 +1,16 @@
-"""Optimizer state sharding: every rank keeps the optimizer state of its share of the parameters,
-and of no others.
+"""Optimizer state sharding: every rank keeps the optimizer state of its own parameters only.
 
-    optimizer = ShardedOptimizer(model.parameters(), AdamW, lr=1e-3)    # instead of AdamW(model.parameters(), lr=1e-3)
-    loss.backward()                                                     # gradients averaged over ranks by a DDP wrapper
-    optimizer.step()                                                    # update the own share, then broadcast it
+    # in place of AdamW(model.parameters(), lr=1e-3)
+    optimizer = ShardedOptimizer(model.parameters(), AdamW, lr=1e-3)
+    loss.backward()                         # gradients are averaged over ranks by a DDP wrapper
+    optimizer.step()                        # update the own share, then broadcast it
 
-Phases of a step: update (the wrapped optimizer, on the parameters that this rank owns), then
-broadcast (each owner sends what it updated). Owners are chosen by size: the largest parameter
-first, each to the rank with the fewest bytes so far. Parameters and gradients stay whole: with
+The phases of a step are update (the wrapped optimizer works on the parameters that this rank owns)
+and broadcast (each owner sends what it updated). Owners are chosen by size: the largest parameter
+first, each to the rank with the fewest bytes so far. Parameters and gradients stay whole. With
 AdamW a rank saves (1 - 1/num_ranks) of the two moments, and pays with broadcasts of all parameters
-on top of the all-reduce of all gradients. `zero1.py` has the variant that pays nothing (ZeRO stage
-1, Rajbhandari et al., arXiv:1910.02054).
+on top of the all-reduce of all gradients. `zero1.py` has the variant that sends no more than an
+all-reduce (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054).
 """
 
 from __future__ import annotations
@@ -28,20 +28,25 @@ from torch.utils._pytree import tree_map_only
 from cs336_systems.distributed.collectives import Group, check_same_shapes
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, hyperparameters
 
-PACKED_BYTES = 2**20  # parameters smaller than this travel together, in one message an owner
+PACKED_BYTES = 2**20  # smaller parameters of an owner travel together, in one message per dtype
 
 
 class ShardedOptimizer(OptimizerOfShares):
-    """`optimizer_cls` over `params`, its state sharded over the ranks of `process_group` (None: all
-    ranks).
+    """Updates this rank's share of `params` by `optimizer_cls`, and broadcasts it to all ranks.
 
-    `params` is what torch.optim takes; `kwargs` go to `optimizer_cls`. A tensor listed twice counts
-    once; one that needs no gradient is owned and never sent. All ranks must build it from the same
-    parameters in the same order, and hold equal gradients when `step` is called. Learning rates are
-    changed in `param_groups`, as always. `state` holds this rank's share.
+    Args:
+        params: parameters or groups as torch.optim takes them. A tensor listed twice counts once;
+            one that needs no gradient is owned and never sent.
+        optimizer_cls: the optimizer that makes the updates.
+        process_group: the ranks that share the work. None: all ranks.
+        kwargs: arguments of `optimizer_cls`.
 
-    Raises TypeError if `optimizer_cls` works on all parameters at once (LBFGS), RuntimeError
-    without a process group.
+    All ranks must build it from the same parameters in the same order, and hold equal gradients
+    when `step` is called. Learning rates are changed in `param_groups`, as always. `state` holds
+    this rank's share.
+
+    Raises TypeError if `optimizer_cls` works on all parameters at once (LBFGS), ValueError if ranks
+    have different parameters, RuntimeError without a process group.
     """
 
     def __init__(
@@ -58,14 +63,17 @@ class ShardedOptimizer(OptimizerOfShares):
         self._take_settings()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group and share it out; also called for each group by the constructor of the base
-        class.
+        """Add a group, and choose an owner for each of its parameters.
+
+        The base class's constructor calls this for each group. Raises ValueError if ranks have
+        different parameters.
         """
         super().add_param_group(param_group)
         group, number = self.param_groups[-1], len(self.param_groups) - 1
         names = (f"parameter {index} of group {number}" for index in range(len(group["params"])))
         check_same_shapes(zip(names, group["params"]), self.process_group)
-        # stable: alike on all ranks
+
+        # A stable sort, so that all ranks choose the same owners.
         for parameter in sorted(group["params"], key=lambda parameter: -parameter.nbytes):
             owner = min(range(self.num_ranks), key=lambda rank: self.bytes_owned[rank])
             self.owners[parameter] = owner
@@ -75,15 +83,17 @@ class ShardedOptimizer(OptimizerOfShares):
             self._take_settings()
 
     def _own_part(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return `group` with only the parameters that this rank owns."""
         return {**hyperparameters(group), "params": [*filter(self.owns, group["params"])]}
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether this rank updates `parameter` and keeps its state."""
+        """Return whether this rank updates `parameter` and keeps its state."""
         return self.owners[parameter] == self.rank
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update the own share, then exchange the updated parameters; returns what `closure`, run
-        by all, returns.
+        """Update this rank's share, broadcast it, and return the loss that `closure` returns.
+
+        All ranks run `closure`. `kwargs` go to the wrapped optimizer's step.
         """
         self._give_settings()
         loss = self.local.step(**kwargs) if closure is None else self.local.step(closure, **kwargs)
@@ -92,11 +102,14 @@ class ShardedOptimizer(OptimizerOfShares):
 
     @torch.no_grad()
     def _broadcast_updates(self) -> None:
-        """Start all messages, then wait for all: neighbours have different owners, so that all
-        links are busy.
+        """Broadcast every parameter from its owner to all ranks, and wait.
+
+        All messages start before the first wait. Owners alternate, so that all links are busy.
         """
         if self.num_ranks == 1:
             return
+
+        # large parameters are messages of their own; small ones are packed by owner and dtype
         packed: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
         messages: list[tuple[int, int, Tensor]] = []  # turn, owner, what it sends
         turns: Counter[int] = Counter()
@@ -109,6 +122,8 @@ class ShardedOptimizer(OptimizerOfShares):
                 messages.append((turns[owner], owner, parameter.detach()))
                 turns[owner] += 1
         messages.sort(key=lambda message: message[:2])
+
+        # broadcast, then unpack
         buffers = {key: _flatten_dense_tensors(tensors) for key, tensors in packed.items()}
         messages += [(0, key[0], buffer) for key, buffer in buffers.items()]
         works = [
@@ -122,6 +137,7 @@ class ShardedOptimizer(OptimizerOfShares):
                 torch._foreach_copy_(tensors, _unflatten_dense_tensors(buffers[key], tensors))
 
     def all_states(self) -> dict[Tensor, dict[str, Any]]:
+        """Return the states of all parameters that have one, on CPU; collective."""
         parameters = self.parameters
         places = {parameter: place for place, parameter in enumerate(parameters)}
         own = {
@@ -134,6 +150,7 @@ class ShardedOptimizer(OptimizerOfShares):
         return {parameters[place]: state for states in everyone for place, state in states.items()}
 
     def own_states(self, states: dict[Tensor, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Return the `states` of the parameters that this rank owns, by their index in `local`."""
         return {
             place: states[one]
             for place, one in enumerate(filter(self.owns, self.parameters))

@@ -1,20 +1,19 @@
-"""Starts the ranks of a distributed job: spawned here, or handed to us by torchrun. One function
-serves both.
+"""Starting the ranks of a distributed job: as new processes of this host, or under torchrun.
 
-    def train(rank, num_ranks, steps): ...             # the default process group is up when it is called
+    def train(rank, num_ranks, steps): ...   # called when the default process group is ready
 
-    losses = run_ranks(train, 2, 100)                   # spawns two processes here; a list, a result a rank
-    losses = launch(train, 2, 100)                      # the same, or this process's part of a torchrun job
+    losses = run_ranks(train, 2, 100)        # starts two processes; a list, one result per rank
+    losses = launch(train, 2, 100)           # the same, or this process's part of a torchrun job
 
-`torch.multiprocessing.start_processes` starts the ranks, and ends them when one fails. Added here
-are what it lacks:
+`torch.multiprocessing.start_processes` starts the ranks, and ends them when one fails. This file
+adds:
 
-- the ranks meet in a store that this process opens on a free loopback port, and meet again when all
-  have their results: no port may be taken by somebody else, and no rank leaves while another still
-  talks to it;
-- results come back, and of several failures the first: that connections to a rank broke is told if
-  nothing else is;
-- a rank ends with the process that started it, however that ended.
+- a rendezvous: the ranks meet in a store that this process opens on a free loopback port, so no
+  other program can take the port. They meet again when all have their results, so no rank leaves
+  while another still communicates with it;
+- results and errors: results come back to the caller. Of several failures the first is reported; a
+  broken connection to another rank is reported only if there is nothing else;
+- clean ends: a rank ends with the process that started it, in whatever way that has ended.
 """
 
 from __future__ import annotations
@@ -45,23 +44,28 @@ from torch.multiprocessing.spawn import ProcessException, _prctl_pr_set_pdeathsi
 
 from cs336_systems.device import get_device_info
 
-DEFAULT_TIMEOUT_S = 120.0  # that a collective waits for the other ranks
-# that a rank waits for the others to be up: importing torch on a cold disk
+DEFAULT_TIMEOUT_S = 120.0  # how long a collective waits for the other ranks
+# how long a rank waits for the others to start: importing torch from a cold disk takes long
 START_TIMEOUT = timedelta(seconds=300)
 POLL_S = 0.02
-MOST_SHOWN = 100_000  # characters of an error: the store takes some millions
-GRACE_S = 2.0  # after the first failure, in which the others may say more about it
-START_METHOD = "spawn"  # where the caller names none
-# the first is what an optimizer imports
+MOST_SHOWN = 100_000  # characters of an error that are kept; the store takes some millions
+GRACE_S = 2.0  # after the first failure, for other ranks to report theirs
+START_METHOD = "spawn"  # if the caller names none
+# modules that a fork server imports; optimizers import torch._dynamo
 PRELOADED = ["torch._dynamo", "cs336_systems.distributed.spawn"]
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class RankError(RuntimeError):
-    """Rank `rank` failed, by an exception of the class `error_type` ("" if its process died) that
-    says `reason`.
+    """Raised by `run_ranks` if a rank failed.
 
-    `is_argument_error`: it is a ValueError, TypeError or OSError, whose message says all.
+    Args:
+        text: the message, with the rank's traceback if it raised an exception.
+        rank: the rank that failed first.
+        error_type: name of its exception's class; "" if its process died.
+        reason: its exception's message.
+        is_argument_error: whether the exception is a ValueError, TypeError or OSError, whose
+            message needs no traceback.
     """
 
     def __init__(
@@ -86,18 +90,24 @@ def run_ranks(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     start_method: str | None = None,
 ) -> list[Any]:
-    """The results of `function(rank, num_ranks, *args)` in `num_ranks` new processes, in the order
-    of ranks.
+    """Run `function(rank, num_ranks, *args)` in `num_ranks` new processes; return their results.
 
-    `function` is at the top level of an importable file; arguments and results can be pickled, and
-    CPU tensors of `args` are shared, each by a file descriptor; those of results are copied.
+    Args:
+        function: a function at the top level of an importable file, or a `functools.partial` of
+            one.
+        args: further arguments; they and the results must be picklable. CPU tensors in `args` are
+            shared with the ranks, each by a file descriptor; those in results are copied.
+        backend: "gloo", or "nccl" with device "cuda", which needs one GPU per rank.
+        device: "cpu", or "cuda", which makes GPU rank % (number of GPUs) current in each rank.
+        timeout_s: how long a collective waits for the other ranks, in seconds.
+        start_method: "spawn", the default, starts processes that import all they need.
+            "forkserver", for device "cpu", copies a process that has imported PyTorch, and that
+            keeps the environment of the first such job.
 
-    Device "cuda" makes GPU rank % (number of GPUs) current in each rank; backend "nccl" needs a GPU
-    a rank. A collective waits `timeout_s` for the other ranks. Start method "spawn", the default,
-    starts processes that import all they need; "forkserver", for device "cpu", copies one that has
-    imported PyTorch and has the environment of the first such job. ValueError for what cannot be
-    started, RankError for a rank that fails; none is left then.
+    Returns one result per rank, in rank order. Raises ValueError if the job cannot be started,
+    RankError if a rank fails; no process is left then.
     """
+    # check, and prepare the fork server
     start_method = start_method or START_METHOD
     _check(function, num_ranks, backend, device, timeout_s)
     _check_importable(function)
@@ -107,20 +117,26 @@ def run_ranks(
         )
     if start_method == "forkserver":
         preloaded = [*PRELOADED, *{_module_of(function)} - {"__main__"}]
-        # no effect once the server runs
+        # without effect if the server runs already
         multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)
-    # no warning for each that it ends
+    # start_processes would log a warning for each process that it ends
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+
+    # open the store on a free port
     listener = socket.create_server(("127.0.0.1", 0))
-    port, fd = listener.getsockname()[1], listener.detach()  # the store closes it
+    port, fd = listener.getsockname()[1], listener.detach()  # the store closes the socket
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd
     )
+
+    # start the ranks
     job = (num_ranks, backend, device, timeout_s)
     queue = multiprocessing.get_context(start_method).SimpleQueue()
     results: dict[int, Any] = {}
     arguments = (store.port, queue, job, function, args)
     ranks = start_processes(_rank_main, arguments, num_ranks, join=False, start_method=start_method)
+
+    # collect results until all ranks have ended, or one has failed
     try:
         while not ranks.join(timeout=POLL_S, grace_period=GRACE_S):
             while not queue.empty():
@@ -136,35 +152,43 @@ def run_ranks(
             process.kill()
             process.join()
         queue.close()
-        del store  # and its port: an error's traceback would hold this frame
+        del store  # frees the port: the traceback of an error would keep this frame alive
 
 
 def _rank_main(
     rank: int, port: int, queue: Any, job: tuple[int, str, str, float], function: Any, args: Any
 ) -> None:
-    """A rank's main: meet, join, call, report, wait for the others, leave without the interpreter's
-    tear-down.
+    """Run one rank: meet the others, join the group, call `function`, report, wait, and exit.
+
+    It never returns: the process exits without the interpreter's tear-down.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     end_with_parent()
     num_ranks, backend, device, timeout_s = job
-    # The second is for a failure: a thread may be waiting in the first, and later there may be no
-    # socket left.
+    # The second client reports a failure: a thread may be waiting in the first, and later the
+    # process may have no socket left.
     store, reporting = (
         dist.TCPStore("127.0.0.1", port, is_master=False, timeout=START_TIMEOUT) for _ in range(2)
     )
     try:
         if device == "cpu":
             _share_cores(num_ranks)
-        # a short time-out of collectives need not cover the start of a process
+
+        # Meet: so a short time-out of collectives need not cover the start of a process.
         if store.add("up", 1) == num_ranks:
             store.set("all up", "")
         store.wait(["all up"])
+
+        # join, call
         _join_group(backend, device, rank, timeout_s, store=store, rank=rank, world_size=num_ranks)
         result = function(rank, num_ranks, *args)
-        # for this last message: the function may share its own
+
+        # Report: the result's tensors are copied. Registered only now, since the function may
+        # share tensors of its own.
         ForkingPickler.register(torch.UntypedStorage, _copied)
         queue.put((rank, result))
+
+        # wait for the others
         store.wait(["all done"], timedelta(days=365))
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -176,10 +200,10 @@ def _rank_main(
 
 
 def _copied(storage: torch.UntypedStorage) -> tuple[Any, ...]:
-    """How a queue sends the memory of CPU tensors: its bytes, where PyTorch shares it and keeps a
-    file open for each.
+    """Pickle a storage for a queue: a CPU storage as its bytes, another as PyTorch does.
 
-    Once for all tensors that view it.
+    PyTorch would share a CPU storage, and keep a file open for each. Tensors that view one storage
+    send it once.
     """
     if storage.device.type != "cpu":
         return reduce_storage(storage)
@@ -187,18 +211,23 @@ def _copied(storage: torch.UntypedStorage) -> tuple[Any, ...]:
 
 
 def _storage_of(data: np.ndarray) -> torch.UntypedStorage:
+    """Unpickle a storage that `_copied` has pickled."""
     return torch.from_numpy(data).untyped_storage()
 
 
 def _share_cores(num_ranks: int) -> None:
-    """Ranks of one host that each took every core would wait for each other's threads."""
+    """Give this rank's share of the host's cores to PyTorch's threads, at least one.
+
+    If each rank used every core, ranks would wait for each other's threads.
+    """
     cores = get_device_info("cpu").num_cores or 1
     torch.set_num_threads(max(1, min(torch.get_num_threads(), cores) // num_ranks))
 
 
 def _leave(code: int) -> None:
-    """End the process here: gloo's threads may abort in the interpreter's tear-down, after all is
-    done.
+    """Exit with `code` at once, without the interpreter's tear-down.
+
+    gloo's threads may abort the process in the tear-down, when all is done.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -206,15 +235,20 @@ def _leave(code: int) -> None:
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
-    """A failure as the parent reads it."""
-    # also where str(error) raises
+    """Return what the parent needs to know of a failure, as JSON can hold it.
+
+    "kind" orders failures, the most telling first: 0 is an error of the rank's own, 1 a death (from
+    `_first_failure`), 2 a consequence of another rank's end. "when" is the time, "text" the message
+    with its traceback, and "told" the arguments of RankError.
+    """
+    # format_exception_only also works if str(error) raises
     shown = "".join(traceback.format_exception_only(error)).strip()[:MOST_SHOWN]
     reason = shown.partition(": ")[2]
-    # gloo raises plain RuntimeErrors that name its source file; the others have a class.
+    # gloo raises plain RuntimeErrors that name its source file; other transports have a class
     is_consequence = isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "gloo/" in reason
     )
-    line = shown.splitlines()[0]  # what fits into a table
+    line = shown.splitlines()[0]  # the first line alone fits into a table
     text = f"failed: {line}\n" + "".join(traceback.format_exception(error)).rstrip()[:MOST_SHOWN]
     is_argument_error = isinstance(error, ValueError | TypeError | OSError)
     told = {
@@ -222,28 +256,34 @@ def _describe(error: BaseException) -> dict[str, Any]:
         "reason": reason,
         "is_argument_error": is_argument_error,
     }
-    # Kinds, the most telling first: 0 is an error of its own, 1 a death, 2 a consequence of another
-    # rank's end.
     return {"kind": 2 if is_consequence else 0, "when": time.time(), "text": text, "told": told}
 
 
 def _first_failure(
     store: dist.Store, exit_codes: list[int | None], succeeded: set[int]
 ) -> RankError:
-    """What is to be told of a job of which some ranks failed, died or were ended."""
+    """Return the error to raise for a job in which some ranks failed, died or were ended.
+
+    It is that of the most telling kind (see `_describe`), and of that kind the earliest.
+    `succeeded` are the ranks whose results have come.
+    """
+    # the failures that ranks have reported, and the deaths of those that could not
     failures: dict[int, dict[str, Any]] = {}
     for rank, code in enumerate(exit_codes):
         if store.check([f"failure of {rank}"]):
             failures[rank] = json.loads(store.get(f"failure of {rank}"))
-        elif code not in (0, -signal.SIGTERM):  # by which those are ended that still ran
+        elif code not in (0, -signal.SIGTERM):  # SIGTERM ended the ranks that were still running
             failures[rank] = {
                 "kind": 1,
                 "when": 0.0,
                 "text": f"died ({exit_reason(code)})",
                 "told": {},
             }
+
     first, failure = min(failures.items(), key=lambda one: (one[1]["kind"], one[1]["when"]))
     text = f"rank {first} of {len(exit_codes)} {failure['text']}"
+
+    # if all failures are consequences, name the ranks that may be the cause
     silent = [
         str(rank)
         for rank in range(len(exit_codes))
@@ -251,7 +291,10 @@ def _first_failure(
     ]
     if failure["kind"] == 2:
         if silent:
-            text += f"\nIt waited for others; nothing was heard of rank {', '.join(silent)}, which may hang."
+            text += (
+                "\nIt waited for others; nothing was heard of rank "
+                f"{', '.join(silent)}, which may hang."
+            )
         if succeeded:
             returned = ", ".join(map(str, sorted(succeeded)))
             text += f"\nNo longer in the job, since its function has returned: rank {returned}."
@@ -259,7 +302,7 @@ def _first_failure(
 
 
 def exit_reason(code: int | None) -> str:
-    """How a process ended, from its exit code: "signal SIGKILL", "exit code 1"."""
+    """Return in words how a process ended, by its exit code: "signal SIGKILL", "exit code 1"."""
     return (
         f"signal {signal.Signals(-code).name}"
         if code is not None and code < 0
@@ -268,15 +311,18 @@ def exit_reason(code: int | None) -> str:
 
 
 def end_with_parent() -> None:
-    """Let this process of multiprocessing's end when its starter is gone: nobody else stops one
-    that hangs.
+    """Make this multiprocessing child end when the process that started it has ended.
+
+    Nothing else would stop a child that hangs.
     """
-    # on Linux, whatever it does; a fork server ends with its starter
+    # On Linux the kernel kills it, whatever it does. With a fork server the server is the parent,
+    # which ends with the process that started it.
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     starter = multiprocessing.parent_process()
     assert starter is not None
 
     def watch() -> None:
+        """Exit when the starter has ended."""
         starter.join()
         os._exit(1)
 
@@ -284,8 +330,9 @@ def end_with_parent() -> None:
 
 
 def _module_of(function: Any) -> str:
-    """The name of the module that new processes import for `function`, also where that is a
-    `functools.partial`.
+    """Return the name of the module that new processes import for `function`.
+
+    A `functools.partial` counts as the function in it.
     """
     while isinstance(function, partial):
         function = function.func
@@ -293,31 +340,39 @@ def _module_of(function: Any) -> str:
 
 
 def _check_importable(function: Any) -> None:
-    """ValueError where new processes cannot find `function`, or the program that it is started
-    from.
+    """Raise ValueError if new processes could not import `function` or the main program.
+
+    That is so for lambdas and inner functions, and for code from a notebook, `-c` or stdin.
     """
     inner = function
     while isinstance(inner, partial):
         inner = inner.func
-    if "<" in (name := getattr(inner, "__qualname__", "")):  # a lambda, or within another function
+    # the name of a lambda has "<lambda>" in it, that of an inner function "<locals>"
+    if "<" in (name := getattr(inner, "__qualname__", "")):
         raise ValueError(
-            f"function must be at the top level of a module, where new processes find it, got {name}"
+            "function must be at the top level of a module, where new processes find it, "
+            f"got {name}"
         )
+
+    # the main program has no file with -c and in a notebook, and "<stdin>" if it is read from there
     main = sys.modules["__main__"]
-    # none with -c and in a notebook, "<stdin>" where that is read
     file = getattr(main, "__file__", None)
     if getattr(main, "__spec__", None) is not None or (file is not None and os.path.isfile(file)):
         return
     if _module_of(function) == "__main__" or file is not None:
         shown = name or repr(function)
         raise ValueError(
-            f"function must be in a file, which new processes import, got {shown} typed in a notebook, "
+            f"function must be in a file, which new processes import, got {shown} "
+            "typed in a notebook, "
             "after -c or into stdin: write it to a file such as ranks.py and import it from there"
         )
 
 
 def _check(function: Any, num_ranks: int, backend: str, device: str, timeout_s: float) -> None:
-    """ValueError naming the argument that no job can be started with; `num_ranks` of this host."""
+    """Raise ValueError naming an argument with which no job can start.
+
+    `num_ranks` is the number of ranks on this host.
+    """
     if not callable(function):
         raise ValueError(f"function must be callable, got {function!r}")
     if not isinstance(timeout_s, int | float) or not timeout_s > 0:
@@ -330,16 +385,19 @@ def _check(function: Any, num_ranks: int, backend: str, device: str, timeout_s: 
         )
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' was asked for, and torch.cuda.is_available() is False")
-    # NCCL refuses that late and obscurely
+    # checked here, since NCCL's own error comes late and is obscure
     if backend == "nccl" and num_ranks > (have := torch.cuda.device_count()):
         raise ValueError(
-            f"backend 'nccl' needs a GPU a rank: num_ranks is {num_ranks} on this host, which has {have}"
+            f"backend 'nccl' needs a GPU a rank: num_ranks is {num_ranks} "
+            f"on this host, which has {have}"
         )
 
 
 def _join_group(backend: str, device: str, local_rank: int, timeout_s: float, **where: Any) -> None:
-    """Make the default process group of this rank, and its GPU, shared by ranks beyond the GPUs,
-    the current one.
+    """Create this rank's default process group; with device "cuda" make its GPU current first.
+
+    If there are more ranks than GPUs, several ranks share one. `where` goes to
+    `init_process_group`: the store, rank and number of ranks, or nothing under torchrun.
     """
     own = None
     if device == "cuda":
@@ -350,7 +408,7 @@ def _join_group(backend: str, device: str, local_rank: int, timeout_s: float, **
 
 
 def is_torchrun() -> bool:
-    """Whether this process is a rank that torchrun (or a Slurm script in its manner) started."""
+    """Return whether torchrun, or a Slurm script that sets its variables, started this process."""
     return all(name in os.environ for name in TORCHRUN_VARIABLES)
 
 
@@ -363,10 +421,11 @@ def launch(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     start_method: str | None = None,
 ) -> list[Any]:
-    """`run_ranks`, or inside a torchrun job this rank's call of `function`, whose list then holds
-    one result.
+    """Run `function` on all ranks by `run_ranks`, or under torchrun on this rank only.
 
-    Under torchrun `num_ranks` may be None; another number than WORLD_SIZE raises ValueError.
+    Returns the list of the ranks' results; under torchrun it holds this rank's only. Arguments are
+    those of `run_ranks`. Under torchrun `num_ranks` may be None, a number other than WORLD_SIZE
+    raises ValueError, and `start_method` is not used; otherwise None raises ValueError.
     """
     if not is_torchrun():
         if num_ranks is None:
@@ -377,13 +436,15 @@ def launch(
         raise ValueError(
             f"num_ranks must be torchrun's WORLD_SIZE={os.environ['WORLD_SIZE']}, got {num_ranks}"
         )
+
     collect_garbage_at_exit()
-    if "OMP_NUM_THREADS" not in os.environ:  # which torchrun sets, and Slurm does not
+    if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it, Slurm does not
         _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])))
     local_rank = int(os.environ["LOCAL_RANK"])
     _check(function, local_rank + 1, backend, device, timeout_s)
     _join_group(backend, device, local_rank, timeout_s)
-    # where it raises, torchrun ends the other ranks
+
+    # if the function raises, torchrun ends the other ranks
     result = function(dist.get_rank(), dist.get_world_size(), *args)
     dist.barrier()
     dist.destroy_process_group()
@@ -391,8 +452,10 @@ def launch(
 
 
 def collect_garbage_at_exit() -> None:
-    """Keep gloo, whose group may live in a cycle, from aborting a process that has finished: 3 to
-    13 % of jobs did.
+    """Make the process collect garbage at exit, which frees gloo's process groups in time.
+
+    A group may live in a reference cycle. Left to the interpreter's tear-down, gloo aborted the
+    finished process in 3 to 13 % of jobs.
     """
     atexit.unregister(gc.collect)
     atexit.register(gc.collect)

@@ -1,10 +1,10 @@
-"""Model and optimizer as flat names and tensors, of which the sharded ones know their place in the
-whole.
+"""Model and optimizer as named tensors for checkpoints; each knows its place in the whole tensor.
 
 state = TrainingState(model, optimizer)
-state.model_parts()           # {"model.head.weight": Part, ...}
-state.optimizer_parts()       # {"optimizer.head.weight.exp_avg": Part, "optimizer.head.weight.step": Part, ...}
-state.settings()              # of the optimizer, as JSON
+state.model_parts()       # {"model.head.weight": Part, ...}
+state.optimizer_parts()   # {"optimizer.head.weight.exp_avg": Part,
+                          #  "optimizer.head.weight.step": Part, ...}
+state.settings()          # the optimizer's class, hyper-parameters and names, as JSON
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from cs336_systems.distributed.zero1 import Zero1Optimizer
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank has, or reads, of a tensor: its rows from `start` on."""
+    """The rows of a tensor that this rank has, or is to read: those from `start` on."""
 
-    tensor: Tensor
-    shape: tuple[int, ...]  # of the whole
+    tensor: Tensor  # these rows
+    shape: tuple[int, ...]  # of the whole tensor
     start: int = 0
-    # of a rank, as buffers are, which ranks may have unlike: rank 0's is saved
+    # whether ranks may have different values, as of buffers: then rank 0's are saved
     is_own: bool = False
 
 
 class TrainingState:
-    """What `save_checkpoint` keeps of `model` and `optimizer`, and `load_checkpoint` gives back."""
+    """The parts of `model` and `optimizer` that a checkpoint saves and loads.
+
+    Raises ValueError for a lazy parameter, and for an optimizer's parameter that is not in `model`.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self.model, self.optimizer = model, optimizer
@@ -52,27 +55,35 @@ class TrainingState:
         self.shards: dict[Tensor, ShardedWeight] = {
             one: weight for one, weight in wholes.items() if weight
         }
+
+        # the optimizer's parameters by the prefix of their states' names, in the order in which
+        # state dicts number them
         groups = [] if optimizer is None else optimizer.param_groups
-        # By the prefix of the names of its states, in the order in which state dicts number them.
         self.updated: dict[str, Tensor] = {
             self._prefix(one): one for group in groups for one in group["params"]
         }
 
     def _prefix(self, parameter: Tensor) -> str:
+        """Return how the names of this parameter's optimizer states begin."""
         return f"optimizer.{self._name(parameter)}"
 
     def _name(self, parameter: Tensor) -> str:
+        """Return the parameter's name in the unwrapped model; raise ValueError if it has none."""
         if parameter not in self.names:
             raise ValueError(
-                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's"
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} "
+                "that is not the model's"
             )
         return self.names[parameter]
 
     def settings(self) -> dict[str, Any] | None:
-        """Class, hyper-parameters and names of parameters of the optimizer, as JSON."""
+        """Return the optimizer's class, hyper-parameters and parameters' names, ready for JSON.
+
+        None without an optimizer. Raises ValueError naming a hyper-parameter that JSON cannot hold.
+        """
         if self.optimizer is None:
             return None
-        # The optimizer that makes the updates, behind one that only shares them out.
+        # the optimizer that makes the updates: a sharded one wraps it
         makes = (
             self.optimizer.local
             if isinstance(self.optimizer, OptimizerOfShares)
@@ -87,29 +98,34 @@ class TrainingState:
         return {"kind": type(makes).__name__, "groups": settings, "names": names}
 
     def model_parts(self) -> dict[str, Part]:
-        """Parameters and buffers, a tied one once; ValueError naming what else the state dict has.
+        """Return this rank's parts of the state dict's parameters and buffers, a tied one once.
 
-        That is what a module's `get_extra_state` or a hook adds. A copy which a hook has put in the
-        place of a parameter or buffer stands for that one: values loaded into a copy would be lost.
+        Raises ValueError naming any other entry, such as one that a module's `get_extra_state` or a
+        hook adds. If a hook has put a copy in the place of a parameter or buffer, the part is the
+        original: values loaded into a copy would be lost.
         """
         members: dict[str, Tensor] = dict(self.model.named_buffers(remove_duplicate=False))
         members |= self.model.named_parameters(remove_duplicate=False)
         known = {id(member) for member in members.values()}
         updated = set(self.updated.values())
         parts: dict[str, Part] = {}
-        names: dict[str, str] = {}  # in the state dict, by the plain one
+        names: dict[str, str] = {}  # names in the state dict, by plain name
         seen: set[int] = set()
         for name, value in self.model.state_dict(keep_vars=True).items():
+            # the parameter or buffer that this entry is of
             member = value if id(value) in known else members.get(name)
             if member is None:
                 if value is None:
                     continue
                 raise ValueError(
-                    f"{name!r} cannot be kept: a checkpoint has parameters, buffers and optimizer states"
+                    f"{name!r} cannot be kept: "
+                    "a checkpoint has parameters, buffers and optimizer states"
                 )
             if id(member) in seen:
                 continue
             seen.add(id(member))
+
+            # its part, under its name in the unwrapped model
             plain = plain_name(self.model, name)
             if plain in names:
                 raise ValueError(
@@ -121,10 +137,11 @@ class TrainingState:
         return parts
 
     def optimizer_parts(self) -> dict[str, Part]:
-        """The states that this rank keeps; of a Zero1Optimizer, whose slices know no shapes, all;
-        collective.
+        """Return this rank's parts of the optimizer's states; numbers become tensors.
 
-        ValueError naming a state that is no tensor or number, or that is not cut as its weight.
+        With a Zero1Optimizer, whose slices have no shapes, each rank returns all states, and the
+        method is collective. Raises ValueError naming a state that is neither tensor nor number, or
+        that is not cut as FSDP cuts its weight.
         """
         states: dict[Any, dict[str, Any]] = (
             {} if self.optimizer is None else dict(self.optimizer.state)
@@ -135,27 +152,34 @@ class TrainingState:
         for parameter, state in states.items():
             for key, value in state.items():
                 name = f"{self._prefix(parameter)}.{key}"
+                # a number becomes a tensor whose name says so; None is left out
                 if isinstance(value, int | float):
                     dtype = torch.int64 if isinstance(value, int) else torch.float64
                     parts[f"{name}:number"] = Part(torch.tensor(value, dtype=dtype), ())
                 elif isinstance(value, Tensor):
                     if parameter in self.shards and value.ndim and value.shape != parameter.shape:
                         raise ValueError(
-                            f"{name!r}, of shape {tuple(value.shape)}, is not cut as FSDP cuts its weight"
+                            f"{name!r}, of shape {tuple(value.shape)}, "
+                            "is not cut as FSDP cuts its weight"
                         )
                     parts[name] = self._part(parameter, value.detach())
                 elif value is not None:
                     raise ValueError(
-                        f"the state {name!r} must be a tensor or a number, got {type(value).__name__}"
+                        f"the state {name!r} must be a tensor or a number, "
+                        f"got {type(value).__name__}"
                     )
         return parts
 
     def parts_to_load(
         self, saved: dict[str, Any] | None, entries: dict[str, Any]
     ) -> dict[str, Part]:
-        """Where a checkpoint's `entries` go; ValueError naming what is not as the model and
-        optimizer need it.
+        """Return the parts of this rank that a checkpoint's `entries` are to be read into, by name.
+
+        Parts of the model are its own tensors, those of the optimizer new ones for `take`. `saved`
+        are the settings of the saved optimizer. Raises ValueError naming an entry that is missing,
+        has another shape or is not the model's, or if the optimizer is another one.
         """
+        # the model's, which must be exactly those saved
         parts = self.model_parts()
         for name, part in parts.items():
             if name not in entries:
@@ -166,6 +190,8 @@ class TrainingState:
         for name in entries:
             if name.startswith("model.") and name not in parts:
                 raise ValueError(f"has {name!r}, which the model is without")
+
+        # the optimizer must be of the same class and groups
         own = self.settings()
         if own is None:
             return parts
@@ -174,6 +200,8 @@ class TrainingState:
             raise ValueError(f"is of the optimizer {kind}, not of {own['kind']}")
         if saved["names"] != own["names"]:
             raise ValueError("is of an optimizer with other parameter groups")
+
+        # the states of the parameters that this rank updates
         owns = (
             self.optimizer.owns
             if isinstance(self.optimizer, ShardedOptimizer)
@@ -188,12 +216,15 @@ class TrainingState:
                 parts[name] = self._part(
                     parameter, torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                 )
-            else:  # on the CPU, from where the optimizer moves it to the parameter's device
+            else:  # on the CPU; the optimizer moves it to the parameter's device
                 parts[name] = Part(torch.empty(shape, dtype=dtype), shape)
         return parts
 
     def take(self, parts: dict[str, Part], saved: dict[str, Any] | None) -> None:
-        """Give the optimizer what was read; the parameters have it already."""
+        """Load the states read into `parts`, and the `saved` settings, into the optimizer.
+
+        Parameters and buffers need nothing: they were read in place.
+        """
         if self.optimizer is None or saved is None:
             return
         places = {prefix: place for place, prefix in enumerate(self.updated)}
@@ -201,10 +232,11 @@ class TrainingState:
         for name, part in parts.items():
             prefix, _, key = name.rpartition(".")
             if prefix in places:
-                key, _, number = key.partition(":")  # that of a state which is no tensor
+                key, _, number = key.partition(":")  # "step:number" is a state that was a number
                 states.setdefault(places[prefix], {})[key] = (
                     part.tensor.item() if number else part.tensor
                 )
+
         groups, start = [], 0
         for group, names, now in zip(saved["groups"], saved["names"], self.optimizer.param_groups):
             settings = {key: _as_it_is_now(value, now.get(key)) for key, value in group.items()}
@@ -212,7 +244,7 @@ class TrainingState:
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
     def _part(self, parameter: Tensor, value: Tensor) -> Part:
-        """`value`, of `parameter`, and its place in the whole if that is sharded."""
+        """Return `value` as a part: this rank's rows if it has the shape of a shard, else whole."""
         weight = self.shards.get(parameter)
         if weight is None or value.shape != parameter.shape:
             return Part(value, tuple(value.shape))
@@ -220,7 +252,10 @@ class TrainingState:
 
 
 def _as_json(name: str, value: Any) -> Any:
-    """A hyper-parameter as JSON has it; ValueError naming one that JSON cannot hold."""
+    """Return a hyper-parameter as JSON can hold it, a tensor of one element as a number.
+
+    Raises ValueError naming the hyper-parameter if JSON cannot hold it.
+    """
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     try:
@@ -233,8 +268,9 @@ def _as_json(name: str, value: Any) -> Any:
 
 
 def _as_it_is_now(value: Any, now: Any) -> Any:
-    """A saved hyper-parameter in the type of the optimizer's own: a learning rate that is a tensor
-    stays one.
+    """Return a saved hyper-parameter in the type that the optimizer has `now`.
+
+    A number becomes a tensor if the optimizer's own is one; a list becomes a tuple.
     """
     if isinstance(now, Tensor) and isinstance(value, int | float):
         return torch.full_like(now, value)

@@ -1,21 +1,23 @@
-"""ZeRO stage 1: gradients are reduce-scattered, each rank updates its slice in float32, parameters
-are all-gathered.
+"""ZeRO stage 1: reduce-scatter gradients, update a slice on each rank, all-gather parameters.
 
-    optimizer = Zero1Optimizer(model.parameters(), AdamW, lr=1e-3)      # of a plain model: no DDP wrapper
-    loss.backward()                                                     # its hooks reduce bucket after bucket
+    optimizer = Zero1Optimizer(model.parameters(), AdamW, lr=1e-3)  # of a plain model, no DDP
+    loss.backward()                                                 # hooks reduce the buckets
     optimizer.step()
     optimizer.zero_grad()
 
-Parameters live in flat buckets, and each rank owns the same part of every bucket. Phases: reduce
-(each bucket when
-it is full, while backward goes on), update (the wrapped optimizer sees this rank's slices, in
-float32 or float64), gather (the slices of all ranks go back into the flat parameters, in place).
-The bytes sent are those of one all-reduce, where `ShardedOptimizer` behind a DDP wrapper sends half
-as much again (Rajbhandari et al., arXiv:1910.02054, section 7.2.1).
+Parameters live in flat buckets. Each bucket is cut into equal slices, one for each rank. The phases
+of a step are
 
-A slice knows no shapes, so the wrapped optimizer must work element by element, as SGD, Adam and
-AdamW do. Parameters below float32 get a master slice of their own. A parameter that a step does not
-use counts as having a gradient of zeros, so that momentum and weight decay go on moving it.
+- reduce: each bucket of gradients, when it is full, while the backward goes on;
+- update: the wrapped optimizer works on this rank's slices, in float32 or float64;
+- gather: the slices of all ranks go back into the flat parameters, in place.
+
+The bytes sent are those of one all-reduce; `ShardedOptimizer` behind a DDP wrapper sends half as
+much again (Rajbhandari et al., arXiv:1910.02054, section 7.2.1).
+
+A slice has no shapes, so the wrapped optimizer must work element by element, as SGD, Adam and AdamW
+do. Parameters below float32 get a master slice in float32. A parameter that a step does not use
+counts as having a gradient of zeros, so momentum and weight decay go on moving it.
 """
 
 from __future__ import annotations
@@ -48,29 +50,35 @@ from cs336_systems.distributed.optimizer_shares import (
     hyperparameters,
 )
 
-ALIGNMENT = 64  # elements, of a rank's slice
-# name, among an optimizer's states, of the float32 values of a parameter below float32
+ALIGNMENT = 64  # a rank's slice is a multiple of so many elements
+# key in an optimizer's state of the float32 values of a parameter below float32
 MASTER = "master"
 
 
 class Zero1Optimizer(OptimizerOfShares, Accumulating):
-    """`optimizer_cls`, an elementwise optimizer, over this rank's slices of `params`.
+    """Averages gradients and updates parameters, with optimizer state for this rank's slices only.
 
     Args:
-        params: what torch.optim takes; rank 0's values are sent to all.
-        bucket_size_mb: of the parameters of a bucket, in MiB; a larger parameter has one of its
-        own.
-        process_group: None: all ranks.
-        kwargs: for `optimizer_cls`.
+        params: parameters or groups as torch.optim takes them; rank 0's values are sent to all.
+        optimizer_cls: an optimizer that works element by element.
+        bucket_size_mb: largest size of a bucket of parameters, in MiB; a larger parameter has a
+            bucket of its own.
+        process_group: the ranks that share the work. None: all ranks.
+        kwargs: arguments of `optimizer_cls`.
 
-    The parameters' memory is replaced by views of the buckets: build it after the model is on its
-    device. Raises ValueError for an optimizer that is not elementwise, parameters that differ
-    between ranks or are a DDP wrapper's; RuntimeError without a process group, on a second backward
-    before `step` outside of `no_sync`, for a parameter that got other memory, a gradient that was
-    changed after it was averaged, and a group added later. Changes past autograd, by `.grad.data`
-    or by `unscale_` of torch.amp.GradScaler before a plain `step`, cannot be told: the update does
-    not see them. float16 needs the LossScaler of `loss_scale.py`; `step` of torch.amp.GradScaler
-    raises TypeError.
+    The parameters' memory is replaced by views of the buckets, so build the optimizer after the
+    model is on its device. float16 needs the LossScaler of `loss_scale.py`.
+
+    Raises:
+        ValueError: the optimizer is not elementwise, or the parameters differ between ranks or
+            belong to a DDP wrapper.
+        RuntimeError: there is no process group; a second backward came before `step` outside of
+            `no_sync`; a parameter got other memory; a gradient was changed after it was averaged;
+            a group was added later.
+        TypeError: by `step` of torch.amp.GradScaler.
+
+    The optimizer cannot notice changes of gradients that bypass autograd, by `.grad.data` or by
+    `unscale_` of torch.amp.GradScaler before a plain `step`: the update ignores them.
     """
 
     def __init__(
@@ -83,21 +91,28 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         **kwargs: Any,
     ) -> None:
         super().__init__(params, optimizer_cls, process_group, kwargs)
+
+        # check that the slices can be updated, and that all ranks have the same parameters
         check_elementwise(optimizer_cls, kwargs, rows=False)
         for wrapper in DataParallel.alive:
             if not set(wrapper.trainable).isdisjoint(self.parameters):
                 kind = type(wrapper).__name__
                 raise ValueError(
-                    f"{kind} averages the gradients already: give Zero1Optimizer the plain module's parameters"
+                    f"{kind} averages the gradients already: "
+                    "give Zero1Optimizer the plain module's parameters"
                 )
         names = {parameter: str(place) for place, parameter in enumerate(self.parameters)}
         self.fixed = [
             (name, parameter, parameter.requires_grad) for parameter, name in names.items()
         ]
         check_same_shapes(((name, parameter) for name, parameter, _ in self.fixed), process_group)
+
+        # frozen parameters are in no bucket, so they are broadcast here
         for parameter in self.parameters:
-            if not parameter.requires_grad:  # in no bucket, whose values rank 0 sends
+            if not parameter.requires_grad:
                 broadcast_from_first(parameter, process_group)
+
+        # lay out the buckets of each group, and build the optimizer over this rank's slices
         self.buckets: list[ShardedBucket] = []
         local_groups = []
         for group in self.param_groups:
@@ -110,16 +125,18 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
             )
         self.local = optimizer_cls(local_groups, **kwargs)
         self._take_settings()
-        # Groups (decayed or not) take turns in a backward, which the queue learns in the first
-        # step.
+
+        # A backward mixes the groups (with decay, without), so the queue learns the order of the
+        # buckets in the first step.
         self._queue = SendQueue(
             [bucket.parameters for bucket in self.buckets], names, process_group
         )
         call_at_each_gradient(self, self._queue.parameters, Zero1Optimizer._gradient_arrived)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Called by the constructor for each group; later ones are refused, the buckets being laid
-        out.
+        """Add a group; the constructor calls this, and later calls raise RuntimeError.
+
+        The buckets are laid out once, by the constructor.
         """
         if hasattr(self, "local"):
             raise RuntimeError(
@@ -130,8 +147,9 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
     # Reduce
 
     def _gradient_arrived(self, index: int) -> None:
-        """Take the gradient into its bucket, and reduce the buckets that are full and whose turn it
-        is.
+        """Move gradient `index` into its bucket, and reduce the full buckets whose turn it is.
+
+        `index` counts the parameters of all buckets, one bucket after the other.
         """
         number, place = self._queue.places[index]
         self.buckets[number].take_gradient(place, self._queue.names[self._queue.parameters[index]])
@@ -139,18 +157,23 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
             self._queue.arrive(index, self._send)
 
     def _send(self, message: int) -> Work:
+        """Start averaging one bucket; return the handle to wait for."""
         return self.buckets[message].reduce()
 
     def _finish(self) -> None:
+        """Send the buckets that the backward has not filled, and wait for all."""
         self._queue.finish(self._send)
 
     def averaged_gradients(self) -> list[Tensor]:
-        """This rank's slices of the mean gradients: what the update will use."""
+        """Finish averaging, and return this rank's slice of each bucket's mean gradient.
+
+        The update uses these tensors, in float32 or float64.
+        """
         self.finish_gradient_synchronization()
         return [bucket.gradient for bucket in self.buckets]
 
     def clip_grad_norm_(self, max_norm: float, eps: float = 1e-6) -> Tensor:
-        """Clip the averaged gradients as `clip_shards` does; returns the whole model's norm."""
+        """Clip the averaged gradients as `clip_shards` does; return the whole model's norm."""
         slices = self.averaged_gradients()
         return clip_shards(slices, [], max_norm, self.process_group, self.parameters[0].device, eps)
 
@@ -158,71 +181,90 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the own slices and gather all of them; TypeError for a closure, which would run
-        backward in here.
+        """Update this rank's slices, then gather the slices of all ranks into the parameters.
+
+        Raises TypeError for a closure, which would run a backward inside the step, and RuntimeError
+        if a gradient was replaced after the backward or changed after it was averaged.
         """
         if closure is not None:
             raise TypeError("Zero1Optimizer.step() takes no closure: run backward before it")
+
+        # reduce: what is still under way
         self.finish_gradient_synchronization()
         self._give_settings()
+
+        # update: the own slices
         for bucket in self.buckets:
             replaced = any(
                 one.grad is not view for one, view in zip(bucket.parameters, bucket.views)
             )
             if replaced or bucket.flat._version != bucket.version:
+                how = "replaced after the backward" if replaced else "changed after it was averaged"
                 raise RuntimeError(
-                    f"a gradient was {'replaced after the backward' if replaced else 'changed after it was averaged'}, "
-                    "which the update does not see: use clip_grad_norm_ and zero_grad of the optimizer"
+                    f"a gradient was {how}, which the update does not see: "
+                    "use clip_grad_norm_ and zero_grad of the optimizer"
                 )
             bucket.follow_parameters()
         self.local.step()
+
+        # gather: all slices, into the parameters
         wait_for([bucket.gather() for bucket in self.buckets])
-        # Past autograd, by the flat tensor: a backward whose forward was before this step must
-        # raise as in one process.
+
+        # The gather writes the flat tensors, so autograd does not see that parameters have changed.
+        # A backward whose forward was before this step must raise, as in one process.
         torch.autograd.graph.increment_version(self._queue.parameters)
         self._queue.begin()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; of a backward that no step has used (the loss scale overflowed) on
-        all ranks.
+        """Drop all gradients, also those of a backward that no step has used.
+
+        After such a backward (the loss scale overflowed) all ranks must call it.
         """
         if self._queue.arrived or not self._queue.waiting:
-            # what unused parameters kept waiting: another rank may have sent it
+            # Unused parameters keep buckets waiting here that another rank may have sent.
             self._queue.finish(self._send)
             self._queue.begin()
         super().zero_grad(set_to_none)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by torch.amp.GradScaler, which takes gradients from the parameters: there they are
-        this rank's own.
+        """Raise TypeError when torch.amp.GradScaler reads this property in its `step`.
+
+        GradScaler reads the parameters' gradients, which here are this rank's own, not the means.
         """
         raise TypeError(
-            "Zero1Optimizer needs LossScaler of cs336_systems.distributed.loss_scale, not torch's own"
+            "Zero1Optimizer needs LossScaler of cs336_systems.distributed.loss_scale, "
+            "not torch's own"
         )
 
     # State
 
     @torch.no_grad()
     def all_states(self) -> dict[Tensor, dict[str, Any]]:
-        """A parameter below float32 has one state more, its float32 values."""
+        """Return the states of all parameters in their shapes, on CPU; collective.
+
+        A parameter below float32 has one more entry, its float32 values, under the key MASTER.
+        """
         states: dict[Tensor, dict[str, Any]] = {}
         for bucket in self.buckets:
             masters = {MASTER: bucket.master} if bucket.is_low else {}
             for name, value in {**self.state.get(bucket.master, {}), **masters}.items():
+                # a state of the slice's shape is cut into parameters; a counter is the same for all
                 pieces = [value] * len(bucket.parameters)
                 if isinstance(value, Tensor) and value.shape == bucket.master.shape:
                     whole = value.new_empty(self.num_ranks * value.numel())
                     all_gather_flat(whole, value, self.process_group)
                     pieces = bucket.views_of(whole.cpu())
+
+                # cloned, so that a view does not keep the whole bucket alive
                 for parameter, piece in zip(bucket.parameters, pieces):
-                    # without the rest of the bucket
                     kept = piece.clone() if isinstance(piece, Tensor) else piece
                     states.setdefault(parameter, {})[name] = kept
         return states
 
     @torch.no_grad()
     def own_states(self, states: dict[Tensor, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Return this rank's slices of the parameters' `states`, by the number of the bucket."""
         sliced = [
             bucket.slices_of([states[parameter] for parameter in bucket.parameters])
             for bucket in self.buckets
@@ -231,28 +273,37 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
 
 
 class ShardedBucket(Bucket):
-    """A bucket whose parameters are views of a flat tensor too, and this rank's slice of both, in
-    float32 at least.
+    """A bucket whose parameters, too, are views of a flat tensor, with this rank's slice of both.
+
+    `part` is this rank's slice of the flat parameters, `master` that slice in float32 or wider,
+    which the optimizer updates, and `gradient` the slice of the mean gradient in the same dtype.
     """
 
     def __init__(self, parameters: list[Tensor], owner: Zero1Optimizer) -> None:
         super().__init__(parameters, multiple=owner.num_ranks * ALIGNMENT)
         self.group = owner.process_group
+
+        # move the parameters into one flat tensor
         self.flat_parameters = torch.zeros_like(self.flat)
         self.parameter_views = self.views_of(self.flat_parameters)
         for parameter, view in zip(parameters, self.parameter_views):
             view.copy_(parameter.detach())
             parameter.data = view
         broadcast_from_first(self.flat_parameters, self.group)
-        own_length = len(self.flat) // owner.num_ranks  # equal slices, the last ones padded
+
+        # this rank's slice; all slices are equally long, and the last ones hold padding
+        own_length = len(self.flat) // owner.num_ranks
         self.own = slice(owner.rank * own_length, (owner.rank + 1) * own_length)
         self.part = self.flat_parameters[self.own]
         self.is_low = torch.promote_types(self.part.dtype, torch.float32) != self.part.dtype
         self.master = nn.Parameter(self.part.float() if self.is_low else self.part)
-        self.gradient = torch.zeros_like(self.master)  # of the slice, averaged over ranks
+        self.gradient = torch.zeros_like(self.master)
 
     def take_gradient(self, place: int, name: str) -> None:
-        """As a bucket's; RuntimeError for a parameter that is no view of it any more."""
+        """Make the gradient at `place` a view of the bucket, as `Bucket.take_gradient` does.
+
+        Raises RuntimeError if the parameter itself is no longer a view of the bucket.
+        """
         parameter, view = self.parameters[place], self.parameter_views[place]
         if parameter.numel() and parameter.data_ptr() != view.data_ptr():
             shape = tuple(parameter.shape)
@@ -262,7 +313,10 @@ class ShardedBucket(Bucket):
         super().take_gradient(place, name)
 
     def reduce(self) -> Work:
-        """Start averaging; what no backward touched counts as zero."""
+        """Start averaging the gradients into this rank's slice; return the handle to wait for.
+
+        Parameters without a gradient count as having one of zeros.
+        """
         for parameter, view in zip(self.parameters, self.views):
             if parameter.grad is None:
                 parameter.grad = view.zero_()
@@ -270,31 +324,38 @@ class ShardedBucket(Bucket):
         return reduce_scatter_mean_flat(self.gradient, self.flat, self.group, async_op=True)
 
     def follow_parameters(self) -> None:
-        """Let the master take up what was written into parameters since the gather, as by
-        `model.load_state_dict`.
+        """Copy into the master what was written into the parameters since the last gather.
+
+        `model.load_state_dict` writes so. Elements that still equal the rounded master keep its
+        full precision. Without low-precision parameters the master is the slice itself.
         """
         if self.is_low:
             unchanged = self.part == self.master.to(self.part.dtype)
             self.master.copy_(torch.where(unchanged, self.master, self.part.to(self.master.dtype)))
 
     def gather(self) -> Work:
-        """Start filling the parameters from all ranks' slices."""
+        """Start filling the parameters from all ranks' slices; return the handle to wait for."""
         if self.is_low:
             self.part.copy_(self.master)
         return all_gather_flat(self.flat_parameters, self.part, self.group, async_op=True)
 
     def slices_of(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """This rank's slices of the states of all parameters; a counter is one for all. Takes up
-        the master values.
+        """Return this rank's slice of each state; copy the master values into `master` instead.
+
+        `states` holds one state for each parameter of the bucket. A state that has not the shape of
+        its parameter, such as a step counter, is taken from the first parameter that has it.
         """
         slices: dict[str, Any] = {}
         for name in sorted({name for state in states for name in state}):
+            # without a parameter's shape: one value for the bucket
             values = {
                 place: state[name]
                 for place, state in enumerate(states)
                 if state.get(name) is not None
             }
             slices[name] = next(iter(values.values()))
+
+            # of a parameter's shape: laid out as the bucket, then cut to this rank's slice
             tensors = {place: value for place, value in values.items() if isinstance(value, Tensor)}
             fits = [value.shape == self.parameters[place].shape for place, value in tensors.items()]
             if name != "step" and fits and all(fits):
@@ -304,6 +365,7 @@ class ShardedBucket(Bucket):
                 for place, value in tensors.items():
                     views[place].copy_(value)
                 slices[name] = whole[self.own].clone()
+
         if MASTER in slices:
             self.master.copy_(slices.pop(MASTER))
         return slices

@@ -1,4 +1,4 @@
-"""What the file of an experiment is written with, in one import.
+"""All names that the file of an experiment needs, in one import.
 
 from cs336_systems.experiments import Cell, Experiment, Pivot, Row, Sample, problem
 """

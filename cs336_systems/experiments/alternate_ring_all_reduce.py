@@ -1,4 +1,4 @@
-"""Two ring all-reduces, run step by step between simulated ranks: their steps, bytes and times."""
+"""Steps, bytes and times of two ring all-reduces that run step by step between simulated ranks."""
 
 from typing import Any
 
@@ -13,11 +13,12 @@ RINGS = {"ring": rings.ring_all_reduce, "alternate": rings.alternate_ring_all_re
 @problem()
 class AlternateRingAllReduce(Calculation):
     def calculate(self) -> list[dict[str, Any]]:
+        """Return a row per number of ranks: steps, share sent and time of both rings."""
         rows = []
         for num_ranks in RANKS:
             row: dict[str, Any] = {"N": num_ranks}
             for name, collective in RINGS.items():
-                # one element a chunk
+                # One element per chunk: the buffer S is then N elements.
                 _, traffic = collective([[rank] * num_ranks for rank in range(num_ranks)])
                 seconds = traffic.seconds(
                     HARDWARE["H200"].node_bytes_per_s, BUFFER_BYTES / num_ranks

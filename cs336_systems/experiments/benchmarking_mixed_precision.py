@@ -1,6 +1,4 @@
-"""Autocast's dtypes, a layer norm computed in one dtype, and step times in float32 and with
-bfloat16.
-"""
+"""Autocast's dtypes, a layer norm computed in one dtype, and step times in three precisions."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -68,7 +66,7 @@ DTYPES_SEEN = tuple(
 
 
 class ToyModel(nn.Module):
-    """The handout's: linear, ReLU, layer norm, linear."""
+    """The handout's toy model: linear, ReLU, layer norm, linear."""
 
     def __init__(self, in_features: int = 20, out_features: int = 5) -> None:
         super().__init__()
@@ -81,8 +79,9 @@ class ToyModel(nn.Module):
 
 
 def autocast_dtypes(device: str, dtype: str) -> dict[str, str]:
-    """The dtype of each of `AUTOCAST_TENSORS` in a step of `ToyModel` under autocast to `dtype` on
-    `device`.
+    """Return the dtype of each of `AUTOCAST_TENSORS` in a step of `ToyModel` under autocast.
+
+    `device` and `dtype` are autocast's.
     """
     model = ToyModel().to(device)
     seen: dict[str, Tensor] = {}
@@ -107,17 +106,16 @@ def autocast_dtypes(device: str, dtype: str) -> dict[str, str]:
 
 
 class NormResult(NamedTuple):
-    """A layer norm computed in one dtype from end to end."""
+    """What a layer norm computed in one dtype loses."""
 
     overflowing_squares: float  # the fraction of squared deviations that are infinite
-    # largest deviation of the output from float64's, which itself is of order 1; NaN if one is not
-    # finite
+    # Largest difference of the output from float64's, whose elements are of order 1. NaN if an
+    # element is not finite.
     error: float
 
 
 def norm_in(dtype: str, scale: float, *, device: str = "cpu") -> NormResult:
-    """Layer norm with every step rounded to `dtype`, on normal inputs of standard deviation
-    `scale`.
+    """Run a layer norm with every step rounded to `dtype`, on normal inputs scaled by `scale`.
 
     Twice as large inputs have the same normalised output, but squares four times as large: in
     float16 they pass 65,504 where |x - mean| exceeds 256. bfloat16 has float32's range and loses
@@ -137,7 +135,7 @@ def norm_in(dtype: str, scale: float, *, device: str = "cpu") -> NormResult:
 
 
 def gain_claim(rows: pd.DataFrame) -> str:
-    """Larger models gain more where the speed rises from size to size in every mode."""
+    """Return that larger models gain more, if the speed rises from size to size in every mode."""
     if not all(of["over_float32"].is_monotonic_increasing for _, of in rows.groupby("mode")):
         return ""
     gains, sizes = rows["over_float32"], list(dict.fromkeys(rows["model"]))
@@ -147,11 +145,12 @@ def gain_claim(rows: pd.DataFrame) -> str:
 
 @problem()
 class BenchmarkingMixedPrecision(Experiment):
-    by_turns = True  # the precisions of a size
+    by_turns = True  # the precisions of one model size take turns
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Autocast's dtypes, the norm's overflow, then each size in float32, under bfloat16
-        autocast, in bfloat16.
+        """Return cells for autocast's dtypes, the norm's errors, and each size's steps.
+
+        The steps are timed in float32, under bfloat16 autocast and in bfloat16.
         """
         cells = [
             Cell(case=AutocastCase(dtype=dtype), implementation="eager", rows=DTYPES_SEEN)
@@ -163,10 +162,11 @@ class BenchmarkingMixedPrecision(Experiment):
         cells += [
             Cell(case=norm, implementation="eager", rows=(OVERFLOW, NORM_ERROR)) for norm in norms
         ]
+
         modes = MODEL_MODES if run.scale == "handout" else MODEL_MODES[:2]
         for case in model_cases(run, SIZES_OF_BOTH):
+            # On a CPU without bfloat16 units a real model's step takes many seconds.
             if run.scale != "handout" and not case.model.name.endswith("-proxy"):
-                # a CPU without bfloat16 units takes many seconds for a step of a real model in it
                 continue
             case = replace(case, warmup=2 if run.scale == "handout" else 0)
             of_precisions = [replace(case, precision=precision) for precision in PRECISIONS]
@@ -187,8 +187,9 @@ class BenchmarkingMixedPrecision(Experiment):
             yield from self._measure_precisions(cell, run)
 
     def _measure_precisions(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """Each precision in its turn: a model of its own, since no GPU holds three of `10b`, in all
-        modes.
+        """Yield the times of all modes, with the precisions taking turns.
+
+        Each turn builds its own model, since no GPU holds three of `10b`.
         """
 
         def turn(case: ModelCase, modes: Sequence[str]) -> Iterator[tuple[str, list[float]]]:
@@ -210,7 +211,7 @@ class BenchmarkingMixedPrecision(Experiment):
         }
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Column `over_float32`: how many times as fast a pass is as the same model's in float32."""
+        """Add `over_float32`: how many times as fast a pass is as the model's in float32."""
         rows = dicts(frame)
         known = {
             (row.get("model"), row["mode"], row["precision"]): row
@@ -223,7 +224,7 @@ class BenchmarkingMixedPrecision(Experiment):
         )
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`gain(model)`: the speed of its training step under bfloat16 autocast over float32's."""
+        """Return `gain(model)`: a training step's speed under autocast over that in float32."""
 
         def gain(model: str) -> str:
             chosen = {

@@ -1,8 +1,8 @@
-"""Step time of every model size: forward, forward and backward, full AdamW step; and what warm-up
-changes.
+"""Step time of every model size in three modes, and what warm-up changes.
 
-Each size and mode is timed in a process of its own that has done nothing before, step by step from
-the first: the row with w warm-ups is the window of ten that follows the first w.
+The modes are the forward, forward and backward, and the full AdamW step. Each size and mode is
+timed in a process of its own that has done nothing before, step by step from the first. The row
+with w warm-ups is the window of ten steps that follows the first w.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ SETTLED = {"quantity": "time", "warmup": WARMUPS[-1]}
 
 
 def warm_claim(rows: pd.DataFrame) -> str:
-    """One step is enough where all that were warmed up are within 2 % of the median."""
+    """Return that one warm-up step is enough, if warm first steps are within 2 % of the median."""
     cold, warm = (
         rows.loc[(rows["warm-up"] == "0 warm-up steps") == is_cold, "first"]
         for is_cold in (True, False)
@@ -57,8 +57,7 @@ class BenchmarkingScript(Experiment):
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """One series of steps from a cold process, of which each row has those that follow its
-        warm-up.
+        """Yield windows of one series of steps from a cold process, one window per row.
 
         The rows' cases differ in `warmup` only, so the first w steps of the series are the warm-up
         of row w: the same experiment as separate runs with w warm-up steps, without drawing a new
@@ -72,7 +71,7 @@ class BenchmarkingScript(Experiment):
             yield Sample(row=row, samples=samples[row.case.warmup : row.case.warmup + num_steps])
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Spread in percent, and the first timed step over the median of those after it."""
+        """Add the spread in percent, and the first timed step over the median of the window."""
         return {
             "spread": 100 * row["std"] / row["mean"],
             "first": row["samples"][0] / row["median"] if row["samples"] else float("nan"),

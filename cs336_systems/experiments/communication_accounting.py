@@ -1,6 +1,4 @@
-"""Memory and smallest batch of the 2025 handout's XXL model with FSDP and tensor parallelism, on
-TPU v5p.
-"""
+"""Memory and smallest batch of the 2025 handout's XXL model on TPU v5p, with FSDP and TP."""
 
 from typing import Any
 
@@ -16,6 +14,7 @@ DEVICES = (32, 38, 48, 64, 96, 128, 192, 256)
 
 
 def fits_claim(rows: pd.DataFrame) -> str:
+    """Return from how many devices on XXL fits without activations."""
     fewest = rows.loc[(rows["tokens"] == 0) & (rows["gigabytes"] <= LIMIT_GB), "devices"].min()
     return (
         f"Without activations XXL fits a TPU v5p from N_FSDP = {fewest} on, with each token later"
@@ -25,6 +24,7 @@ def fits_claim(rows: pd.DataFrame) -> str:
 @problem()
 class CommunicationAccounting(Calculation):
     def calculate(self) -> list[dict[str, Any]]:
+        """Return XXL's memory by tokens saved, and a device's share of it by number of devices."""
         rows: list[dict[str, Any]] = []
         for tokens in TOKENS:
             saved = xxl.saved_bytes(xxl.XXL, tokens)
@@ -52,6 +52,11 @@ class CommunicationAccounting(Calculation):
         return rows
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """Return the numbers of the text: XXL's sizes, devices and smallest batches.
+
+        A batch is given for collectives of FSDP and TP that overlap each other, and that do not.
+        """
+        # Smallest batches per device with overlap ("tokens", "batch") and without ("shared_...").
         model, mesh = xxl.XXL, xxl.V5P
         a_token = xxl.saved_bytes(model, 1)
         alone, shared = (

@@ -1,6 +1,4 @@
-"""When data parallelism of a feed-forward layer is bound by communication: closed forms on four
-links.
-"""
+"""When communication limits data parallelism of a feed-forward layer: closed forms, four links."""
 
 from typing import Any
 
@@ -12,6 +10,7 @@ from cs336_systems.subjects.layer_times import FEW_TOKENS, TOKENS, layer, links,
 @problem()
 class DataParallelCalcs(Calculation):
     def calculate(self) -> list[dict[str, Any]]:
+        """Return times of a backward, and the largest N that hides communication, by link."""
         rows = times(("DP backward",))
         for link, rates in links().items():
             row = {"quantity": "limit", "link": link, "rate": round(rates["bytes_per_s"] / 1e9)}

@@ -1,6 +1,4 @@
-"""Bucketed data parallelism over bucket sizes, ours and PyTorch's, and a model of what buckets
-cost.
-"""
+"""Bucketed data parallelism by bucket size, ours and PyTorch's, and a model of the cost."""
 
 from typing import Any
 
@@ -20,11 +18,14 @@ BUCKET_SIZES_MB = {"tiny": (0.1,), "smoke": (0.1, 1, 10), "handout": (1, 10, 100
 
 
 def buckets_claim(rows: pd.DataFrame) -> str:
-    """Larger buckets are faster where no step of ours is longer than that of smaller ones."""
+    """Return that larger buckets are faster, if none makes our step longer than a smaller one."""
     steps = rows[rows["implementation"] == "bucketed"].sort_values("bucket_size_mb")["median"]
     if not (len(steps) > 1 and steps.is_monotonic_decreasing):
         return ""
-    return f"Larger buckets shorten our step from {digits(steps.iloc[0])} to {digits(steps.iloc[-1])} ms"
+    return (
+        f"Larger buckets shorten our step from {digits(steps.iloc[0])} "
+        f"to {digits(steps.iloc[-1])} ms"
+    )
 
 
 @problem()
@@ -32,7 +33,7 @@ class DDPBucketedBenchmarking(DataParallelExperiment):
     implementations = ("bucketed", "torch_ddp_view")
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Bucket sizes, ours and at handout scale PyTorch's."""
+        """Return a cell for each bucket size, ours and at handout scale PyTorch's."""
         names = self.implementations if run.scale == "handout" else ("bucketed",)
         cells = [
             ddp_cells(run, names, [most_ranks(run)], bucket_size_mb=size)
@@ -41,8 +42,10 @@ class DDPBucketedBenchmarking(DataParallelExperiment):
         return sum(cells, [])
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`buckets(size)` of xl, and of the model of their overhead `best_mib` and `overhead_ms` at
-        that size.
+        """Return functions of xl's buckets: their number, best size and overhead.
+
+        `buckets(mib)` counts the buckets of a size. `best_mib` and `overhead_ms` come from the
+        model of their cost: the best size, and the overhead at that size.
         """
         with torch.device("meta"):
             parameters = list(TransformerLM.from_config(MODEL_SIZES["xl"]).parameters())

@@ -1,4 +1,4 @@
-"""Overlapping the backward with communication: all four wrappers beside PyTorch's own."""
+"""Training steps of all four wrappers beside PyTorch's: what overlap with the backward gains."""
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import Cell, problem
@@ -10,8 +10,8 @@ from cs336_systems.subjects.ranks import rank_counts
 @problem()
 class DDPOverlapBenchmarking(ddp.DataParallelExperiment):
     def cells(self, run: RunConfig) -> list[Cell]:
-        """All wrappers in one run, in both precisions, and before them a rank that sends nothing."""
-        # One of PyTorch's is enough to compare with in a laptop's minutes.
+        """Return all wrappers in both precisions, and before them a rank that sends nothing."""
+        # A laptop compares with only one of PyTorch's wrappers, to stay within minutes.
         names = {"tiny": ("overlap",), "smoke": (*OURS, "torch_ddp_view")}.get(
             run.scale, self.implementations
         )

@@ -1,7 +1,7 @@
-"""Collectives on one host: time and bandwidth over message size, by backend and number of ranks.
+"""Collectives on one host: time and bandwidth by message size, backend and number of ranks.
 
 A cell is a backend and a number of ranks, its rows every collective and size. A sample is the time
-of the slowest rank; the first result of every case is checked. Bus bandwidth is what the busiest
+of the slowest rank. The first result of every case is checked. Bus bandwidth is what the busiest
 link carried (analysis/bandwidth.py).
 """
 
@@ -24,7 +24,7 @@ from cs336_systems.measure.timing import synchronize
 from cs336_systems.subjects.ranks import run_cell, slowest, timed_calls
 
 BYTES_PER_FLOAT = 4
-MB = 10**6  # as the handout's sizes
+MB = 10**6  # bytes, as in the handout's sizes
 SIZES_MB = {"tiny": (1,), "smoke": (1, 10), "handout": (1, 10, 100, 1000)}
 NUM_RANKS = {"tiny": (2,), "smoke": (2, 4), "handout": (2, 4, 6, 8)}
 BUDGET_MS = {"tiny": 20.0, "smoke": 100.0, "handout": 300.0}  # of timed calls a case
@@ -33,10 +33,14 @@ WARMUP = {"nccl": 3, "gloo": 1}  # gloo has nothing to tune, and its gigabyte ta
 
 
 def bandwidth_claim(rows: pd.DataFrame) -> str:
+    """Return the highest bus bandwidths of NCCL's and gloo's all-reduce, if both ran."""
     most = rows.groupby("backend")["bus_gb_s"].max()
     if not {"nccl", "gloo"} <= set(most.index):
         return ""
-    return f"NCCL's all-reduce reaches {digits(most['nccl'])} GB/s of bus bandwidth, gloo's {digits(most['gloo'])}"
+    return (
+        f"NCCL's all-reduce reaches {digits(most['nccl'])} GB/s of bus bandwidth, "
+        f"gloo's {digits(most['gloo'])}"
+    )
 
 
 @problem()
@@ -44,7 +48,7 @@ class Communication(Experiment):
     implementations = ("nccl", "gloo")
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """gloo on host memory for every number of ranks; NCCL for as many ranks as there are GPUs."""
+        """Return gloo on host memory for every number of ranks, NCCL for as many as GPUs."""
         cells = []
         for backend in ("nccl", "gloo") if run.device == "cuda" else ("gloo",):
             for ranks in NUM_RANKS[run.scale]:
@@ -81,7 +85,7 @@ class Communication(Experiment):
             "size": f"{size / MB:g} MB",
             "megabytes": size / MB,
             "line": f"{row['backend']}, {ranks} ranks",
-            # a clock that saw nothing gives no rate
+            # A time of 0, from a clock that is too coarse, gives no rate.
             "bus_gb_s": bus_gb_per_s(row["operation"], ranks, size, ms) if ms > 0 else math.nan,
         }
 
@@ -122,8 +126,9 @@ class Communication(Experiment):
 def time_collectives(
     rank: int, num_ranks: int, cases: list[CollectiveCase], budget_ms: float
 ) -> list[list[float]]:
-    """Milliseconds of each repetition of each case on this rank; the first result of each case is
-    checked.
+    """Return the milliseconds of each repetition of each case on this rank.
+
+    Disagreement if the first result of a case is wrong.
     """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     found = []
@@ -136,7 +141,8 @@ def time_collectives(
             math.isclose(extreme, expected, rel_tol=1e-5) for extreme in (smallest, largest)
         ):
             raise Disagreement(
-                f"{case.operation} must give {expected:g} everywhere, got values from {smallest:g} to {largest:g}"
+                f"{case.operation} must give {expected:g} everywhere, "
+                f"got values from {smallest:g} to {largest:g}"
             )
         for _ in range(WARMUP[case.backend] - 1):
             call()
@@ -147,11 +153,12 @@ def time_collectives(
 def _prepare(
     case: CollectiveCase, rank: int, device: str
 ) -> tuple[Callable[[], object], torch.Tensor, float]:
-    """The collective as a call without arguments, where its first run leaves its result, and what
-    each element is.
+    """Return a collective as a call, the tensor of its first result, and that result's value.
+
+    All elements of the result have the same value.
     """
     ranks = case.num_ranks
-    # whole parts: at 6 ranks a few bytes less
+    # Ranks get equal parts, so that at 6 ranks the message is a few bytes smaller.
     size = case.num_bytes // BYTES_PER_FLOAT // ranks * ranks
     whole = torch.full((size,), float(rank + 1), device=device)
     part = torch.full((size // ranks,), float(rank + 1), device=device)

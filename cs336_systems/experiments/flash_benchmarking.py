@@ -1,5 +1,6 @@
-"""FlashAttention-2 beside plain attention and the library kernels: the handout's grid, one head,
-batch 1, causal.
+"""FlashAttention-2 beside plain attention and library kernels on the handout's grid.
+
+The grid has one head, batch 1 and the causal mask.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,29 +25,35 @@ from cs336_systems.experiments import (
 from cs336_systems.subjects import attention_passes as attention
 from cs336_systems.subjects.implementations import IMPLEMENTATIONS, STAGES, TINY_IMPLEMENTATIONS
 
-LENGTHS = {  # the handout's, and one more, at which plain attention runs out of an H200's memory
+# The handout's lengths, and one more, at which plain attention runs out of an H200's memory.
+LENGTHS = {
     "tiny": (64, 128),
     "smoke": (128, 256, 512, 1024),
     "handout": tuple(2**power for power in range(7, 18)),
 }
 LONGEST_FLOAT32 = 65536
-# tests go further; a time in the interpreter says nothing, and quadruples with the length
+# Tests go further. The interpreter's times say nothing of speed, and twice the length takes four
+# times as long.
 LONGEST_INTERPRETED = 256
-# at smoke scale, of what compiles anew for nearly every length, on a CPU for many seconds
+# At smoke scale, for implementations that compile anew for nearly every length, on a CPU for many
+# seconds.
 LONGEST_RECOMPILED = 128
 RECOMPILED = ("tiled_compiled", "flex")
 SHOWN = ("triton", "sdpa_flash", "sdpa_cudnn")  # in figures: timed in one run with plain attention
-FIRST_DRAWN = 4096  # shorter calls take what the host takes to launch them
+FIRST_DRAWN = 4096  # shorter calls take as long as the host needs to launch them
 DOWN = {"d": "head_dim", "S": "seqlen_q"}
 
 
 def triton_claim(rows: pd.DataFrame) -> str:
-    """How much faster ours is, where it is at every length."""
+    """Return how much faster our Triton kernels are, if they are at every length."""
     ours = rows[rows["implementation"] == "triton"]
     if not ours["speed_over_eager"].min() > 1:
         return ""
     start = ours["seqlen_q"].min()
-    return f"From {start:,} tokens on triton is {span(ours['speed_over_eager'])} times as fast as plain PyTorch"
+    return (
+        f"From {start:,} tokens on triton is {span(ours['speed_over_eager'])} times "
+        "as fast as plain PyTorch"
+    )
 
 
 @problem()
@@ -57,8 +64,9 @@ class FlashBenchmarking(attention.AttentionExperiment):
     speeds = {"speed_over_eager": {"implementation": "eager"}}
 
     def cases(self, run: RunConfig) -> list[AttentionShape]:
-        """bfloat16 and float32 on a GPU; on a CPU float16 stands in, as the interpreter cannot
-        multiply bfloat16.
+        """Return the grid in bfloat16 and float32 on a GPU, in float16 and float32 on a CPU.
+
+        The interpreter cannot multiply bfloat16.
         """
         low: DTypeName = "bfloat16" if run.device == "cuda" else "float16"
         dtypes: tuple[DTypeName, ...] = ("float32",) if run.scale == "tiny" else (low, "float32")
@@ -74,18 +82,23 @@ class FlashBenchmarking(attention.AttentionExperiment):
         ]
 
     def names(self, run: RunConfig) -> Sequence[str]:
-        """FlashAttention-4 is timed where it has a GPU to fill: in `attention_shapes`."""
+        """Return the implementations except FlashAttention-4.
+
+        `attention_shapes` times that one on shapes that fill a GPU.
+        """
         names = TINY_IMPLEMENTATIONS if run.scale == "tiny" else IMPLEMENTATIONS
         return tuple(name for name in names if name not in ("flex_flash", "fa4"))
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """Each pass checked against the oracle and then timed; what would only cost minutes is
-        skipped.
+        """Check each pass against the oracle, then time it.
+
+        Unsupported for combinations that would only cost minutes.
         """
         length, name = cell.case.seqlen_q, cell.implementation
         if cell.case.dtype == "float32" and length > LONGEST_FLOAT32 and name != "eager":
             raise Unsupported(
-                f"float32 is measured up to {LONGEST_FLOAT32}; only eager goes on, to its out-of-memory"
+                f"float32 is measured up to {LONGEST_FLOAT32}; "
+                "only eager goes on, to its out-of-memory"
             )
         if (
             name in ("triton", "triton_first")
@@ -95,7 +108,8 @@ class FlashBenchmarking(attention.AttentionExperiment):
             raise Unsupported(f"the interpreter is run up to {LONGEST_INTERPRETED} tokens here")
         if run.scale == "smoke" and name in RECOMPILED and length > LONGEST_RECOMPILED:
             raise Unsupported(
-                f"it compiles anew for each length: up to {LONGEST_RECOMPILED} tokens at smoke scale"
+                f"it compiles anew for each length: up to {LONGEST_RECOMPILED} tokens at "
+                "smoke scale"
             )
         if (
             run.scale == "smoke"
@@ -106,9 +120,7 @@ class FlashBenchmarking(attention.AttentionExperiment):
         yield from super().measure(cell, run)
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`slower(mode=..., dtype=...)`: on how many shapes of how many triton is slower than plain
-        attention.
-        """
+        """Return `slower(mode=..., dtype=...)`: on how many shapes triton is slower than eager."""
 
         def slower(mode: str, dtype: str) -> str:
             asked = (

@@ -1,4 +1,4 @@
-"""FSDP: memory, step time and the all-gather's race with compute, beside PyTorch's `fully_shard`."""
+"""FSDP beside PyTorch's `fully_shard`: memory, step time, and how much of the gathers is hidden."""
 
 from cs336_systems.config import MODEL_SIZES, DTypeName, Precision, RunConfig
 from cs336_systems.experiments import Cell, Pivot, problem
@@ -6,7 +6,7 @@ from cs336_systems.subjects.parallel_step import FSDP_IMPLEMENTATIONS, ShardingC
 from cs336_systems.subjects.ranks import Traces, hidden_claim, ranks_case
 from cs336_systems.subjects.sharding import ShardingExperiment, sharding_cell, sharding_cells
 
-# on one rank too: both FSDPs compute in other dtypes than autocast
+# Implementations that also run on one rank, since both FSDPs compute in other dtypes than autocast.
 ALONE = ("unsharded", "fsdp", "torch_fsdp")
 
 
@@ -16,11 +16,9 @@ class FSDPAccounting(ShardingExperiment):
     takes = "fsdp"
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """10b, which only sharding fits; then every implementation at every number of ranks and
-        precision.
-        """
+        """Return 10b, which fits only if sharded, then every implementation by ranks and dtype."""
         computes: list[tuple[DTypeName | None, str | None]] = [(None, None)]
-        if run.device == "cuda":  # what is trained with first
+        if run.device == "cuda":  # the dtypes of real training come first
             computes = [("bfloat16", "float32"), ("bfloat16", None), *computes]
         names = ("fsdp", "torch_fsdp") if run.scale == "tiny" else self.implementations
         cells = []
@@ -55,7 +53,7 @@ class FSDPAccounting(ShardingExperiment):
                 "num_ranks": 2,
                 "mode": "forward",
                 "implementation": ("fsdp", "torch_fsdp"),
-                "reduce_dtype": None,  # of averaged gradients, which a forward pass has none of
+                "reduce_dtype": None,  # a forward pass averages no gradients
             },
         )
     }

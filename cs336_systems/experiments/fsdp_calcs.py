@@ -1,5 +1,6 @@
-"""When FSDP of a feed-forward layer is bound by communication: the limit is data parallelism's, the
-traffic is not.
+"""When communication limits FSDP of a feed-forward layer.
+
+The largest number of GPUs is data parallelism's, the traffic is not.
 """
 
 from typing import Any

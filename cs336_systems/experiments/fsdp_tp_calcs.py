@@ -1,4 +1,4 @@
-"""How many GPUs a feed-forward layer's forward can use with FSDP and tensor parallelism together."""
+"""How many GPUs FSDP and tensor parallelism can use together in a feed-forward layer's forward."""
 
 from typing import Any
 
@@ -10,11 +10,12 @@ from cs336_systems.experiments import Calculation, Lines, Listing, problem
 from cs336_systems.subjects.layer_times import FEW_TOKENS, MODEL, TOKENS, layer, links
 
 OVERLAPS = {"overlapped": True, "one after the other": False}
-# headings
+# Headings of the columns with whole numbers of GPUs.
 WHOLE = {"overlapped": "N_FSDP × N_TP in whole numbers", "one after the other": "in whole numbers"}
 
 
 def both_claim(rows: pd.DataFrame) -> str:
+    """Return on how many times the GPUs of FSDP alone both together hide communication."""
     limits = rows.pivot(index="tokens", columns="scheme", values="GPUs")
     gain = digits((limits["both, overlapped"] / limits["FSDP"]).min(), 2)
     return f"FSDP and TP together hide communication on {gain} times the GPUs of FSDP alone"
@@ -23,6 +24,7 @@ def both_claim(rows: pd.DataFrame) -> str:
 @problem()
 class FullyShardedTensorParallelCalcs(Calculation):
     def calculate(self) -> list[dict[str, Any]]:
+        """Return the limits on GPUs by link, tokens and scheme, and the best whole grids."""
         rows = []
         for link, rates in links().items():
             for tokens in (2**power for power in range(14, 25)):
@@ -45,6 +47,8 @@ class FullyShardedTensorParallelCalcs(Calculation):
                     }
                     for name, limit in limits.items()
                 ]
+
+        # The best grids in real and in whole numbers, at two batch sizes.
         for tokens in (FEW_TOKENS, TOKENS):
             for link, rates in links().items():
                 row: dict[str, Any] = {"quantity": "grid", "C, W of": link, "B": tokens}

@@ -1,8 +1,7 @@
-"""Activation checkpointing: peak memory and step time by strategy, and what is stored between
-forward and backward.
+"""Activation checkpointing: peak memory and step time by strategy, and what blocks store.
 
-`simulated` is the same code on fake tensors, counted as CUDA would; on a CPU the handout's xl is
-simulated alone.
+Stored is what is kept between forward and backward. `simulated` runs the same code on fake tensors
+and counts memory as CUDA would. On a CPU the handout's xl is only simulated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,22 +36,21 @@ from cs336_systems.subjects.model_steps import TrainingStep
 BATCH = 4
 GROUPS = ("none", "1", "2", "4", "8", "recursive")
 PEAK = Row(mode="train_step", quantity="peak_memory", unit="MiB")
-# by forward and backward to what was there before
+# What forward and backward add to the memory before them.
 ADDED = Row(mode="train_step", quantity="added_memory", unit="MiB")
 TIME = Row(mode="train_step", quantity="time", unit="ms")
 TIMED_BUDGET_MS = {"cuda": 3000.0, "cpu": 300.0}
-# an xl step in float32 takes 5.5 s, and varies by less than 1 ms
+# On a GPU an xl step in float32 takes 5.5 s and varies by less than 1 ms.
 MIN_TIMED_STEPS = {"cuda": 2, "cpu": 5}
-# of the largest gradient; checkpointing on CUDA may pick other matmul algorithms
+# Relative to the largest gradient; with checkpoints CUDA may pick other matmul algorithms.
 GRADIENT_TOLERANCE = 1e-5
 
 
 def _strategies(run: RunConfig) -> list[tuple[MemoryCase, str]]:
-    """(case, implementation): at handout scale xl, measured and simulated; below it a narrow proxy
-    so.
+    """Return (case, implementation) pairs: xl at handout scale, a narrow proxy of it below.
 
-    At smoke scale xl is simulated without checkpointing, in its smallest and largest groups, and
-    with what takes least.
+    Both are measured and simulated. At smoke scale xl itself is simulated without checkpointing, in
+    its smallest and largest groups, and with the strategy that takes least.
     """
 
     def cases(model: ModelConfig, groups: Sequence[str], fused: Sequence[str]) -> list[MemoryCase]:
@@ -62,6 +60,7 @@ def _strategies(run: RunConfig) -> list[tuple[MemoryCase, str]]:
             for attention, name in pairs
         ]
 
+    # Handout scale: the real model, and three group sizes compiled.
     xl = replace(MODEL_SIZES["xl"], context_length=2048)
     if run.scale == "handout":
         plain, compiled = (
@@ -70,6 +69,8 @@ def _strategies(run: RunConfig) -> list[tuple[MemoryCase, str]]:
         )
         measured = [(one, "eager") for one in plain] + [(one, "compiled") for one in compiled]
         return measured + [(one, "simulated") for one in plain]
+
+    # Below: a proxy with many blocks and few words.
     proxy = replace(
         proxy_model("xl", 64 if run.scale == "tiny" else 128), num_layers=8, context_length=128
     )
@@ -85,6 +86,10 @@ def _strategies(run: RunConfig) -> list[tuple[MemoryCase, str]]:
 
 
 def _peaks(phases: dict[str, int]) -> Iterator[Sample]:
+    """Yield the peak of a step, and what forward and backward add to the memory before them.
+
+    `phases` holds the peak of each phase in bytes.
+    """
     yield Sample(row=PEAK, samples=[max(phases.values()) / MIB])
     yield Sample(
         row=ADDED,
@@ -93,6 +98,10 @@ def _peaks(phases: dict[str, int]) -> Iterator[Sample]:
 
 
 def _check_gradients(case: MemoryCase, run: RunConfig, *, compiled: bool) -> None:
+    """Raise Disagreement unless the gradients are those without checkpointing.
+
+    The model is cut to four blocks, a short context and batch 1.
+    """
     model = replace(case.model, num_layers=4, context_length=min(64, case.model.context_length))
     small = replace(case, model=model, batch=1)
     expected = TrainingStep(replace(small, checkpointing="none"), run)
@@ -116,7 +125,7 @@ def _check_gradients(case: MemoryCase, run: RunConfig, *, compiled: bool) -> Non
 
 
 def peak_claim(rows: pd.DataFrame) -> str:
-    """What a checkpoint a block saves, with plain attention."""
+    """Return how much a checkpoint per block saves with plain attention, if it saves anything."""
     none, one = (
         rows.loc[rows["strategy"] == f"{what}, reference", "median"].max()
         for what in ("none", "1 block a checkpoint")
@@ -133,7 +142,7 @@ class GradientCheckpointing(Experiment):
     implementations = ("eager", "compiled", "simulated", "simulated compiled")
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Peak and time of a step by strategy; and what is stored between forward and backward."""
+        """Return steps by strategy (peak and time), then what is stored between the passes."""
         cells = []
         for case, implementation in _strategies(run):
             rows = (PEAK, ADDED) if implementation == "simulated" else (PEAK, ADDED, TIME)
@@ -157,10 +166,10 @@ class GradientCheckpointing(Experiment):
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """Peak of one full training step (the optimizer's state is there before), then its time.
+        """Measure the peak memory of one full training step, then its time.
 
-        Raises Disagreement unless the gradients of the same model, cut to four blocks and a short
-        context, are those that it has without checkpointing.
+        The optimizer's state exists before the step. Raises Disagreement unless the gradients of
+        the same model, cut to four blocks and a short context, are those without checkpointing.
         """
         if isinstance(cell.case, BlocksCase):
             yield from memory.measure_blocks(cell, run)
@@ -172,6 +181,8 @@ class GradientCheckpointing(Experiment):
                 memory.simulated_trace(case, "train_step", model_spec=run.model).phase_peaks()
             )
             return
+
+        # Check, prepare (a compiled step runs once to be compiled), measure memory, then time.
         if run.model is None:
             _check_gradients(case, run, compiled=cell.implementation == "compiled")
         step = TrainingStep(case, run)

@@ -1,4 +1,4 @@
-"""The 2025 leaderboard: causal attention forward and backward at 1 × 16 × 16384 × 64 in bfloat16."""
+"""The 2025 leaderboard: causal attention, both passes, at 1 × 16 × 16384 × 64 in bfloat16."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ class Leaderboard2025(attention.AttentionExperiment):
 
     def names(self, run: RunConfig) -> Sequence[str]:
         names = TINY_IMPLEMENTATIONS if run.scale == "tiny" else IMPLEMENTATIONS
-        # Of what is compiled one shows it on a laptop; the tiles take the longest.
+        # On a laptop one compiled implementation is enough; compiling the tiles takes longest.
         return [name for name in names if name != "tiled_compiled" or run.scale == "handout"]
 
     tables = {

@@ -1,10 +1,12 @@
-"""A full training step of an 8B model, 32,768 tokens on each of two GPUs.
+"""The 2026 leaderboard: a full training step of an 8B model, 32,768 tokens on each of two GPUs.
 
-34 layers, 152 thousand words, bfloat16 compute, AdamW; float32 masters, and as a case of its own
-weights, gradients and moments in bfloat16. What makes it fit: these are shared by both ranks (FSDP,
-this package's or PyTorch's), blocks keep attention's tensors and compute the rest again, but for as
-many as memory allows (`run_in_parts`), and the logits never exist (`LossTransformer`). Phases on
-every rank:
+The model has 34 layers and 152 thousand words. It is trained with AdamW and computes in bfloat16,
+with float32 masters; in another case weights, gradients and moments are bfloat16 as well. Three
+things make it fit. FSDP, this package's or PyTorch's, shards these states over both ranks. Blocks
+keep attention's tensors and compute the rest again, except as many wide blocks as memory allows
+(`run_in_parts`). The logits never exist as a whole (`LossTransformer`).
+
+Phases on every rank:
 
 - cold start: from launching the ranks to the end of the first step, with empty compilation caches;
 - timed steps, together; the peak of memory since the start;
@@ -12,7 +14,7 @@ every rank:
 - check: a shallow model of the same width and settings trains as one in float32 without any of
   this.
 
-The check comes last, so that the cold start is one.
+The check comes last, so that the start is really cold.
 """
 
 import math
@@ -61,44 +63,45 @@ from cs336_systems.subjects.parallel_step import (
 )
 
 IMPLEMENTATIONS = ("fsdp", "torch_fsdp")
-NUM_RANKS, BATCH = 2, 1  # a sequence of each rank: a global batch of two
-STEPS = {"tiny": 3, "smoke": 3, "handout": 5}  # timed
-WARMUP = 1  # after the first step, which compiles
-ATTENTIONS = ("hopper", "triton")  # where they run, the first of them; else PyTorch's
+NUM_RANKS, BATCH = 2, 1  # one sequence per rank: a global batch of two
+STEPS = {"tiny": 3, "smoke": 3, "handout": 5}  # timed steps
+WARMUP = 1  # steps after the first one, which compiles
+ATTENTIONS = ("hopper", "triton")  # the first that runs here is taken, else PyTorch's
 LEARNING_RATE = 1e-4
-# reads and writes everything once; ours, some tensors thrice
+# The fused AdamW reads and writes every tensor once; ours touches some of them three times.
 FUSED_ADAMW: Any = partial(torch.optim.AdamW, fused=True)
-GPU_BYTES = 150_109_880_320  # of an H200, sold as 141 GB, as PyTorch counts
-USED_SHARE = 0.97  # of it, by the prediction
-# What activations leave is in pieces of other sizes than the next ones need: mapped in pages, it
-# serves all the same. Without, float32 masters with ten wide blocks ran out of an H200's memory,
-# 115 GiB in tensors and 23 in such pieces.
+GPU_BYTES = 150_109_880_320  # of an H200 as PyTorch counts; it is sold as 141 GB
+USED_SHARE = 0.97  # of GPU_BYTES that a plan may need by the prediction
+# Freed activations leave pieces whose sizes do not fit the next tensors. With expandable segments
+# the pages of such pieces can be mapped again. Without them, float32 masters with ten wide blocks
+# ran out of an H200's memory, with 115 GiB in tensors and 23 GiB in such pieces.
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 CHECK_LAYERS, CHECK_CONTEXT, CHECK_VOCABULARY = 2, 512, 8192
-# of SGD: large enough for its steps to stand out of float32's rounding of the weights
+# Of SGD: large enough for its steps to stand out of float32's rounding of the weights.
 CHECK_LEARNING_RATE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongStepCase(RanksCase):
-    """The step of a long sequence a rank, under FSDP."""
+    """A training step under FSDP with one long sequence per rank."""
 
-    reduce_dtype: str | None = None  # of averaged gradients; None: that of the computation
-    # what of a block is computed again: see model/block_parts.py
+    reduce_dtype: str | None = None  # of averaged gradients; None: the dtype of the computation
+    # the part of a block that is computed again; see model/block_parts.py
     recompute: Recompute = "around_attention"
-    wide_blocks: int = 0  # that keep what w1 and w3 give
-    compiled: bool = False  # the blocks' parts, by torch.compile
-    chunk_tokens: int = CHUNK_TOKENS  # of the loss
+    wide_blocks: int = 0  # blocks that also keep the outputs of w1 and w3
+    compiled: bool = False  # torch.compile for the parts of blocks
+    chunk_tokens: int = CHUNK_TOKENS  # tokens in a chunk of the loss
 
     @property
     def predicted_bytes(self) -> int:
-        """Peak of a rank, or of all ranks where they share the host's memory."""
+        """Return a rank's peak, or that of all ranks if they share the host's memory."""
         return (self.num_ranks if self.backend == "gloo" else 1) * long_step_bytes(self).peak
 
 
 def widest(case: LongStepCase) -> LongStepCase:
-    """`case` with as many wide blocks as an H200 has room for by the prediction, which is some GiB
-    too high.
+    """Return `case` with as many wide blocks as an H200 has room for by the prediction.
+
+    The prediction is some GiB too high.
     """
     options = (replace(case, wide_blocks=number) for number in range(case.model.num_layers, 0, -1))
     return next(
@@ -108,22 +111,24 @@ def widest(case: LongStepCase) -> LongStepCase:
 
 
 def long_step_cell(case: LongStepCase, implementation: str) -> Cell:
-    """The cell with every row that its device can give."""
+    """Return the cell of a case with every row that its device can give."""
     memory = ("predicted_peak_memory", *(("peak_memory",) if case.backend == "nccl" else ()))
     cell = ranks.step_cell(case, implementation, memory)
     return replace(cell, rows=(*cell.rows, Row("train_step", "start_time", "s")))
 
 
 def long_step_bytes(case: LongStepCase) -> RankBytes:
-    """As `fsdp_case_bytes`, with blocks in parts (`run_in_parts`, compiled) and the loss in chunks
-    (`LossTransformer`).
+    """Return the predicted memory of a rank, as `fsdp_case_bytes` with blocks in parts.
 
+    Here the blocks run in compiled parts (`run_in_parts`), the loss in chunks (`LossTransformer`).
     Activations are what every block keeps, what the final norm keeps, and what one block computes
     again: all that it would save without checkpoints, less what of it is kept anyway.
     """
     model, parameters = case.model, case.precision.parameters
     computed = case.precision.autocast or parameters
     compute, tokens = BYTES_PER_ELEMENT[computed], case.batch * model.context_length
+
+    # What one block would save without checkpoints, and how much of it is kept.
     precision = Precision(parameters=computed)
     one = sum(
         accounting.block_saved_bytes(
@@ -145,9 +150,10 @@ def long_step_bytes(case: LongStepCase) -> RankBytes:
 
 
 class LongStep(ParallelStep):
-    """The wrapped model of a case, its optimizer and this rank's sequence."""
+    """The wrapped model of a case with its optimizer and this rank's sequence."""
 
     def _build(self, case: LongStepCase, run: RunConfig) -> nn.Module:
+        """Return the case's model on the meta device, in parts and with the loss in chunks."""
         with torch.device("meta"):  # no rank ever holds the whole model
             module = LossTransformer.for_loss(
                 case.model,
@@ -162,6 +168,7 @@ class LongStep(ParallelStep):
         )
 
     def loss(self) -> Tensor:
+        """Return the loss of this rank's sequence, which the model itself computes in chunks."""
         loss: Tensor = self.model(self.tokens, self.targets)
         return loss
 
@@ -174,9 +181,13 @@ def _measure_rank(
     run: RunConfig,
     launched: float,
 ) -> ranks.RankReport:
+    """Run the phases of this file's docstring on one rank and return its report.
+
+    `launched` is the time at which the job began, in seconds since the epoch.
+    """
     with _empty_caches() if case.compiled else nullcontext():
         step = LongStep(implementation, case, run, rank, FUSED_ADAMW, LEARNING_RATE)
-        losses = [step.train_step().item()]  # waits for the step
+        losses = [step.train_step().item()]  # `item` waits for the step
         found = {"start_time": [time.time() - launched]}
         for _ in range(WARMUP):
             step.train_step()
@@ -184,6 +195,7 @@ def _measure_rank(
         def call() -> None:
             losses.append(step.train_step().item())
 
+        # Time the steps, all ranks together, then take the peak and one trace.
         found["time"] = [ranks.time_together(call, run.device) for _ in range(STEPS[run.scale])]
         if not all(map(math.isfinite, losses)):
             raise Disagreement(
@@ -192,6 +204,7 @@ def _measure_rank(
         found["peak_memory"] = ranks.peak_mib(run.device)
         samples = {("train_step", name): values for name, values in found.items()}
         samples |= ranks.trace_on_first(step.train_step, rank, run.device)
+
         del step
         release(run.device)
         return ranks.RankReport(
@@ -201,9 +214,7 @@ def _measure_rank(
 
 @contextmanager
 def _empty_caches() -> Iterator[None]:
-    """Compile into caches of this process's own, which are empty: a cold start that an earlier cell
-    has not warmed.
-    """
+    """Compile into empty temporary caches, so that no earlier cell has warmed the start."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         places = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
         with patch.dict(os.environ, places):
@@ -211,12 +222,11 @@ def _empty_caches() -> Iterator[None]:
 
 
 def check_long_step(implementation: str, case: LongStepCase, run: RunConfig, rank: int) -> float:
-    """Error over its bound of a shallow model's weights after training with SGD; Disagreement above
-    1.
+    """Return the error of a shallow model's training over its bound; Disagreement above 1.
 
-    Of the same width and settings, against DDP in float32 with whole logits and nothing computed
-    again. What SGD does to bfloat16 weights is mostly lost to their rounding: there the gradients
-    of one step are compared.
+    The shallow model has the same width and settings. It is compared with DDP in float32 with whole
+    logits and nothing computed again, after training with SGD. bfloat16 weights round away most of
+    what SGD does to them, so with them the gradients of one step are compared.
     """
     model = replace(
         case.model,
@@ -224,7 +234,7 @@ def check_long_step(implementation: str, case: LongStepCase, run: RunConfig, ran
         context_length=min(CHECK_CONTEXT, case.model.context_length),
         vocab_size=min(CHECK_VOCABULARY, case.model.vocab_size),
     )
-    # more than one, and a shorter one at the end
+    # Several chunks, the last of them shorter.
     chunk_tokens = min(case.chunk_tokens, model.context_length // 3)
     shallow = replace(
         case, model=model, chunk_tokens=chunk_tokens, wide_blocks=min(1, case.wide_blocks)
@@ -250,12 +260,13 @@ RECOMPUTED: dict[Recompute, str] = {
     "around_attention": "around attention",
     "block": "whole blocks",
 }
-RECORD_MS, RECORD_GPU = 3837.0, "B200"  # the class's, on two of them
+RECORD_MS, RECORD_GPU = 3837.0, "B200"  # the class's record, on two of these GPUs
 
 
 def memory_lines() -> str:
-    """Lines of a table: GiB of a rank by what is computed again, and with whole logits; in closed
-    form.
+    """Return a table's lines: a rank's GiB by what is computed again, and with whole logits.
+
+    The numbers are predictions in closed form.
     """
     masters, pure = (
         cell.case for cell in Leaderboard2026().cells(RunConfig(scale="handout", device="cuda"))[:2]
@@ -281,6 +292,7 @@ def memory_lines() -> str:
 
 
 def fastest_claim(rows: pd.DataFrame) -> str:
+    """Return the fastest steps of our FSDP and of PyTorch's with our attention."""
     times = rows.groupby("implementation")["median"].min()
     if not {"fsdp", "torch_fsdp"} <= set(times.index):
         return ""
@@ -293,10 +305,10 @@ class Leaderboard2026(Experiment):
     implementations = IMPLEMENTATIONS
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """What memory allows, with float32 masters and in pure bfloat16; both FSDPs with equal
-        settings.
+        """Return the widest plans in two precisions, then both FSDPs with equal settings.
 
-        At handout scale also ours with more and less computed again, other attention, no compiler.
+        The widest plans use all memory, with float32 masters and in pure bfloat16. At handout scale
+        ours also runs with whole blocks computed again, other attention, and no compiler.
         """
         cuda = run.device == "cuda"
         available = available_backends() if cuda and torch.cuda.is_available() else {}
@@ -337,6 +349,7 @@ class Leaderboard2026(Experiment):
             yield from ranks.measure_step(_measure_rank, cell, run, time.time(), from_scratch=True)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Add the settings in words, TFLOP/s, the percentage of the peak, and tokens per second."""
         names = [row["implementation"], RECOMPUTED[row["recompute"]], row["attention"]]
         if row["wide_blocks"]:
             names[1] += f" ({row['wide_blocks']} wide blocks)"
@@ -361,8 +374,10 @@ class Leaderboard2026(Experiment):
         }
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`memory_lines` of a table; attention's share of the forward's FLOPs, bytes of states, the
-        class's record.
+        """Return `memory_lines` and numbers of the 8B model.
+
+        These are attention's share of the forward's FLOPs, the GiB of all states at 16 bytes a
+        parameter, and the share of the peak that the class's record reaches.
         """
         model = MODEL_SIZES["8b"]
         area = accounting.causal_area(model.context_length, model.context_length)
@@ -372,7 +387,9 @@ class Leaderboard2026(Experiment):
         step = accounting.model_flops(model, 1, "train_step")
         return {
             "memory_lines": memory_lines,
-            "attention_share": f"{digits(100 * attention / accounting.model_flops(model, 1, 'forward'))} %",
+            "attention_share": (
+                f"{digits(100 * attention / accounting.model_flops(model, 1, 'forward'))} %"
+            ),
             "states": f"{digits(16 * accounting.num_parameters(model) / 2**30)} GiB",
             "record_share": digits(1e5 * step / HARDWARE[RECORD_GPU].flops_per_s / RECORD_MS),
         }

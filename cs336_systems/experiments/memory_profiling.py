@@ -1,9 +1,8 @@
-"""Memory of xl over a forward and a training step, by phase, category and origin; and what one
-block saves.
+"""Memory of xl's forward and training step by phase, category and origin, and what a block saves.
 
-`eager` and `compiled` are measured by the allocator of the run's device; `simulated` is the same
-code on fake tensors, counted as CUDA would. On a CPU only small models are measured, and the
-handout's xl is simulated.
+`eager` and `compiled` are measured by the allocator of the run's device. `simulated` runs the same
+code on fake tensors and counts memory as CUDA would. On a CPU only small models are measured, and
+the handout's xl is simulated.
 """
 
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from cs336_systems.subjects import model_memory as memory
 from cs336_systems.subjects.model_memory import PHASES, BlocksCase, MemoryCase
 
 BATCH = 4
-EXAMPLE_CONTEXTS = (128, 2048)  # whose timelines are drawn
+EXAMPLE_CONTEXTS = (128, 2048)  # the contexts whose timelines are drawn
 TIMELINE_POINTS = 200
 PREDICTED = "closed_form_peak"
 PRECISIONS = (Precision(), Precision(autocast="bfloat16"))
@@ -33,8 +32,10 @@ EVENT, STARTS = "timeline.event", "timeline.start."
 
 
 def _profiled(run: RunConfig) -> list[tuple[MemoryCase, str]]:
-    """(case, implementation) at the run's scale: xl itself, on a CPU simulated, beside a measured
-    proxy of it.
+    """Return (case, implementation) pairs at the run's scale.
+
+    At handout scale xl is measured and simulated. Below it a proxy of xl is measured, and at smoke
+    scale xl itself simulated.
     """
     xl = MODEL_SIZES["xl"]
 
@@ -57,16 +58,16 @@ def _profiled(run: RunConfig) -> list[tuple[MemoryCase, str]]:
 
 
 class Timeline(Figure):
-    """Active memory of a pass by category, over the events at which it was sampled, and where
-    phases begin.
-    """
+    """Active memory of a pass by category over its events, with lines where phases begin."""
 
     def _marks(self, rows: pd.DataFrame) -> Any:
+        """Return the layered chart: stacked areas of the categories, rules and names of phases."""
         by_name = {row["quantity"]: row for row in dicts(rows)}
         events = by_name[EVENT]["samples"]
         parts = rows[rows["category"] != ""]
-        # Each sample is its bucket's maximum and drawn over all of it: the buckets are as wide as
-        # each other.
+
+        # Each sample is the maximum of a bucket of events. It is drawn over the whole bucket; all
+        # buckets have the same width.
         edges = np.linspace(0, max(events), len(events) + 1)
         values = [
             {
@@ -88,6 +89,8 @@ class Timeline(Figure):
                 order="rank:Q",  # the first at the bottom
             )
         )
+
+        # A dashed line and a name where a phase begins, except the first.
         starts = {
             name.removeprefix(STARTS): row["median"]
             for name, row in by_name.items()
@@ -101,7 +104,7 @@ class Timeline(Figure):
 
 
 def peak_claim(rows: pd.DataFrame) -> str:
-    """In which phase memory is largest, and how large."""
+    """Return in which phase memory peaks, how large it is, and how much of it is parameters."""
     parts = {row["category"]: np.array(row["samples"]) for row in dicts(rows) if row["category"]}
     by_name = {row["quantity"]: row for row in dicts(rows)}
     if EVENT not in by_name or not parts:
@@ -122,7 +125,7 @@ def peak_claim(rows: pd.DataFrame) -> str:
 
 
 def made_in_backward(frame: pd.DataFrame, context: int, implementation: str) -> float:
-    """MiB of gradients that the backward of one block makes, from the timeline alone.
+    """Return the MiB of gradients that the backward of one block makes, from the timeline.
 
     Over the backward, memory changes by what is made less what is released: a line through
     (activations, total) at the timeline's points gives the change for each MiB released, and the
@@ -146,7 +149,7 @@ def made_in_backward(frame: pd.DataFrame, context: int, implementation: str) -> 
 
 
 def _ranked(quantity: str, values: dict[str, str]) -> dict[str, Pick]:
-    """Columns of the largest contributors, by rank: heading -> column of the frame."""
+    """Return columns of the largest contributors by rank; `values` maps a heading to a column."""
     return {
         f"{rank}, {what}": Pick({"quantity": f"{quantity}.{rank}"}, value=value)
         for rank in range(1, memory.NUM_LARGEST + 1)
@@ -159,9 +162,7 @@ class MemoryProfiling(Experiment):
     implementations = ("eager", "compiled", "simulated", "simulated compiled")
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Forward and full step of xl at short and long contexts in two precisions; then what one
-        block saves.
-        """
+        """Return forwards and full steps of xl by context and precision, then single blocks."""
         cells = []
         for case, implementation in _profiled(run):
             for mode, phases in PHASES.items():
@@ -173,6 +174,8 @@ class MemoryProfiling(Experiment):
                 rows = tuple(Row(mode, quantity, unit) for quantity, unit in units.items())
                 rows += memory.ranked_rows(mode, "allocation") if drawn else ()
                 cells.append(Cell(case=case, implementation=implementation, rows=rows))
+
+        # What one block saves for its backward.
         model, contexts = (
             (MODEL_SIZES["xl"], (512, 2048))
             if run.scale != "tiny"
@@ -212,6 +215,8 @@ class MemoryProfiling(Experiment):
                 measured.peak_bytes,
                 measured.out_of_memory,
             )
+
+        # The peak of each phase, then for drawn contexts the timeline and the largest allocations.
         for phase, num_bytes in peaks.items():
             yield Sample(row=rows[f"peak_memory.{phase}"], samples=[num_bytes / MIB])
         if EVENT in rows:
@@ -227,7 +232,8 @@ class MemoryProfiling(Experiment):
                 yield Sample(
                     row=rows[f"allocation.{rank}"], samples=[large.num_bytes / MIB], kernel=kernel
                 )
-        # what was seen until then is kept; the rows of the phases that are missing say why
+
+        # Samples until the error are kept; the rows of missing phases get the error as reason.
         if out_of_memory:
             raise torch.OutOfMemoryError(out_of_memory)
 
@@ -239,8 +245,10 @@ class MemoryProfiling(Experiment):
         }
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """Return `saved` and `made`, texts about a block's saved tensors and its gradients."""
+
         def saved(context: int) -> list[str]:
-            """The largest contributors to what a block saves, in words and percent of it."""
+            """Return the largest contributors to what a block saves, with their percentages."""
             where = {"context": context, "implementation": "eager", "case_type": "BlocksCase"}
             by_name = {row["quantity"]: row for row in dicts(pick(frame, where))}
             total = by_name[memory.SAVED.quantity]["median"]

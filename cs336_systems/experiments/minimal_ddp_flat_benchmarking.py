@@ -1,4 +1,4 @@
-"""One flattened all-reduce against one a parameter."""
+"""Data parallelism with one flattened all-reduce against one all-reduce per parameter."""
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import Cell, problem

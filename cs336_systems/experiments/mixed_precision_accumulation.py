@@ -1,5 +1,6 @@
-"""0.01 added a thousand times, in the handout's four combinations of dtypes; the same on every
-machine.
+"""0.01 added a thousand times in the handout's four combinations of dtypes.
+
+The result is the same on every machine.
 """
 
 from collections.abc import Iterator
@@ -28,9 +29,9 @@ ADDENDS, ADDEND = 1000, 0.01
 
 
 def accumulate(accumulator: str, addend: str, *, converted: bool = False) -> float:
-    """0 + 0.01 + 0.01 + ... a thousand times, one by one, in `accumulator`'s dtype.
+    """Return 0 + 0.01 + 0.01 + ... a thousand times, one by one, in `accumulator`'s dtype.
 
-    Each 0.01 is rounded to `addend`'s dtype first, and with `converted` brought to float32
+    Each 0.01 is rounded to `addend`'s dtype first. With `converted` it is brought to float32
     explicitly before it is added; without it, in-place addition converts it to the accumulator's
     dtype by itself.
     """
@@ -42,8 +43,9 @@ def accumulate(accumulator: str, addend: str, *, converted: bool = False) -> flo
 
 
 def float16_ranges() -> str:
-    """Lines of a table: what the float16 sum's steps and error are below 0.5, to 4, to 8, and
-    above.
+    """Return a table's lines: steps and error of the float16 sum in four ranges of its value.
+
+    The ranges end at 0.5, 4 and 8.
     """
     total, term = torch.tensor(0.0, dtype=torch.float16), torch.tensor(ADDEND, dtype=torch.float16)
     steps: dict[str, list[float]] = {

@@ -11,8 +11,9 @@ class NaiveDDPBenchmarking(ddp.DataParallelExperiment):
     implementations = ("naive",)
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Naive data parallelism and the same step on a single rank; the overlap's experiment has
-        both precisions.
+        """Return naive data parallelism, at handout scale also the same step on one rank.
+
+        The experiment on overlap has both precisions.
         """
         return ddp.ddp_cells(run, ("naive",), [*ddp.FEWER_RANKS[run.scale], *rank_counts(run)])
 

@@ -1,10 +1,10 @@
 """Where the time of a step goes, read from profiles by code and not from a timeline by eye.
 
-Of each model and context the forward, the forward with backward, and the full step with AdamW are
-first timed by the wall clock, undisturbed, and then profiled. Rows of a mode: the wall clock; the
-kernels' summed time and their number; the time of each category; the kernels that take the most
-time, and those that are no matmul; and what plain attention spends on its two products and on what
-stands between them.
+For each model and context the forward, the forward with backward, and the full step with AdamW are
+first timed by the wall clock, undisturbed, and then profiled. The rows of a mode are the wall
+clock; the kernels' summed time and their number; the time of each category; the kernels that take
+the most time, and those that are no matmul; and what plain attention spends on its two products and
+on what stands between them.
 """
 
 from collections import defaultdict
@@ -47,20 +47,20 @@ WALL_CLOCK_STEPS = 5  # `compare` needs four
 CONTEXTS = (128, 256, 512, 1024)
 # The longest context with which a full step fits an H200, and the next, with which it does not.
 LONGEST = {"small": (6144, 7168), "xl": (1536, 2048)}
-WITH_AUTOCAST = ("small", "xl")  # at the context 512
+WITH_AUTOCAST = ("small", "xl")  # profiled under autocast, too, at the context 512
 NUM_PROFILED_STEPS = {"tiny": 1, "smoke": 2, "handout": 2}
-# the five longest kernels, and those that are no matmul
+# The five longest kernels, and the five longest that are no matmul.
 RANKED, RANKS = ("kernel", "other_kernel"), range(1, 6)
 CATEGORY_WORDS = {"gemm": "matmul"}
 ATTENTION_PARTS = {"scores": SCORES, "softmax": SOFTMAX, "values": VALUES}
 
 
 def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:
-    """(model, batch) of both editions' cases; proxies of the smallest and the largest below handout
-    scale.
+    """Return (model, batch) pairs of both editions, or proxies below handout scale.
 
-    2025: every size at each of CONTEXTS. 2026: two sizes and three contexts, the last the longest
-    that trains on the GPU: of `small` and `xl` those of LONGEST.
+    The proxies are those of the smallest and the largest model. 2025: every size at each of
+    CONTEXTS. 2026: two sizes and three contexts, the last the longest that trains on the GPU: for
+    `small` and `xl` the contexts of LONGEST.
     """
     if run.scale == "handout":
         asked = [(size, context) for size in SIZES_2025 for context in CONTEXTS]
@@ -69,8 +69,9 @@ def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:
     if run.scale == "tiny":
         model = replace(proxy_model("small", 64), vocab_size=256)
         return [(replace(model, context_length=context), 1) for context in (16, 32)]
-    # A small vocabulary: at these widths the handout's would leave the blocks no share worth a
-    # table.
+
+    # The vocabulary is small: at these widths the handout's would leave the blocks hardly any share
+    # of the time.
     proxies = [
         replace(proxy_model(size, width), vocab_size=1000)
         for size, width in (("small", 128), ("xl", 256))
@@ -83,20 +84,23 @@ def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:
 
 
 def selections(mode: str) -> dict[str, dict[str, str]]:
-    """The times of `mode` that a profile is asked for, and which of its kernels each sums up."""
+    """Return the times that a profile of `mode` is asked for, by name.
+
+    Each value selects the kernels that the time sums up.
+    """
     found: dict[str, dict[str, str]] = {"kernel_time": {}}
     found |= {f"{category}_time": {"category": category} for category in CATEGORIES}
     if mode != "train_step":
         found |= {
             f"attention_{part}_time": {"within": name} for part, name in ATTENTION_PARTS.items()
         }
-        # of the softmax alone, without scale and mask
+        # The softmax alone, without scale and mask.
         found["attention_softmax_kernel_time"] = {"within": SOFTMAX, "category": "softmax"}
     return found
 
 
 def profile_rows(mode: str) -> list[Row]:
-    """What a profile of `mode` reports."""
+    """Return the rows of a profile of `mode`."""
     names = ["time", *selections(mode), "kernel_calls"]
     names += [
         f"{name}_{rank}_{what}" for name in RANKED for rank in RANKS for what in ("time", "calls")
@@ -105,8 +109,9 @@ def profile_rows(mode: str) -> list[Row]:
 
 
 def measurements(trace: Trace, rows: dict[str, Row]) -> Iterator[Sample]:
-    """The promised `rows` of a mode but the wall clock, read from `trace`: a sample for each
-    profiled step.
+    """Yield samples of a mode's `rows` from `trace`, one value for each profiled step.
+
+    The wall clock is not among them.
     """
     steps = range(len(trace.step_ms))
     trace = trace.in_steps()
@@ -117,7 +122,8 @@ def measurements(trace: Trace, rows: dict[str, Row]) -> Iterator[Sample]:
     yield Sample(
         row=rows["kernel_calls"], samples=[float(len(trace.select(step=step))) for step in steps]
     )
-    # by name alone: an operator may be of two categories
+
+    # Rank kernels by name alone, since an operator may be of two categories.
     totals: dict[str, float] = defaultdict(float)
     for total in trace.top_kernels():
         totals[total.name] += total.ms
@@ -145,7 +151,7 @@ def measurements(trace: Trace, rows: dict[str, Row]) -> Iterator[Sample]:
 
 
 class Shares(Bars):
-    """Stacked bars of what each part takes of its bar's sum, in percent."""
+    """Stacked bars of each part's share of its bar's sum, in percent."""
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
         rows = super().rows(frame)
@@ -156,7 +162,7 @@ class Shares(Bars):
 
 
 def products_claim(rows: pd.DataFrame) -> str:
-    """Products lead in float32 where they take more than half of every bar."""
+    """Return the matmuls' share in float32, if it is more than half of every bar."""
     shares = rows.loc[(rows["category"] == "matmul") & (rows["precision"] == "float32"), "share"]
     if not shares.min() > 50:
         return ""
@@ -166,8 +172,9 @@ def products_claim(rows: pd.DataFrame) -> str:
 @problem()
 class NsysProfile(Experiment):
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Every model and context in float32, and at handout scale the middle context under
-        bfloat16 autocast.
+        """Return every model and context in float32, at handout scale some under autocast too.
+
+        Those under bfloat16 autocast have the context 512.
         """
         cases = [
             ModelCase(model=model, batch=batch, attention="reference", warmup=2)
@@ -185,7 +192,7 @@ class NsysProfile(Experiment):
         return [Cell(case=case, implementation="eager", rows=rows) for case in cases]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """Wall clock and profile of each mode; Disagreement if logits or loss are not finite."""
+        """Time and profile each mode; Disagreement if logits or loss are not finite."""
         release(run.device)
         step = TrainingStep(cell.case, run)
         for mode in MODEL_MODES:
@@ -203,6 +210,7 @@ class NsysProfile(Experiment):
             yield from measurements(trace, rows)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Add the context, a kernel's rank and group, the category and the model in words."""
         category = row["quantity"].removesuffix("_time")
         known = category in CATEGORIES and row["quantity"].endswith("_time")
         rank = next((rank for rank in RANKS if f"kernel_{rank}_" in row["quantity"]), None)

@@ -1,6 +1,4 @@
-"""Sharded optimizer state: memory before and after the step, step time, and ZeRO's first stage
-beside it.
-"""
+"""Sharded optimizer state beside ZeRO's first stage: memory around the step, and step time."""
 
 import pandas as pd
 
@@ -14,14 +12,14 @@ SO_FAR = MOMENT_WORDS | {"peak of later steps": "peak_memory"}
 
 
 class Kept(Bars):
-    """Bars of the first precision: compute in bfloat16 leaves what a rank keeps in float32."""
+    """Bars of the first precision only: autocast to bfloat16 leaves a rank's states in float32."""
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
         return super().rows(frame).drop_duplicates([self.x, self.color])
 
 
 def kept_claim(rows: pd.DataFrame) -> str:
-    """Sharding halves the state where a rank of two keeps 0.49 to 0.51 of it."""
+    """Return that sharding halves the state, if a rank of two keeps 0.49 to 0.51 of it."""
     kept = rows[rows["kept"] == "optimizer state"].set_index("implementation")["median"]
     if (
         not {"unsharded", "sharded"} <= set(kept.index)
@@ -37,8 +35,9 @@ class OptimizerStateSharding(ShardingExperiment):
     implementations = OPTIMIZER_IMPLEMENTATIONS
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Every implementation at every number of ranks, float32 parameters; with bfloat16 autocast
-        too on a GPU.
+        """Return every implementation by number of ranks, on a GPU also with bfloat16 autocast.
+
+        Parameters are float32.
         """
         computes: tuple[DTypeName | None, ...] = (
             ("bfloat16", None) if run.device == "cuda" else (None,)

@@ -1,6 +1,4 @@
-"""Plain PyTorch attention over sequence length and head dim: time, memory, and where it runs out of
-it.
-"""
+"""Plain PyTorch attention by length and head dim: time, memory, and where memory runs out."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,10 +13,10 @@ from cs336_systems.measure.timing import time_calls
 from cs336_systems.subjects import attention_passes as attention
 
 BATCH = 8
-PASSES = 100  # timed, that the handout asks for
-PASSES_BEYOND = 20  # at the lengths that we add to its grid
+PASSES = 100  # timed passes that the handout asks for
+PASSES_BEYOND = 20  # timed passes at the lengths that we add to its grid
 LONGEST_OF_HANDOUT = 16384
-# Where an 80 GB GPU runs out of memory an H200 does not, so the grid goes on until plain attention
+# An H200 has room where an 80 GB GPU runs out of memory, so the grid goes on until plain attention
 # really fails.
 LENGTHS = {
     "tiny": (64, 128),
@@ -32,8 +30,9 @@ MEMORY = {
 
 
 def memory_claim(rows: pd.DataFrame) -> str:
-    """Memory is quadratic where what is saved grows by 3.5 to 4.5 from the last length but one to
-    twice that.
+    """Return that memory grows with S², if twice the length saves 3.5 to 4.5 times as much.
+
+    The two longest lengths are compared.
     """
     saved = rows[rows["quantity"] == attention.SAVED.quantity].sort_values("seqlen_q").tail(2)
     if len(saved) < 2:
@@ -42,7 +41,10 @@ def memory_claim(rows: pd.DataFrame) -> str:
     length = saved["seqlen_q"].iloc[1]
     if not (length == 2 * saved["seqlen_q"].iloc[0] and 3.5 <= growth <= 4.5):
         return ""
-    return f"Memory grows with S²: {digits(saved['median'].iloc[1])} GiB saved for the backward at S = {length:,}"
+    return (
+        f"Memory grows with S²: {digits(saved['median'].iloc[1])} GiB saved for the backward "
+        f"at S = {length:,}"
+    )
 
 
 @problem()
@@ -56,7 +58,7 @@ class PyTorchAttention(attention.AttentionExperiment):
     )
 
     def cases(self, run: RunConfig) -> list[AttentionShape]:
-        """Batch 8, one head, no mask, float32: every head dim with every length."""
+        """Return every head dim with every length: batch 8, one head, no mask, float32."""
         return [
             replace(attention.sized_shape(run, BATCH, 1, seqlen, head_dim, False), dtype="float32")
             for head_dim in attention.HEAD_DIMS[run.scale]
@@ -64,7 +66,7 @@ class PyTorchAttention(attention.AttentionExperiment):
         ]
 
     def samples_of(self, call: attention.Call, case: AttentionShape, run: RunConfig) -> list[float]:
-        """As many passes as the handout asks for; below its scale the time decides."""
+        """Time as many passes as the handout asks for; below its scale a time limit decides."""
         if run.scale != "handout":
             return super().samples_of(call, case, run)
         passes = PASSES if case.seqlen_q <= LONGEST_OF_HANDOUT else PASSES_BEYOND
@@ -74,8 +76,9 @@ class PyTorchAttention(attention.AttentionExperiment):
         return super().columns(row) | {"memory": MEMORY.get(row["quantity"], "")}
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """The forward at the handout's longest as a line over d: `intercept` in ms, `slope` in ms a
-        column.
+        """Fit the forward's time at the handout's longest length as a line over the head dim.
+
+        `intercept` is in ms, `slope` in ms per column.
         """
         chosen = {
             "mode": "forward",

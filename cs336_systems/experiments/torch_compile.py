@@ -1,4 +1,4 @@
-"""torch.compile on plain attention, and on the whole model: eager and compiled by turns."""
+"""torch.compile on plain attention and on the whole model: eager and compiled take turns."""
 
 import traceback
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ SPEED = (("compiled", "eager"),)
 
 
 def compiled_claim(rows: pd.DataFrame) -> str:
-    """Small models gain most where the speed falls from size to size in every mode."""
+    """Return that larger models gain less, if the speed falls from size to size in every mode."""
     falls = all(of["speed_over_eager"].is_monotonic_decreasing for _, of in rows.groupby("mode"))
     if not (falls and rows["speed_over_eager"].min() > 1):
         return ""
@@ -43,7 +43,10 @@ def compiled_claim(rows: pd.DataFrame) -> str:
     low, high = (
         digits(end) for end in (rows["speed_over_eager"].min(), rows["speed_over_eager"].max())
     )
-    return f"torch.compile gains less the larger the model: {high}× on {sizes[0]}, {low}× on {sizes[-1]}"
+    return (
+        f"torch.compile gains less the larger the model: {high}× on {sizes[0]}, "
+        f"{low}× on {sizes[-1]}"
+    )
 
 
 @problem()
@@ -54,11 +57,11 @@ class TorchCompile(AttentionByTurns):
     speeds = {"speed_over_eager": {"implementation": "eager"}}
 
     def names(self, run: RunConfig) -> Sequence[str]:
-        """Nothing is compiled at the smallest scale."""
+        """Return both implementations, or eager alone at the smallest scale."""
         return self.implementations if run.scale != "tiny" else ("eager",)
 
     def cases(self, run: RunConfig) -> list[AttentionShape]:
-        """The handout's grid of attention: batch 8, one head, no mask, float32."""
+        """Return the handout's grid of attention: batch 8, one head, no mask, float32."""
         return [
             replace(sized_shape(run, BATCH, 1, seqlen, head_dim, False), dtype="float32")
             for head_dim in HEAD_DIMS[run.scale]
@@ -67,10 +70,10 @@ class TorchCompile(AttentionByTurns):
         ]
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """(a) attention; (b) whole models, compiled once and timed by turns with the same weights."""
+        """Return (a) attention, (b) whole models, compiled once and timed with the same weights."""
         cells = [
-            # On a CPU, which swaps where a GPU raises, eager's four matrices of scores decide; each
-            # keeps its graph.
+            # A CPU swaps where a GPU raises an error. The prediction counts eager's four matrices
+            # of scores twice, since each implementation keeps its graph.
             replace(cell, predicted_bytes=2 * eager_attention_bytes(cell.case, "forward_backward"))
             for cell in super().cells(run)
         ]
@@ -81,9 +84,10 @@ class TorchCompile(AttentionByTurns):
         ]
         times = [Row(mode, "time", "ms") for mode in MODEL_MODES]
         cases = [replace(case, warmup=2) for case in model_cases(run)]
-        # compiling takes a laptop longer the more blocks there are, and shows no more
+
+        # On a laptop two blocks show as much as many, which take long to compile. The proxy has a
+        # name of its own, since that of other problems is wider and deeper.
         if run.scale == "smoke":
-            # by a name of its own: other problems' proxy is wider and deeper
             narrow = proxy_model("medium", 128)
             narrow = replace(narrow, name="medium-2-layer-proxy", num_layers=2, context_length=128)
             cases = [replace(cases[0], model=narrow, warmup=1)]
@@ -98,16 +102,18 @@ class TorchCompile(AttentionByTurns):
         return super().measure(cell, run)
 
     def _measure_model(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """The first calls of the compiled model, checked against the eager one, then both by turns.
+        """Check the compiled model's first calls against eager, then time both by turns.
 
-        One that cannot be compiled, or is wrong when it is, has rows that say so, and the eager one
-        is timed alone.
+        If the model cannot be compiled, or is wrong once compiled, its rows say so, and eager is
+        timed alone.
         """
         rows = {(row.implementation, row.mode): row for row in cell.rows if row.quantity == "time"}
         compile_rows = {row.mode: row for row in cell.rows if row.quantity == "compile_time"}
         step = TrainingStep(cell.case, run)
         models = {"eager": step.model}
-        found: list[Row] = []  # of the first calls
+        found: list[Row] = []  # rows of the first calls that were measured
+
+        # First calls: compile, check, and record the seconds.
         broken: Outcome | None = None
         try:
             if run.device == "cpu" and not has_cxx_compiler():
@@ -118,7 +124,7 @@ class TorchCompile(AttentionByTurns):
                     found.append(compile_rows[mode])
                     yield Sample(row=found[-1], samples=[seconds])
             models["compiled"] = compiled
-        except Exception as error:  # noqa: BLE001 - the compiler may raise anything on a reader's own model
+        except Exception as error:  # noqa: BLE001 - on a user's model the compiler may raise any
             broken = outcome_of(error)
             traceback.print_exc()
         if broken is not None:
@@ -135,14 +141,14 @@ class TorchCompile(AttentionByTurns):
             step.model = models[name]
             try:
                 yield from timed_modes(step, modes, warmup=cell.case.warmup, count=STEPS_A_TURN)
-            finally:  # nothing of a step that did not fit is the next one's
+            finally:  # free what a step that did not fit has left behind
                 step.optimizer = None
                 step.reset()
 
         yield from round_samples(rows, *model_rounds(list(models), turn, MODEL_MODES, run))
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Head dim and length as the handout calls them."""
+        """Add head dim and length under the handout's names."""
         return {"S": row.get("seqlen_q"), "d": f"d = {row.get('head_dim')}"}
 
     tables = {

@@ -1,6 +1,4 @@
-"""When tensor parallelism of a feed-forward layer is bound by communication: closed forms on four
-links.
-"""
+"""When communication limits tensor parallelism of a feed-forward layer: closed forms, 4 links."""
 
 from typing import Any
 
@@ -12,6 +10,7 @@ from cs336_systems.subjects.layer_times import MODEL, layer, links, ratio_lines,
 @problem()
 class TensorParallelCalcs(Calculation):
     def calculate(self) -> list[dict[str, Any]]:
+        """Return times on up to 64 GPUs, and the largest N that hides communication, by link."""
         rows = [row for row in times(("TP forward", "TP backward")) if row["GPUs"] <= 64]
         for link, rates in links().items():
             limits = {
@@ -30,7 +29,8 @@ class TensorParallelCalcs(Calculation):
 
     tables = {
         "limits": Listing(
-            title=f"Largest N that computation hides the communication of, F = {MODEL.d_ff:,}, any batch",
+            title="Largest N that computation hides the communication of, "
+            f"F = {MODEL.d_ff:,}, any batch",
             where={"quantity": "limit"},
             columns=("C, W of", "W (GB/s)", "N forward", "N backward"),
         )

@@ -1,10 +1,11 @@
-"""The grade of an implementation: checks of what the handout requires, run through its
-`adapters.py`.
+"""Grading of an implementation by checks of the handout's requirements, run through `adapters.py`.
 
-`problems` lists the handout's problems and which of them are graded; `flash`, `ddp`, `optimizer`
-and `fsdp` hold the checks; `server` runs each in a process of its own; `grade` counts the points.
-The rest of `cs336_systems` is not imported here: the code under test may be a package of the same
-name.
+`check_flash`, `check_ddp`, `check_optimizer` and `check_fsdp` hold the checks, `registry` lists
+them. `server` runs each check in processes of its own, and `points` counts the points. Of the rest
+of `cs336_systems` only `handout` and `device` are imported: the code under test may be a package of
+the same name.
+
+    from cs336_systems.grading.points import Grader, checks_of
 
     with Grader() as grader:
         for check in checks_of("fsdp"):

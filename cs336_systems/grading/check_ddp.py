@@ -1,8 +1,8 @@
-"""Section 5: data parallelism behind `get_ddp` (2025: `get_ddp_individual_parameters`) and
-`get_ddp_bucketed`.
+"""Checks of section 5: data parallelism behind `get_ddp` and `get_ddp_bucketed`.
 
-Two ranks on gloo and CPU. Each trains on its half of a batch and must end where one process ends
-with the whole of it.
+In 2025 `get_ddp` was called `get_ddp_individual_parameters`. The checks run two ranks on gloo and
+the CPU. Each rank trains on its half of a batch and must end where one process ends with the whole
+batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,12 +28,16 @@ from cs336_systems.grading.reference_training import (
 from cs336_systems.grading.registry import Adapters, NotImplementedYet, check
 
 OVERLAP, BUCKETED = "ddp_overlap_individual_parameters", "ddp_overlap_bucketed"
-BOUND = 1e-6  # of a parameter after training, in float32
-FLAGS = 1000  # bytes below which a message carries no gradient of `Stack`
+BOUND = 1e-6  # largest error of a parameter after training in float32
+FLAGS = 1000  # bytes: a smaller message carries no gradient of `Stack`
 
 
 class Wrapped:
-    """A wrapped model with the adapters that go with it."""
+    """A wrapped model together with the adapters that its training step must call.
+
+    `bucket_size_mb` is passed on to `get_ddp_bucketed`; "individual" stands for the wrapper without
+    buckets.
+    """
 
     def __init__(
         self, adapters: Adapters, module: nn.Module, bucket_size_mb: float | None | str
@@ -44,7 +48,9 @@ class Wrapped:
             self.model = adapters.call("get_ddp_bucketed", module, bucket_size_mb=bucket_size_mb)
             self._after = "ddp_bucketed_on_after_backward"
             return
-        try:  # the editions' two names of one thing
+        # The editions have two names for this adapter. If both are missing, the error names the
+        # one that the file defines.
+        try:
             self.model = adapters.call("get_ddp", module)
             self._after = "ddp_on_after_backward"
         except NotImplementedYet as missing:
@@ -58,7 +64,11 @@ class Wrapped:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The frame of a training step; the block runs forward and backward."""
+        """Wrap one training step with SGD: the `with` block runs the forward and the backward.
+
+        The optional adapter before the batch, the adapter after the backward and the optimizer's
+        step are called around it.
+        """
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         optimizer.zero_grad(set_to_none=True)
         if self._is_bucketed:
@@ -71,13 +81,13 @@ class Wrapped:
 
 
 def check_both(function: Callable[..., None]) -> None:
-    """Register a check of both wrappers; it is given the bucket sizes to try."""
+    """Register a check of both DDP wrappers; the bucket size is the function's last argument."""
 
     def overlapped(adapters: Adapters, rank: int, num_ranks: int) -> None:
         function(adapters, rank, num_ranks, "individual")
 
     def bucketed(adapters: Adapters, rank: int, num_ranks: int) -> None:
-        for bucket_size_mb in (0.0001, 0.002, 1.0):  # a bucket a tensor, several, one
+        for bucket_size_mb in (0.0001, 0.002, 1.0):  # a bucket per tensor, several, a single one
             function(adapters, rank, num_ranks, bucket_size_mb)
 
     for problem, one in ((OVERLAP, overlapped), (BUCKETED, bucketed)):
@@ -121,6 +131,7 @@ def equals_one_process(adapters: Adapters, rank: int, num_ranks: int, size: Any)
 
 
 def train_like_one_process(adapters: Adapters, rank: int, num_ranks: int, size: Any) -> None:
+    """Assert that a few wrapped steps give the parameters of one process, on every rank."""
     single, wrapped = seeded(Toy), Wrapped(adapters, seeded(Toy, seed=rank), size)
     start = deepcopy(dict(single.named_parameters()))
     optimizer = torch.optim.SGD(single.parameters(), lr=0.1)
@@ -141,19 +152,22 @@ def train_like_one_process(adapters: Adapters, rank: int, num_ranks: int, size: 
 
 
 def gradients_sent() -> list[int]:
-    """The payloads of the messages that may carry gradients, in bytes."""
+    """Return the sizes in bytes of the messages so far that may carry gradients."""
     gradients = [message for message in SENT if message.kind != "broadcast"]
     return [message.nbytes for message in gradients if message.nbytes >= FLAGS]
 
 
 def messages_of_a_step(wrapped: Wrapped, rank: int) -> tuple[list[int], int, bool]:
-    """The payloads of the second step; how many had gone when the last gradient was there; whether
-    each was awaited.
+    """Run two steps and return what the second one sent, and when.
+
+    The result is the sizes in bytes of its messages, how many of them had been sent when the last
+    gradient was computed, and whether every message had been awaited by then.
     """
     gone, blocks = 0, False
-    for step in range(2):  # in the first one an order may be learned
+    for step in range(2):  # a wrapper may learn the order of gradients in the first step
         x, y = regression_batch(10 * step + rank, 100, 100)
-        x.requires_grad_()  # its gradient comes with the first layer's, which is the last
+        # The gradient of the input is computed with that of the first layer, which is the last.
+        x.requires_grad_()
 
         def note(gradient: torch.Tensor) -> None:
             nonlocal gone, blocks
@@ -170,6 +184,7 @@ def messages_of_a_step(wrapped: Wrapped, rank: int) -> tuple[list[int], int, boo
 
 
 def assert_overlap(wrapped: Wrapped, rank: int, what: str) -> None:
+    """Assert that a step sends gradients during its backward, and without waiting for each."""
     sent, gone, blocks = messages_of_a_step(wrapped, rank)
     assert sent, "no gradient is sent"
     assert gone, f"none of {len(sent)} {what} is sent before the backward has ended"
@@ -216,5 +231,7 @@ def keeps_to_the_bucket_size(adapters: Adapters, rank: int, num_ranks: int) -> N
 
 @check(BUCKETED, num_ranks=2, beyond=True)
 def takes_no_bucket_size(adapters: Adapters, rank: int, num_ranks: int) -> None:
-    """`bucket_size_mb=None`, of which only the adapter's docstring speaks: training as one process."""
+    """`bucket_size_mb=None`, of which only the adapter's docstring speaks: training as one
+    process.
+    """
     train_like_one_process(adapters, rank, num_ranks, None)

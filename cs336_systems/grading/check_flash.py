@@ -1,8 +1,7 @@
-"""Section 4: FlashAttention-2 behind `apply(q, k, v, is_causal)`, in PyTorch on the CPU and in
-Triton.
+"""Checks of section 4: FlashAttention-2 behind `apply(q, k, v, is_causal)`, in PyTorch and Triton.
 
-Without a GPU, Triton's kernels run in its interpreter. All tensors are float32, (batch, sequence,
-head dim).
+The PyTorch version runs on the CPU. Without a GPU, Triton's kernels run in its interpreter. All
+tensors are float32 unless a check says otherwise, with the shape (batch, sequence, head dim).
 """
 
 import gc
@@ -19,28 +18,32 @@ from torch import Tensor
 from cs336_systems.grading.counting import LiveBytes
 from cs336_systems.grading.registry import Adapters, Skipped, check
 
-# batch, queries, keys, head dim; the handout promises powers of two from 16 on.
+# Shapes are (batch, queries, keys, head dim); the handout promises powers of two from 16 on.
 SQUARE = ((2, 128, 128, 64), (1, 256, 256, 16))
 UNEQUAL = ((2, 128, 256, 64), (1, 256, 128, 32))
 SHORT = ((2, 64, 64, 128), (1, 32, 32, 32), (2, 16, 16, 16))
 RAGGED = ((2, 97, 97, 64), (1, 16, 131, 32))
 LONG = (1, 512, 512, 32)  # a matrix of scores is eight times as large as q
 SLACK = 1e-5  # added to twice the error of plain attention in the same dtype
-# The check without which the others of an implementation earn nothing.
+# The check that must pass before the other checks of an implementation earn points.
 NEEDED = {
     ("flash_forward", "pytorch"): "pytorch_works_by_tiles",
     ("flash_forward", "triton"): "triton_calls_a_fused_kernel",
     ("flash_backward", "pytorch"): "pytorch_gradients",
     ("flash_backward", "triton"): "triton_gradients",
 }
-SOFTMAX = ("softmax", "scaled_dot", "logsumexp")  # parts of names of operators that see whole rows
+SOFTMAX = ("softmax", "scaled_dot", "logsumexp")  # in names of operators that need whole rows
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "exp", "exp2", "einsum", "linear")
 
 
 def attention_check(
     problem: str, *, beyond: bool = False, implementations: tuple[str, ...] = ("pytorch", "triton")
 ) -> Callable[[Any], Any]:
-    """Register the check for each of the implementations, under names that begin with theirs."""
+    """Return a decorator that registers a check once for each of the `implementations`.
+
+    A check's name begins with its implementation's. The function gets the adapters and the keyword
+    argument `implementation`.
+    """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         for implementation in implementations:
@@ -53,7 +56,10 @@ def attention_check(
 
 
 def autograd_function(adapters: Adapters, implementation: str) -> tuple[Any, str]:
-    """The class under test and the device that it runs on."""
+    """Return the autograd class under test and the device on which it runs.
+
+    Skipped if Triton is needed and not installed.
+    """
     if implementation == "triton" and importlib.util.find_spec("triton") is None:
         raise Skipped("triton is not installed")
     function = adapters.call(f"get_flashattention_autograd_function_{implementation}")
@@ -62,7 +68,10 @@ def autograd_function(adapters: Adapters, implementation: str) -> tuple[Any, str
 
 
 def draw(shape: tuple[int, int, int, int], device: str, scale: float = 1.0) -> list[Tensor]:
-    """q, k, v and the gradient of the output, the same in every process."""
+    """Return q, k, v and the gradient of the output for a shape; every process draws the same.
+
+    `scale` multiplies q, and with it the scores.
+    """
     batch, queries, keys, dim = shape
     generator = torch.Generator().manual_seed(sum(shape))
     lengths = (queries, keys, keys, queries)
@@ -73,7 +82,7 @@ def draw(shape: tuple[int, int, int, int], device: str, scale: float = 1.0) -> l
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """The output and the natural log-sum-exp of the scaled scores, by matmul, softmax, matmul."""
+    """Return the output and the natural log-sum-exp of the scaled scores, in plain PyTorch."""
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     if is_causal:  # query i sees the keys 0 ... i
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -88,7 +97,7 @@ def run(
     *,
     differentiates: bool,
 ) -> dict[str, Tensor]:
-    """The output of `attention` and, if it `differentiates`, the gradients of its inputs."""
+    """Return the output "O" of `attention` and, if it `differentiates`, "dQ", "dK" and "dV"."""
     *inputs, grad_output = tensors
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     output = attention(*leaves, is_causal)
@@ -111,12 +120,10 @@ def assert_contract(
     scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Each result errs at most twice as much as plain attention of the same dtype, both against
-    float64.
+    """Assert that the results `names` err at most twice as much as plain attention in that dtype.
 
-    Of the output alone no backward runs. On a GPU plain attention multiplies in TF32 here, as
-    Triton's
-    `tl.dot` does unless told otherwise.
+    Both are compared with float64, and SLACK is allowed on top. With `names` "O" no backward runs.
+    On a GPU plain attention multiplies in TF32 here, as Triton's `tl.dot` does by default.
     """
     results = partial(run, is_causal=is_causal, differentiates=names != "O")
     tensors = [tensor.to(dtype) for tensor in draw(shape, device, scale)]
@@ -138,13 +145,16 @@ def assert_contract(
         if rows:
             cause = likely_cause(name, ours[name], wrong_results(doubles, is_causal))
             raise AssertionError(
-                f"{name} is wrong by {errors.max():.2g} in {len(rows)} of {errors.shape[1]} rows, first "
-                f"in row {rows[0]}, at most {allowed:.2g} is allowed ({what}){cause}"
+                f"{name} is wrong by {errors.max():.2g} in {len(rows)} of {errors.shape[1]} rows, "
+                f"first in row {rows[0]}, at most {allowed:.2g} is allowed ({what}){cause}"
             )
 
 
 def wrong_results(tensors: list[Tensor], is_causal: bool) -> dict[str, dict[str, Tensor]]:
-    """What the commonest mistakes give in the place of O, L, dQ, dK and dV, by what they forget."""
+    """Return what common mistakes give instead of O, L, dQ, dK and dV, by mistake and name.
+
+    A mistake completes the sentence "as if ...".
+    """
     q, k, v, grad_output = tensors
     scale = q.shape[-1] ** -0.5
     shown = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
@@ -155,6 +165,7 @@ def wrong_results(tensors: list[Tensor], is_causal: bool) -> dict[str, dict[str,
         scores = scores.masked_fill(hidden, -math.inf) if masked else scores
         return {"O": scores.softmax(-1) @ v, "L": scores.logsumexp(-1)}
 
+    # Gradients from the backward's equations; unless `right`, without the mask in P.
     def backward(right: bool) -> dict[str, Tensor]:
         scores = q @ k.transpose(-2, -1) * scale
         lse = scores.masked_fill(hidden, -math.inf).logsumexp(-1, keepdim=True)
@@ -168,6 +179,7 @@ def wrong_results(tensors: list[Tensor], is_causal: bool) -> dict[str, dict[str,
             "dV": p.transpose(-2, -1) @ grad_output,
         }
 
+    # dQ and dK of `backward` lack the factor `scale`.
     right = attention(scale, masked=True)
     maximum = (q @ k.transpose(-2, -1) * scale).masked_fill(hidden, -math.inf).amax(-1)
     unscaled = backward(right=True)
@@ -189,7 +201,7 @@ def wrong_results(tensors: list[Tensor], is_causal: bool) -> dict[str, dict[str,
 
 
 def likely_cause(name: str, found: Tensor, wrong: dict[str, dict[str, Tensor]]) -> str:
-    """Return the mistake that gives what was found, or nothing."""
+    """Return ", as if" and the mistake in `wrong` that gives the result `found`, or ""."""
     for mistake, results in wrong.items():
         if name in results:
             error = (found.double() - results[name]).abs() / results[name].abs().clamp(min=1)
@@ -199,7 +211,10 @@ def likely_cause(name: str, found: Tensor, wrong: dict[str, dict[str, Tensor]]) 
 
 
 def saved_lse(function: Any, tensors: list[Tensor], is_causal: bool) -> Tensor:
-    """The one tensor of shape (batch, queries) that is saved for the backward."""
+    """Return the one tensor of shape (batch, queries) that `function` saves for its backward.
+
+    AssertionError if there is none, or several.
+    """
     q, k, v = (tensor.detach().clone().requires_grad_() for tensor in tensors[:3])
     output = function.apply(q, k, v, is_causal)
     assert output.grad_fn is not None, "the output has no grad_fn"
@@ -212,7 +227,10 @@ def saved_lse(function: Any, tensors: list[Tensor], is_causal: bool) -> Tensor:
 
 
 def count_launches() -> list[str]:
-    """Note the names of Triton's kernels as they are launched from now on, on a GPU or interpreted."""
+    """Return a list to which every Triton kernel's name is added when it is launched from now on.
+
+    Kernels count on a GPU and in the interpreter; warm-up compilations do not.
+    """
     launched: list[str] = []
 
     def counted(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,7 +268,9 @@ def works_by_tiles(adapters: Adapters, implementation: str) -> None:
 
 @attention_check("flash_forward", implementations=("triton",))
 def calls_a_fused_kernel(adapters: Adapters, implementation: str) -> None:
-    """The forward launches a Triton kernel, and PyTorch multiplies and exponentiates nothing in it."""
+    """The forward launches a Triton kernel, and PyTorch multiplies and exponentiates nothing in
+    it.
+    """
     function, device = autograd_function(adapters, implementation)
     q, k, v = draw(SQUARE[0], device)[:3]
     launched = count_launches()
@@ -308,7 +328,9 @@ def causal_flag_is_optional(adapters: Adapters, implementation: str) -> None:
 
 @attention_check("flash_forward")
 def large_scores(adapters: Adapters, implementation: str) -> None:
-    """Scores of several hundred overflow nothing: the maximum is subtracted before the exponential."""
+    """Scores of several hundred overflow nothing: the maximum is subtracted before the
+    exponential.
+    """
     function, device = autograd_function(adapters, implementation)
     assert_contract(function, (2, 128, 128, 32), device, False, "O", scale=200.0)
 
@@ -324,6 +346,7 @@ def saves_one_log_sum_exp(adapters: Adapters, implementation: str) -> None:
 
 
 def assert_lse(function: Any, device: str, is_causal: bool) -> None:
+    """Assert that the saved log-sum-exp is the natural one of the scaled scores, within 0.001."""
     tensors = draw((2, 128, 128, 64), device)
     lse = saved_lse(function, tensors, is_causal)
     doubles = [tensor.double() for tensor in tensors]
@@ -333,8 +356,8 @@ def assert_lse(function: Any, device: str, is_causal: bool) -> None:
     if not error <= 1e-3:
         cause = likely_cause("L", lse, wrong_results(doubles, is_causal))
         raise AssertionError(
-            f"the log-sum-exp saved with is_causal={is_causal} is wrong by {error:.2g}, at most 0.001 is "
-            f"allowed{cause}"
+            f"the log-sum-exp saved with is_causal={is_causal} is wrong by {error:.2g}, "
+            f"at most 0.001 is allowed{cause}"
         )
 
 
@@ -373,8 +396,8 @@ def keeps_no_matrix_of_scores(adapters: Adapters, implementation: str) -> None:
     output.sum().backward()
     matrix = queries * keys * q.element_size()
     assert kept < matrix, (
-        f"{kept:,} bytes are alive between forward and backward of {queries} queries and {keys} keys; "
-        f"one matrix of their scores takes {matrix:,}"
+        f"{kept:,} bytes are alive between forward and backward of {queries} queries "
+        f"and {keys} keys; one matrix of their scores takes {matrix:,}"
     )
 
 

@@ -1,10 +1,9 @@
-"""Section 7: `get_fsdp(module, compute_dtype)`, which shards the weights of Linear and Embedding
-layers.
+"""Checks of section 7: `get_fsdp(module, compute_dtype)`, which shards weights over the ranks.
 
-Two ranks on gloo and CPU. The optimizer is built from `fsdp_model.parameters()` after wrapping.
-Where
-`cs336_basics` can be imported, its layers are used. A wrapper may replace layers and name its
-parameters as it likes, so totals are compared, and models tell what passes through them.
+The sharded weights are those of Linear and Embedding layers. The checks run two ranks on gloo and
+the CPU. The optimizer is built from `fsdp_model.parameters()` after wrapping. The layers of
+`cs336_basics` are used if it can be imported. A wrapper may replace layers and rename its
+parameters. So totals are compared, and the models themselves report what passes through them.
 """
 
 import math
@@ -35,14 +34,15 @@ from cs336_systems.grading.reference_training import (
 from cs336_systems.grading.registry import Adapters, check
 
 PROBLEM = "fsdp"
-SHARDED = "shards_the_weights"  # without it there is nothing to grade
-SETTLING_S = 5.0  # for gloo's threads to let go of what they have sent
-FP32_BOUND, FP16_BOUND = 1e-6, 1e-4  # of a parameter after three steps of SGD at 0.01
+SHARDED = "shards_the_weights"  # the check that must pass before the others earn points
+SETTLING_S = 5.0  # for gloo's threads to release what they have sent
+FP32_BOUND, FP16_BOUND = 1e-6, 1e-4  # largest error of a parameter after three SGD steps at 0.01
 
 
 def step_of(
     adapters: Adapters, fsdp: Any, optimizer: torch.optim.Optimizer, batch: Any, loss: Any
 ) -> None:
+    """Run one training step of the wrapped model `fsdp`, with the adapter after the backward."""
     optimizer.zero_grad(set_to_none=True)
     loss(fsdp, batch).backward()
     adapters.call("fsdp_on_after_backward", fsdp, optimizer)
@@ -50,12 +50,16 @@ def step_of(
 
 
 def full_parameters(adapters: Adapters, fsdp: Any) -> dict[str, Tensor]:
+    """Return copies of all whole parameters by name, as `fsdp_gather_full_params` gives them."""
     full = adapters.call("fsdp_gather_full_params", fsdp)
     return {name: tensor.detach().clone() for name, tensor in full.items()}
 
 
 def in_float16(model: nn.Module) -> nn.Module:
-    """`model` computing with float16 copies of the weights that FSDP shards, in one process."""
+    """Make `model` compute with float16 copies of the weights that FSDP shards, and return it.
+
+    It is the one-process reference for float16 compute.
+    """
     linear = layer_classes()[0]
 
     def computing(module: Any) -> Any:
@@ -74,7 +78,11 @@ def trains_like_one_process(
     compute_dtype: torch.dtype | None = None,
     evaluates: bool = False,
 ) -> None:
-    """Three steps; with `evaluates` there are forwards without a backward before each of them."""
+    """Assert that three wrapped steps give the parameters of one process, step by step.
+
+    With `evaluates` forwards without a backward come before each step. With `compute_dtype` the
+    Linear layers must compute in that dtype.
+    """
     bound = FP32_BOUND if compute_dtype is None else FP16_BOUND
     torch.use_deterministic_algorithms(True)
     single = seeded(Language)
@@ -82,7 +90,8 @@ def trains_like_one_process(
     fsdp = adapters.call("get_fsdp", seeded(Language), compute_dtype=compute_dtype)
     if compute_dtype is not None:
         in_float16(single)
-    dtypes: set[torch.dtype] = set()
+
+    dtypes: set[torch.dtype] = set()  # of what a Linear layer returns
     reference, optimizer = (
         torch.optim.SGD(model.parameters(), lr=0.01) for model in (single, fsdp)
     )
@@ -105,7 +114,10 @@ def trains_like_one_process(
 
 
 def assert_sharded(adapters: Adapters, num_ranks: int, largest_share: float) -> None:
-    """Assert that a rank holds at most a share of all weights between steps, and norms whole."""
+    """Assert that a rank holds at most `largest_share` of the sharded weights, and whole norms.
+
+    It is checked after wrapping and after a step.
+    """
     model = seeded(Language)
     weights = sum(module.weight.numel() for _, module in sharded_weights(model))
     others = sum(parameter.numel() for parameter in model.parameters()) - weights
@@ -113,7 +125,10 @@ def assert_sharded(adapters: Adapters, num_ranks: int, largest_share: float) -> 
     optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.01)
     for when in ("after wrapping", "after a step"):
         held = sum(parameter.numel() for parameter in fsdp.parameters()) - others
-        text = f"a rank holds {held / weights:.0%} of the weights of Linear and Embedding layers {when}"
+        text = (
+            f"a rank holds {held / weights:.0%} of the weights of Linear and Embedding "
+            f"layers {when}"
+        )
         assert held <= largest_share * weights, f"{text}, not {1 / num_ranks:.0%}"
         assert held >= weights / num_ranks, f"{text}, or not all of the norms"
         step_of(adapters, fsdp, optimizer, token_batch(dist.get_rank()), next_token_loss)
@@ -189,44 +204,47 @@ def gives_gradients_of_the_shards(adapters: Adapters, rank: int, num_ranks: int)
 
 LAYER_BYTES = 4 * Deep.WIDTH**2
 HALF = Deep.LAYERS // 2
-LARGE = LAYER_BYTES // 8  # bytes from which a message carries a shard of a weight or a gradient
+LARGE = LAYER_BYTES // 8  # bytes: a message of this size carries a shard of a weight or gradient
 
 
 @dataclass
 class Watched:
-    """A training step of 16 equal layers. Memory is counted in whole layers, beyond the shards."""
+    """What a step of 16 equal layers sent and held; memory is in layers, beyond the shards."""
 
     forward: list[Message] = field(default_factory=list)
     backward: list[Message] = field(default_factory=list)
     sent_before: list[int] = field(default_factory=list)  # bytes, before each layer's forward
-    until_the_end: list[Message] = field(
-        default_factory=list
-    )  # of the backward, but for the last layer's
+    # sent in the backward before the gradient of the last layer's input was computed
+    until_the_end: list[Message] = field(default_factory=list)
     in_flight: int = 0  # largest number of messages on their way while a layer computes
     forward_peak: float = 0.0
-    between: float = 0.0  # behind the forward
-    behind_the_backward: float = 0.0  # gradients and what is reduced left out
-    after: float = 0.0  # behind the synchronization, gradients' shards left out
+    between: float = 0.0  # after the forward
+    behind_the_backward: float = 0.0  # without gradients and storages that were reduced
+    after: float = 0.0  # after the synchronization, without the gradients' shards
 
     @property
     def layers_before(self) -> list[float]:
-        """How many layers' weights are gathered, or being gathered, before each layer runs."""
+        """Return how many layers' weights are gathered, or on their way, before each layer runs."""
         sizes = [message.nbytes for message in self.forward]
         messages_of_a_layer = max(1, round(len(sizes) / Deep.LAYERS))
-        # A backward's first weight may be gathered already; or all weights by one message.
+        # The forward may already gather a weight for the backward, or all weights in one message.
         unit = min(sum(sizes) / Deep.LAYERS, median(sizes) * messages_of_a_layer)
         return [sent / unit for sent in self.sent_before]
 
 
 def large(messages: list[Message]) -> list[Message]:
+    """Return the messages that may carry a shard of a weight or a gradient."""
     return [message for message in messages if message.nbytes >= LARGE]
 
 
 def watch_a_step(adapters: Adapters, compute_dtype: torch.dtype | None = None) -> Watched:
-    """Watch the second step of `Deep`: in the first one an order of the layers may be learned."""
+    """Return what the second step of a wrapped `Deep` sends and holds.
+
+    A wrapper may learn the order of the layers in the first step.
+    """
     fsdp = adapters.call("get_fsdp", seeded(Deep), compute_dtype=compute_dtype)
     optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.01)
-    # Activations of half a KiB beside layers of 64.
+    # Activations take half a KiB, a layer 64 KiB.
     x = torch.randn(1, Deep.WIDTH, dtype=compute_dtype, requires_grad=True)
     step_of(adapters, fsdp, optimizer, x, lambda model, x: model(x).float().sum())
     optimizer.zero_grad(set_to_none=True)
@@ -247,7 +265,7 @@ def watch_a_step(adapters: Adapters, compute_dtype: torch.dtype | None = None) -
     for notes in (SENT, AWAITED, REDUCED):
         notes.clear()
     with LiveBytes(*fsdp.parameters()) as live:
-        shards = HALF * LAYER_BYTES  # as views of whole weights they would keep more
+        shards = HALF * LAYER_BYTES  # shards that are views would keep whole weights alive
 
         def layers_held(*, without: Any = ()) -> float:
             return (live.now(without=without) - shards) / LAYER_BYTES
@@ -255,9 +273,13 @@ def watch_a_step(adapters: Adapters, compute_dtype: torch.dtype | None = None) -
         OBSERVERS.append(observe)
         output = fsdp(x).float().sum()
         OBSERVERS.clear()
+
+        # After the forward: what it sent, its peak, and what it leaves.
         seen.forward, num_forward = large(SENT), len(SENT)
         seen.forward_peak = (live.peak - shards) / LAYER_BYTES
         seen.between = layers_held()
+
+        # After the backward: the same, without gradients and what is being reduced.
         output.backward()
         seen.backward = large(SENT[num_forward:])
         gradients = storages_of([parameter.grad for parameter in fsdp.parameters()])
@@ -265,7 +287,8 @@ def watch_a_step(adapters: Adapters, compute_dtype: torch.dtype | None = None) -
         seen.behind_the_backward = layers_held(without=reduced)
         adapters.call("fsdp_on_after_backward", fsdp, optimizer)
     del gradients, reduced, output
-    # On a busy machine gloo's threads hold what they sent last until they run again.
+
+    # On a busy machine gloo's threads hold what they sent last until they are scheduled again.
     deadline, seen.after = time.monotonic() + SETTLING_S, math.inf
     while seen.after > 2 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -293,8 +316,8 @@ def gathers_at_most_two_layers_ahead(adapters: Adapters, rank: int, num_ranks: i
     assert seen.forward, "no weight is gathered in the forward of the second step"
     for layer, gathered in enumerate(seen.layers_before):
         assert gathered <= layer + 2.1, (
-            f"{gathered:.0f} of {Deep.LAYERS} layers are gathered before layer {layer + 1} runs, at "
-            f"most {layer + 2} may be"
+            f"{gathered:.0f} of {Deep.LAYERS} layers are gathered before layer {layer + 1} runs, "
+            f"at most {layer + 2} may be"
         )
 
 
@@ -316,8 +339,9 @@ def keeps_no_whole_gradients(adapters: Adapters, rank: int, num_ranks: int) -> N
     """Behind the synchronization hardly more is held than the shards and their gradients."""
     seen = watch_a_step(adapters)
     assert seen.after <= 2, (
-        f"after the synchronization {seen.after:.1f} whole layers of memory are held beyond the shards "
-        f"of {Deep.LAYERS} layers and their gradients; a gradient may be a view of the whole one"
+        f"after the synchronization {seen.after:.1f} whole layers of memory are held beyond "
+        f"the shards of {Deep.LAYERS} layers and their gradients; "
+        "a gradient may be a view of the whole one"
     )
 
 
@@ -333,7 +357,9 @@ def communicates_in_the_compute_dtype(adapters: Adapters, rank: int, num_ranks: 
 
 @check(PROBLEM, num_ranks=2, needs=SHARDED)
 def reduces_gradients_in_the_backward(adapters: Adapters, rank: int, num_ranks: int) -> None:
-    """A gradient is reduced when it is available: the backward of other layers is still to come."""
+    """A gradient is reduced when it is available: the backward of other layers is still to
+    come.
+    """
     seen = watch_a_step(adapters)
     reductions = [message for message in seen.until_the_end if not message.carries_weights]
     assert len(reductions) >= HALF, (
@@ -379,5 +405,7 @@ def gathers_ahead(adapters: Adapters, rank: int, num_ranks: int) -> None:
 
 @check(PROBLEM, num_ranks=2, beyond=True)
 def evaluates_in_between(adapters: Adapters, rank: int, num_ranks: int) -> None:
-    """Forwards without a backward, with and without gradients, change nothing about the training."""
+    """Forwards without a backward, with and without gradients, change nothing about the
+    training.
+    """
     trains_like_one_process(adapters, rank, num_ranks, evaluates=True)

@@ -1,9 +1,9 @@
-"""Section 6: `get_sharded_optimizer(params, optimizer_cls, **kwargs)`, which keeps a share of the
-state on each rank.
+"""Checks of section 6: `get_sharded_optimizer(params, optimizer_cls, **kwargs)`.
 
-Two ranks on gloo and CPU, with the same gradients on both. State is counted on the instances of
-`optimizer_cls` that the code under test makes, so that wrappers with an optimizer inside and
-wrappers that inherit are served alike.
+The sharded optimizer keeps a share of the state on each rank. The checks run two ranks on gloo and
+the CPU, with the same gradients on both. State is counted on the instances of `optimizer_cls` that
+the code under test makes. So wrappers that hold an optimizer and wrappers that inherit from one are
+treated alike.
 """
 
 from typing import Any
@@ -26,9 +26,9 @@ from cs336_systems.grading.reference_training import (
 from cs336_systems.grading.registry import Adapters, check
 
 PROBLEM = "optimizer_state_sharding"
-SHARDED = "shards_the_state"  # without it there is nothing to grade
+SHARDED = "shards_the_state"  # the check that must pass before the others earn points
 SETTINGS: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}
-BOUND = 1e-6
+BOUND = 1e-6  # largest error of a parameter after training
 
 
 def train(
@@ -38,6 +38,10 @@ def train(
     steps: int = STEPS,
     width: tuple[int, int] = (10, 5),
 ) -> None:
+    """Train `model` for `steps` steps on the batches from number `first` on.
+
+    `width` is the number of a batch's inputs and outputs.
+    """
     for step in range(first, first + steps):
         optimizer.zero_grad()
         squared_error(model, regression_batch(step, *width)).backward()
@@ -45,6 +49,7 @@ def train(
 
 
 def assert_equal_training(ours: nn.Module, single: nn.Module, when: str) -> None:
+    """Assert that `ours` has the parameters of `single` within BOUND, and the same on all ranks."""
     error, name = largest_difference(dict(ours.named_parameters()), dict(single.named_parameters()))
     assert error <= BOUND, f"{name} differs by {error:.2g} from the unsharded optimizer's {when}"
     for name, parameter in ours.named_parameters():
@@ -52,7 +57,7 @@ def assert_equal_training(ours: nn.Module, single: nn.Module, when: str) -> None
 
 
 def groups(model: Any) -> list[dict[str, Any]]:
-    """Two parameter groups of different settings; what is shared or frozen is in one of them."""
+    """Return two parameter groups with different settings; each parameter is in one of them."""
     return [
         {"params": [model.first.weight, model.first.bias, model.fixed], "lr": 0.05},
         {
@@ -128,16 +133,19 @@ def adds_parameter_groups(adapters: Adapters, rank: int, num_ranks: int) -> None
     recorded, instances = recording(torch.optim.AdamW)
     reference = torch.optim.AdamW([first], **SETTINGS)
     sharded = adapters.call("get_sharded_optimizer", [our_first], recorded, **SETTINGS)
+
     for model, optimizer, later in ((single, reference, second), (ours, sharded, our_second)):
         train(model, optimizer)
         optimizer.add_param_group(later)
         train(model, optimizer, STEPS)
     assert_equal_training(ours, single, "after add_param_group")
+
     kept = torch.tensor([state_elements(instances)])
     dist.all_reduce(kept)
     whole = 2 * sum(p.numel() for p in ours.parameters() if p.requires_grad)
     assert kept.item() <= 1.1 * whole, (
-        f"after add_param_group the ranks together keep AdamW's state {kept.item() / whole:.1f} times"
+        "after add_param_group the ranks together keep AdamW's state "
+        f"{kept.item() / whole:.1f} times"
     )
 
 
@@ -162,7 +170,7 @@ def passes_the_closure_on(adapters: Adapters, rank: int, num_ranks: int) -> None
 
 
 class Scaled(torch.optim.SGD):
-    """SGD whose `step` takes the factor of this step as a keyword argument."""
+    """SGD whose `step` takes a factor for the learning rate of that step as a keyword argument."""
 
     def step(self, closure: Any = None, *, factor: float = 1.0) -> Any:
         for group in self.param_groups:

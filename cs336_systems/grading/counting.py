@@ -1,4 +1,4 @@
-"""What an implementation sends and what it keeps, seen from outside: no name of its own is needed."""
+"""Count what an implementation sends and what it keeps, without knowing any of its names."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -17,10 +17,10 @@ CARRIERS = ("broadcast", "reduce", "gather", "scatter", "to_all", "alltoall", "s
 
 @dataclass(frozen=True)
 class Message:
-    """A collective of this process."""
+    """One collective that this process has started."""
 
     kind: str  # the process group's method, as allreduce, _allgather_base, reduce_scatter
-    nbytes: int  # of all tensors that it was given, outputs too
+    nbytes: int  # of all tensors in its arguments, outputs included
     dtypes: frozenset[torch.dtype]
 
     @property
@@ -28,13 +28,16 @@ class Message:
         return "gather" in self.kind or "broadcast" in self.kind
 
 
-SENT: list[Message] = []  # in order
-AWAITED: list[int] = []  # for each wait for one of them, how many had been sent
+SENT: list[Message] = []  # all messages, in order
+AWAITED: list[int] = []  # for each wait for a message, how many had been sent by then
 REDUCED: dict[int, weakref.ref[Any]] = {}  # storages that reductions read or wrote: gradients
 
 
 def count_messages() -> None:
-    """Note in SENT, AWAITED and REDUCED from now on. Called before the code under test is imported."""
+    """Record every collective and wait in SENT, AWAITED and REDUCED from now on.
+
+    It patches torch.distributed, so it is called before the code under test is imported.
+    """
 
     def counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,16 +64,18 @@ def count_messages() -> None:
 
 
 def storages_of(tree: Any) -> dict[int, weakref.ref[Any]]:
-    """Weak references to the storages of all tensors in `tree`, by id."""
+    """Return weak references to the storages of all tensors in `tree`, by the storage's id."""
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_meta]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return {id(storage): weakref.ref(storage) for storage in storages}
 
 
 class LiveBytes(TorchDispatchMode):
-    """The memory under all tensors that operators touch, those that only autograd holds included.
+    """A dispatch mode that tracks the memory of every tensor that an operator touches.
 
-    A storage that was resized counts as it is.
+    The tensors `known` count from the start, and tensors that only autograd holds count as well. A
+    storage that was resized counts with its present size. `peak` is in bytes; `shapes` and
+    `operators` are those of all results.
     """
 
     def __init__(self, *known: Tensor) -> None:
@@ -92,7 +97,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def now(self, *, without: Iterable[weakref.ref[Any]] = ()) -> int:
-        """The bytes that are alive now, but for the storages in `without`."""
+        """Return the bytes of the tracked storages that are alive, except those in `without`."""
         left_out = {id(storage) for reference in without if (storage := reference()) is not None}
         self._storages = {key: ref for key, ref in self._storages.items() if ref() is not None}
         storages = [reference() for reference in self._storages.values()]
@@ -106,8 +111,9 @@ class LiveBytes(TorchDispatchMode):
 def recording(
     optimizer_cls: type[torch.optim.Optimizer],
 ) -> tuple[type[torch.optim.Optimizer], list[Any]]:
-    """A subclass that notes its instances, and the list of them: whoever wraps an optimizer has to
-    make one.
+    """Return a subclass of `optimizer_cls` that records its instances, and the list of them.
+
+    Any wrapper of an optimizer has to construct one, so its state can be found there.
     """
     instances: list[Any] = []
 
@@ -121,8 +127,9 @@ def recording(
 
 
 def state_elements(optimizers: list[Any]) -> int:
-    """Elements of all state tensors of more than one element; one that two optimizers share counts
-    once.
+    """Return the number of elements in the optimizers' state tensors of more than one element.
+
+    A tensor that two optimizers share counts once.
     """
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()

@@ -1,4 +1,4 @@
-"""A grade as lines for a terminal, as JSON, as a class's CSV and as Gradescope's results.json."""
+"""Grades as lines for a terminal, as JSON, as a CSV of a class and as Gradescope's results.json."""
 
 import csv
 import platform
@@ -17,12 +17,12 @@ PACKAGES = ("cs336-systems", "torch", "triton", "numpy")
 
 
 def in_points(points: float) -> str:
-    """Points with one decimal where they have a fraction: `35`, `8.8`."""
+    """Return points as text, with one decimal if they have a fraction: `35`, `8.8`."""
     return f"{points:.1f}".removesuffix(".0")
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and the packages that the checks run with."""
+    """Return the versions of Python and of the packages that the checks run with, by name."""
     found = {"python": platform.python_version(), "executable": sys.executable}
     for package in PACKAGES:
         try:
@@ -36,7 +36,7 @@ def versions() -> dict[str, str]:
 
 
 def lines(graded: Grade) -> list[str]:
-    """A line a problem with the reasons below it, those not begun last, and the total."""
+    """Return a grade as lines: problems and what lost points, problems not begun, the total."""
     begun: list[HandoutProblem] = []
     not_begun: list[HandoutProblem] = []
     for problem in graded.problems:
@@ -67,6 +67,7 @@ def _answered(problem: HandoutProblem) -> str:
 
 
 def _problem_lines(graded: Grade, problem: HandoutProblem, width: int) -> list[str]:
+    """Return the line of a problem's points and passed checks, and a line for each reason."""
     required = graded.results_of(problem, beyond=False)
     points = f"{in_points(graded.earned(problem))} of {problem.points}"
     passed = sum(result.status == "passed" for result in required)
@@ -102,7 +103,7 @@ def reasons(
 
 
 def _beyond_lines(graded: Grade, begun: list[HandoutProblem]) -> list[str]:
-    """How many of the checks beyond the handout pass, and why not, of problems that earn points."""
+    """Return how many checks beyond the handout pass, and why not, for problems with points."""
     results = [
         one for problem in graded.problems for one in graded.results_of(problem, beyond=True)
     ]
@@ -124,7 +125,7 @@ def _beyond_lines(graded: Grade, begun: list[HandoutProblem]) -> list[str]:
 
 
 def total_line(graded: Grade) -> str:
-    """`total: 35 of 35 points that this machine can grade, 20 need a GPU`."""
+    """Return the last line: `total: 35 of 35 points that this machine can grade, 20 need a GPU`."""
     earned, full = in_points(graded.points), graded.full_points
     if graded.gradable_points == full:
         return f"total: {earned} of {full} points"
@@ -145,7 +146,7 @@ def total_line(graded: Grade) -> str:
 
 
 def as_dict(graded: Grade) -> dict[str, Any]:
-    """The grade with every check, its traceback and the versions that ran it."""
+    """Return the grade as JSON values, with each check's traceback and the versions that ran."""
     problems = []
     for problem in graded.problems:
         checks = [
@@ -175,7 +176,7 @@ def as_dict(graded: Grade) -> dict[str, Any]:
 
 
 def write_csv(grades: dict[str, Grade], file: TextIO) -> None:
-    """One row a submission: total, what this machine can grade, and the points of each problem."""
+    """Write a header and one row per submission: totals, and the points of each problem."""
     first = next(iter(grades.values()))
     names = [problem.name for problem in first.problems]
     writer = csv.writer(file)
@@ -187,8 +188,9 @@ def write_csv(grades: dict[str, Grade], file: TextIO) -> None:
 
 
 def gradescope(graded: Grade) -> dict[str, Any]:
-    """The content of Gradescope's results.json: a test a problem, without what cannot be graded
-    here.
+    """Return the content of Gradescope's results.json, with one test per problem.
+
+    Points that this machine cannot grade are left out of each maximum.
     """
     tests = []
     for problem in graded.problems:

@@ -1,9 +1,8 @@
-"""From outcomes of checks to points: `Grader` runs checks, `Grade` counts them.
+"""From outcomes of checks to points: `Grader` runs checks, `Grade` counts points.
 
-A problem's points are shared equally by the checks that the handout requires: 15 points and 12
-checks
-are 1.25 a check. A check that this machine cannot run is `skipped`, and its share leaves the total
-that the solution is judged by. Checks beyond the handout are reported and change nothing.
+The checks that the handout requires share a problem's points equally: 15 points and 12 checks are
+1.25 a check. A check that this machine cannot run is `skipped`, and its share leaves the total that
+the solution is judged by. Checks beyond the handout are reported and change nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cs336_systems.grading import (  # noqa: F401 - they register their checks
+from cs336_systems.grading import (  # noqa: F401 - importing them registers their checks
     check_ddp,
     check_flash,
     check_fsdp,
@@ -27,8 +26,8 @@ from cs336_systems.grading import (  # noqa: F401 - they register their checks
 from cs336_systems.grading.registry import CHECKS, HUNG, TIME_LIMIT_S, Check
 from cs336_systems.handout import HANDOUT, HandoutProblem, problems_of
 
-AFTER_A_HANG_S = 30.0
-# -P: the folder in which the command was typed may hold a `cs336_systems` of its own.
+AFTER_A_HANG_S = 30.0  # limit of a problem's other checks once one of them has hung
+# Run with -P: the current folder may hold another package `cs336_systems`.
 SERVER = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from cs336_systems.grading.server import serve; serve()"
@@ -41,13 +40,16 @@ class Result:
 
     check: Check
     status: str  # passed, failed, skipped or "not begun"
-    message: str = ""  # one line: why not
+    message: str = ""  # one line: why it has not passed
     detail: str = ""  # the traceback
     seconds: float = 0.0
 
 
 class Grader:
-    """Runs checks on a file of adapters, one at a time, each in processes of its own."""
+    """Runs checks on a file of adapters, one at a time, each in processes of its own.
+
+    It is a context manager. Its server process starts with the first check.
+    """
 
     def __init__(self, time_limit_s: float = TIME_LIMIT_S) -> None:
         self.time_limit_s = time_limit_s
@@ -57,13 +59,14 @@ class Grader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the server's input, which ends it and what it runs, and wait for it."""
         if (
             self._server is not None
             and self._server.stdin is not None
             and self._server.stdout is not None
         ):
-            with suppress(BrokenPipeError):  # where it has been ended
-                self._server.stdin.close()  # it ends what it runs, and itself
+            with suppress(BrokenPipeError):  # the server may have been ended from outside
+                self._server.stdin.close()  # the server ends what it runs, then itself
             self._server.wait()
             self._server.stdout.close()
             self._server = None
@@ -76,7 +79,7 @@ class Grader:
                 server.stdin.close()
 
     def run(self, check: Check, adapters: Path, time_limit_s: float | None = None) -> Result:
-        """Run one check; `time_limit_s` in the place of the Grader's."""
+        """Run one check on the file `adapters` and return its result; failures are not raised."""
         if self._server is None:
             root = Path(__file__).resolve().parents[2]
             self._server = subprocess.Popen(
@@ -97,7 +100,7 @@ class Grader:
             print(json.dumps(request), file=self._server.stdin, flush=True)
             answer = self._server.stdout.readline()
         if not answer:
-            self.__exit__()  # the next check has another
+            self.__exit__()  # the next check starts a new server
             return Result(
                 check=check,
                 status="failed",
@@ -107,7 +110,7 @@ class Grader:
 
 
 def checks_of(problem: str, *, beyond: bool | None = None) -> list[Check]:
-    """The checks of a problem; those beyond the handout, those it requires, or both."""
+    """Return a problem's checks: those beyond the handout, those it requires, or with None both."""
     return [
         check
         for check in CHECKS.values()
@@ -116,7 +119,10 @@ def checks_of(problem: str, *, beyond: bool | None = None) -> list[Check]:
 
 
 def chosen_problems(name: str | None = None, edition: int | None = None) -> list[HandoutProblem]:
-    """The problems to grade; ValueError where `name` is not graded."""
+    """Return the graded problems, of one edition or of both, or the one called `name`.
+
+    ValueError if `name` is unknown, not graded, or not of this `edition`.
+    """
     graded = problems_of(edition, "graded")
     if name is None:
         return graded
@@ -138,33 +144,36 @@ class Grade:
     """The results of the checks of some problems, for one submission."""
 
     problems: list[HandoutProblem]
-    others: list[HandoutProblem]  # what the handout asks and no adapter reaches
+    others: list[HandoutProblem]  # problems that no adapter reaches
     results: dict[str, Result] = field(default_factory=dict)  # by the check's id
     seconds: float = 0.0
 
     def results_of(self, problem: HandoutProblem, *, beyond: bool) -> list[Result]:
-        """The results of a problem's checks that were run, in their order."""
+        """Return the results of a problem's checks that were run, in the order of the checks."""
         checks = checks_of(problem.name, beyond=beyond)
         return [self.results[check.id] for check in checks if check.id in self.results]
 
     def counts(self, result: Result) -> bool:
-        """Whether a check has passed, and so has the one without which it earns nothing."""
+        """Return whether a check earns its share: it has passed, and the check that it needs too.
+
+        A needed check that this machine skips does not prevent it.
+        """
         needed = self.results.get(result.check.needs)
         met = needed is None or needed.status in ("passed", "skipped")
         return result.status == "passed" and met
 
     def share(self, problem: HandoutProblem) -> float:
-        """The points of one of the problem's checks."""
+        """Return the points of each required check of a problem."""
         return problem.points / len(checks_of(problem.name, beyond=False))
 
     def earned(self, problem: HandoutProblem) -> float:
-        """The points that a problem earns."""
+        """Return the points that a problem earns."""
         required = self.results_of(problem, beyond=False)
         num_checks = len(checks_of(problem.name, beyond=False))
         return problem.points * sum(self.counts(result) for result in required) / num_checks
 
     def skipped(self, problem: HandoutProblem) -> float:
-        """The points of a problem that this machine cannot grade."""
+        """Return the points of a problem that this machine cannot grade."""
         required = self.results_of(problem, beyond=False)
         return self.share(problem) * sum(result.status == "skipped" for result in required)
 
@@ -178,12 +187,12 @@ class Grade:
 
     @property
     def gradable_points(self) -> float:
-        """The points that can be earned on this machine."""
+        """Return the points that can be earned on this machine."""
         return self.full_points - sum(self.skipped(problem) for problem in self.problems)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every point is earned that this machine can grade, one at least."""
+        """Return whether all points that this machine can grade are earned, and there are any."""
         return self.gradable_points > 0 and abs(self.points - self.gradable_points) < 1e-6
 
 
@@ -198,12 +207,13 @@ def grade(
     begun: Callable[[Grader], None] = lambda grader: None,
     progress: Callable[[int, int, Result], None] = lambda done, total, result: None,
 ) -> Grade:
-    """Run the checks of `problems` on the file `adapters`, and say after each how it ended.
+    """Run the checks of `problems` on the file `adapters` and return the grade.
 
     `begun` is given what runs the checks, which another thread may interrupt.
-
-    Behind a check that hangs, the others of its problem get `AFTER_A_HANG_S` seconds each: they may
-    hang as well. After `total_time_limit_s` no check begins; those that are left have failed.
+    `progress` is called after each check with its number, the number of checks and the result.
+    After a check that hangs, the others of its problem get `AFTER_A_HANG_S` seconds each, since
+    they may hang as well. After `total_time_limit_s` no check begins; those that are left count as
+    failed.
     """
     counted = Grade(list(problems), list(others))
     wanted = None if beyond else False

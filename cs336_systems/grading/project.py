@@ -1,12 +1,11 @@
-"""The project that a file of adapters belongs to: its root, its packages, and how they are
-imported.
+"""The project that a file of adapters belongs to: its root, its packages, and how to import them.
 
-    root = project_root(Path("hers/tests/adapters.py"))      # hers
-    find_package(root, "cs336_basics")                       # hers/cs336-basics/cs336_basics
+    root = project_root(Path("student/tests/adapters.py"))   # student
+    find_package(root, "cs336_basics")                       # student/cs336-basics/cs336_basics
 
-Her package has the name of this one, `cs336_systems`. So each name is bound to her folder before
-the
-adapters are imported; where she has no `cs336_systems`, none can be imported.
+A student's package has the name of this one, `cs336_systems`. So each name is bound to the
+student's folder before the adapters are imported. If the project has no `cs336_systems`, importing
+it fails.
 """
 
 import importlib.machinery
@@ -25,9 +24,9 @@ from cs336_systems.grading.registry import Adapters
 
 OWN_PACKAGE = Path(__file__).resolve().parent.parent
 STUDENT_PACKAGES = ("cs336_systems", "cs336_basics", "tests")
-# Where the course's repositories and their copies keep a package, relative to the root.
+# Folders in which the course's repositories and their copies keep a package, from the root.
 PLACES = ("cs336-basics", "cs336-basics/src", "cs336-systems", "cs336-systems/src", ".", "src")
-# What the course's own pyproject.toml files install beside PyTorch.
+# Packages that the course's own pyproject.toml files install beside PyTorch.
 COURSE_PACKAGES = (
     "einops",
     "einx",
@@ -48,9 +47,9 @@ COURSE_PACKAGES = (
 def project_root(adapters: Path) -> Path:
     """Return the folder of the project that the file `adapters` belongs to.
 
-    It is the nearest folder that has a pyproject.toml, a `cs336_systems` or a `cs336-basics`;
-    failing
-    that the parent of a folder `tests`, or the file's own folder.
+    It is the nearest of four folders above the file that has a pyproject.toml, a `cs336_systems` or
+    a `cs336-basics`. If there is none, it is the parent of a folder `tests`, or the file's own
+    folder.
     """
     marks = ("pyproject.toml", "cs336_systems", "cs336-basics")
     for folder in list(adapters.parents)[:4]:
@@ -62,8 +61,9 @@ def project_root(adapters: Path) -> Path:
 def find_package(root: Path, name: str) -> Path | None:
     """Return the folder of the package `name` in the project `root`, or None.
 
-    `[tool.uv.sources]` of its pyproject.toml says first where `cs336_basics` lies. A folder of that
-    name which only holds the package, as cs336_basics/cs336_basics/, is looked into.
+    A path in `[tool.uv.sources]` of its pyproject.toml comes first. If a folder of that name holds
+    another one of the same name with the modules, as cs336_basics/cs336_basics/, the inner one is
+    returned.
     """
     sources = _uv_sources(root / "pyproject.toml")
     declared = [sources[key] for key in (name, name.replace("_", "-")) if key in sources]
@@ -72,12 +72,13 @@ def find_package(root: Path, name: str) -> Path | None:
         for folder in (outer / name, outer):
             if folder.is_dir() and any(folder.glob("*.py")):
                 return folder
-    # A namespace package without a module of its own, as cs336_systems/ddp/wrapper.py.
+
+    # A namespace package without a module at its top, such as cs336_systems/ddp/wrapper.py.
     return root / name if (root / name).is_dir() else None
 
 
 def wanted_packages(root: Path) -> set[str]:
-    """The packages that the project `root`, its `cs336_basics` or the course's own declare to need."""
+    """Return the packages that the project, its `cs336_basics` or the course depends on."""
     basics = find_package(root, "cs336_basics")
     files = [root / "pyproject.toml"]
     if basics is not None:
@@ -91,6 +92,7 @@ def wanted_packages(root: Path) -> set[str]:
 
 
 def _read(pyproject: Path) -> dict[str, Any]:
+    """Return the content of a pyproject.toml, empty if it is missing or not valid."""
     try:
         return tomllib.loads(pyproject.read_text())
     except (OSError, ValueError):
@@ -98,7 +100,7 @@ def _read(pyproject: Path) -> dict[str, Any]:
 
 
 def _uv_sources(pyproject: Path) -> dict[str, str]:
-    """The paths of `[tool.uv.sources]`, by package."""
+    """Return the paths of packages in `[tool.uv.sources]`, by name."""
     sources = _read(pyproject).get("tool", {}).get("uv", {}).get("sources", {})
     return {
         name: source["path"]
@@ -108,9 +110,10 @@ def _uv_sources(pyproject: Path) -> dict[str, str]:
 
 
 class StudentPackages(MetaPathFinder):
-    """Imports the packages of a student's project, whatever of their names is installed.
+    """An import hook that finds a student's packages before installed ones of the same name.
 
-    `folders` holds a folder a package; with None in its place an import raises ModuleNotFoundError.
+    `folders` maps a package to its folder; with None in its place an import raises
+    ModuleNotFoundError.
     """
 
     def __init__(self, root: Path, folders: dict[str, Path | None]) -> None:
@@ -119,6 +122,7 @@ class StudentPackages(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of a package in `folders`, None for any other name."""
         if fullname not in self.folders:
             return None
         folder = self.folders[fullname]
@@ -135,10 +139,14 @@ class StudentPackages(MetaPathFinder):
 
 
 def load_adapters(path: Path, scratch: Path) -> Adapters:
-    """Import the file at `path` as in its own project; `scratch` is put last on the import path."""
+    """Import the file at `path` as if in its own project and return its adapters.
+
+    `scratch` is an empty folder for made-up metadata; it is put on the import path.
+    """
     root = project_root(path)
     sys.path[:0] = [str(folder) for folder in (path.parent, root, root / "src", scratch)]
 
+    # Bind the student's package names to the project's folders, and forget what was imported.
     served: dict[str, Path | None] = {}
     for name in STUDENT_PACKAGES:
         folder = find_package(root, name)
@@ -151,7 +159,7 @@ def load_adapters(path: Path, scratch: Path) -> Adapters:
         del sys.modules[loaded]
     sys.meta_path.insert(0, StudentPackages(root, served))
 
-    # The file's folder as a package, for `from .ddp import DDP`, whatever the folder is called.
+    # Make the file's folder a package for relative imports, whatever the folder is called.
     submission = types.ModuleType("submission")
     submission.__path__ = [str(path.parent)]
     sys.modules["submission"] = submission
@@ -164,7 +172,10 @@ def load_adapters(path: Path, scratch: Path) -> Adapters:
 
 
 def _know_version(name: str, scratch: Path) -> None:
-    """Give a package that is not installed a version: packages of the course ask for their own."""
+    """Write metadata with a version for a package that is not installed, into `scratch`.
+
+    Packages of the course ask for their own version when they are imported.
+    """
     try:
         importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The models that distributed checks train, and one-process training to compare with."""
+"""Models that the distributed checks train, and the comparison with one-process training."""
 
 import importlib
 import importlib.util
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-STEPS = 4
+STEPS = 4  # of training in a check
 
 
 class Toy(nn.Module):
@@ -33,7 +33,7 @@ class Toy(nn.Module):
 
 
 class Stack(nn.Module):
-    """Eight equal weights of 40 kB and nothing else."""
+    """Eight equal weights of 40 kB with a tanh after each, and nothing else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,22 +46,24 @@ class Stack(nn.Module):
 
 
 def seeded(build: Any, seed: int = 0) -> Any:
+    """Return the module that `build` makes after PyTorch's random generator is seeded."""
     torch.manual_seed(seed)
     return build()
 
 
 def regression_batch(step: int, inputs: int = 10, outputs: int = 5) -> tuple[Tensor, Tensor]:
-    """Eight rows of data, the same in every process."""
+    """Return eight rows of inputs and outputs for a step, the same in every process."""
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randn(8, inputs, generator=generator), torch.randn(8, outputs, generator=generator)
 
 
 def part(batch: tuple[Tensor, Tensor], rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """The rows of the batch that are this rank's."""
+    """Return the rows of a batch that belong to `rank`."""
     return batch[0].chunk(num_ranks)[rank], batch[1].chunk(num_ranks)[rank]
 
 
 def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the mean squared error of `model` on a batch of inputs and outputs."""
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
@@ -69,7 +71,7 @@ def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Linear(nn.Module):
-    """y = W x, as the course's."""
+    """y = W x without a bias, like the course's layer."""
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__()
@@ -80,7 +82,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A row a token, as the course's."""
+    """A lookup of one row per token, like the course's layer."""
 
     def __init__(self, vocab_size: int, d_model: int) -> None:
         super().__init__()
@@ -91,7 +93,7 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Computes in float32 and returns the dtype that it was given, as the course's."""
+    """An RMSNorm that computes in float32 and returns its input's dtype, like the course's."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -104,11 +106,10 @@ class RMSNorm(nn.Module):
 
 
 def layer_classes() -> tuple[type, type, type]:
-    """Return the course's Linear, Embedding and RMSNorm, as FSDP may decide by class.
+    """Return the course's Linear, Embedding and RMSNorm, since FSDP may decide by class.
 
-    Where no `cs336_basics` is found they are the ones above. One that is found and cannot be
-    imported
-    raises: its layers are what the code under test looks for.
+    If no `cs336_basics` is found, they are the ones above. If one is found and cannot be imported,
+    the error is raised, since the code under test looks for its layers.
     """
     if importlib.util.find_spec("cs336_basics") is None:
         return Linear, Embedding, RMSNorm
@@ -116,12 +117,13 @@ def layer_classes() -> tuple[type, type, type]:
     return model.Linear, model.Embedding, model.RMSNorm
 
 
-# Called with (name, tensor) as a model's forward passes it; a wrapper may replace modules and their
-# hooks.
+# Functions that a model's forward calls with (name, tensor). Hooks would not do, since a wrapper
+# may replace modules.
 OBSERVERS: list[Callable[[str, Tensor], None]] = []
 
 
 def tell(name: str, tensor: Tensor) -> None:
+    """Call every function in OBSERVERS with the name and the tensor."""
     for observer in OBSERVERS:
         observer(name, tensor)
 
@@ -147,9 +149,7 @@ class Language(nn.Module):
 
 
 class Deep(nn.Module):
-    """Sixteen equal layers of the kind that FSDP shards, so that gathered weights can be counted in
-    layers.
-    """
+    """Sixteen equal layers that FSDP shards, so that gathered weights can be counted in layers."""
 
     LAYERS, WIDTH = 16, 128
 
@@ -167,7 +167,7 @@ class Deep(nn.Module):
 
 
 def sharded_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules whose weight the handout shards, by name."""
+    """Yield the name and module of every layer whose weight the handout shards."""
     linear, embedding, _ = layer_classes()
     for name, module in model.named_modules():
         if isinstance(module, linear | embedding):
@@ -175,20 +175,21 @@ def sharded_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def token_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Return eight sequences of six tokens and eight targets for a step, the same everywhere."""
     generator = torch.Generator().manual_seed(200 + step)
     tokens = torch.randint(100, (8, 6), generator=generator)
     return tokens, torch.randint(100, (8,), generator=generator)
 
 
 def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the cross entropy of the last position's logits, computed in float32."""
     return nn.functional.cross_entropy(model(batch[0])[:, -1].float(), batch[1])
 
 
 def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest difference of two sets of parameters, and whose it is; `ours` may have more
-    names.
+    """Return the largest difference between two sets of parameters, and the name of that parameter.
 
-    That of a NaN is infinite.
+    `ours` may have more names. A NaN counts as an infinite difference.
     """
     missing = [name for name in theirs if name not in ours]
     assert not missing, f"{', '.join(missing)} is missing: the names are {', '.join(sorted(ours))}"
@@ -207,11 +208,10 @@ def assert_like_one_process(
     num_ranks: int,
     bound: float,
 ) -> None:
-    """Assert that parameters after `step` are one process's within `bound`.
+    """Assert that the parameters `found` after `step` are one process's within `bound`.
 
-    After the first step, from `start`, the commonest mistakes are known: every step is a multiple
-    of
-    the right one.
+    After step 0 the message names a common mistake if it explains the difference: with a wrong
+    scale of gradients SGD moves the parameters from `start` by a multiple of the right step.
     """
     error, name = largest_difference(found, expected)
     if error <= bound:
@@ -234,6 +234,7 @@ def assert_like_one_process(
 
 
 def equal_on_all_ranks(tensor: Tensor) -> bool:
+    """Return whether `tensor` has the same values on all ranks; every rank must call it."""
     tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(tensors, tensor.contiguous())
     return all(torch.equal(tensors[0], other) for other in tensors)

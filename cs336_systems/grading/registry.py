@@ -2,13 +2,13 @@
 
     @check("fsdp", num_ranks=2)
     def gathers_whole_parameters(adapters, rank, num_ranks):
-        \"\"\"`fsdp_gather_full_params` returns every parameter whole, in float32, by its
-        name.\"\"\"
+        \"\"\"`fsdp_gather_full_params` returns every parameter whole, by its name.\"\"\"
         ...
         assert names == expected, f"the names are {names}, not {expected}"
 
 A check passes when it returns. It fails with the message of its AssertionError, in one line, or
-with whatever the code under test raises. The first line of its docstring says what is required.
+with whatever the code under test raises. The first paragraph of its docstring says what is
+required.
 """
 
 import inspect
@@ -18,34 +18,30 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-TIME_LIMIT_S = (
-    180.0  # a compiled backward takes a minute on a slow host; what hangs costs this once a problem
-)
-HUNG = "has not ended"  # the message of such a check begins so
+# A compiled backward takes a minute on a slow host. A hang costs this limit once per problem.
+TIME_LIMIT_S = 180.0
+HUNG = "has not ended"  # beginning of the message of a check that hangs
 
 
 class Skipped(Exception):  # noqa: N818 - a reason, not an error
-    """This machine cannot run the check; the message says why."""
+    """Raised if this machine cannot run the check; the message says why."""
 
 
 class NotImplementedYet(Exception):  # noqa: N818
-    """An adapter is missing or raises NotImplementedError."""
+    """Raised if an adapter is missing or raises NotImplementedError."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing that a problem requires, or, `beyond` the handout, one that is reported without
-    points.
-    """
+    """One requirement of a problem, or with `beyond` a check that is reported without points."""
 
     problem: str
     name: str
-    function: Callable[
-        ..., None
-    ]  # (adapters), or (adapters, rank, num_ranks) in every rank of a gloo group
+    # takes (adapters), or (adapters, rank, num_ranks) in every rank of a gloo group
+    function: Callable[..., None]
     num_ranks: int = 1
     beyond: bool = False
-    needs: str = ""  # the id of the check without which this one earns nothing
+    needs: str = ""  # id of the check that must pass before this one earns points
 
     @property
     def id(self) -> str:
@@ -53,6 +49,7 @@ class Check:
 
     @property
     def requires(self) -> str:
+        """Return the first paragraph of the check's docstring as one line."""
         return " ".join(inspect.cleandoc(self.function.__doc__ or "").partition("\n\n")[0].split())
 
 
@@ -69,8 +66,9 @@ def check(
 ) -> Callable[[Any], Any]:
     """Register the decorated function as a check of `problem`, by default under its own name.
 
-    `needs` names the check of the same problem that says whether there is anything to grade: an
-    optimizer that shards nothing trains as the unsharded one does, and earns nothing by that.
+    `needs` names a check of the same problem that must pass before this one earns points. An
+    optimizer that shards nothing trains like the unsharded one, for example, and must earn nothing
+    by that.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -90,15 +88,19 @@ def check(
 
 
 class Adapters:
-    """The module under test. Its functions are called with keywords only where the course's tests
-    do so.
+    """The functions of the adapters file under test, called by name.
+
+    Keywords are passed only where the course's own tests pass them.
     """
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """The result of the adapter `name`; NotImplementedYet where there is none."""
+        """Return the result of the adapter `name`; NotImplementedYet if there is none yet.
+
+        AssertionError if an adapter whose name begins with get_ returns None.
+        """
         function = getattr(self.module, name, None)
         if function is None:
             raise NotImplementedYet(f"{name} is missing")
@@ -111,6 +113,6 @@ class Adapters:
         return result
 
     def call_if_there(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Call an adapter that the handout makes optional, where it is implemented."""
+        """Call an adapter that the handout makes optional, if it is implemented."""
         with suppress(NotImplementedYet):
             self.call(name, *args, **kwargs)

@@ -1,12 +1,11 @@
-"""Runs checks, each in new processes, for the process that grades: one check a line in, one outcome
-a line out.
+"""A process that runs checks in forks: each line it reads is a request, each it writes an outcome.
 
     {"adapters": "/path/adapters.py", "check": "fsdp.shards_the_weights", "time_limit_s": 180}
     {"status": "failed", "message": "...", "detail": "Traceback ...", "seconds": 0.9}
 
-This process imports PyTorch and the checks, then does nothing but fork, so that a check starts in
-milliseconds and whatever it does, abort, hang or exit, ends with it. A check of several ranks is as
-many processes, in a gloo group.
+It imports PyTorch and the checks once and then only forks. So a check starts in milliseconds, and
+an abort, a hang or an exit ends the fork alone. A check of several ranks has one process per rank,
+in a gloo group.
 """
 
 import faulthandler
@@ -41,15 +40,18 @@ from cs336_systems.grading.project import load_adapters
 from cs336_systems.grading.registry import CHECKS, HUNG, Check
 
 FORK = multiprocessing.get_context("fork")
-GRACE_S = 1.0  # for the other ranks to say what happened to them, behind a first failure
+GRACE_S = 1.0  # for the other ranks to report after a first failure
 
 
 # One process of a check
 
 
 def run_check(check: Check, adapters: Path, rank: int, scratch: Path) -> None:
-    """What a forked process does: prepare, load the code under test, run."""
-    os.chdir(scratch)  # what it writes is nobody else's
+    """Run one rank of a check in this forked process: prepare, load the code under test, call.
+
+    Errors of the check are raised. `scratch` is a folder for what the code under test writes.
+    """
+    os.chdir(scratch)
     stack = (scratch / f"stack of rank {rank}").open("w")  # on SIGUSR1, to say where it hangs
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     torch.set_num_threads(1)  # the tensors are small, and ranks share the cores
@@ -63,19 +65,21 @@ def run_check(check: Check, adapters: Path, rank: int, scratch: Path) -> None:
         "gloo", store=store, rank=rank, world_size=check.num_ranks, timeout=timedelta(seconds=60)
     )
     check.function(module, rank, check.num_ranks)
-    dist.barrier()  # a rank that left would look like a failure to the others
+    dist.barrier()  # to the others a rank that leaves early looks like a failure
 
 
 def fork(
     task: Callable[[], None], adapters: Path, answers: TextIO
 ) -> tuple[Connection, ForkProcess]:
-    """A new process, and leader of a session, that runs `task`; where it says how it ended.
+    """Start a process that runs `task` in its own session; return its pipe and the process.
 
-    On Linux it ends with this one; nor does it keep `answers` open behind it.
+    The outcome arrives on the pipe as JSON. On Linux the process ends when this one does. It does
+    not keep `answers` open.
     """
     reading, writing = FORK.Pipe(duplex=False)
 
     def run() -> None:
+        # Detach from this process, run the task, and answer whatever happens.
         outcome: dict[str, Any] = {"status": "passed", "message": ""}
         try:
             os.setsid()
@@ -106,13 +110,17 @@ def wait_for(
     adapters: Path,
     scratch: Path,
 ) -> dict[str, Any]:
-    """The outcome of all together: the first failure, or passed. No process is left on return."""
+    """Return the outcome of all ranks together: the first failure, or passed.
+
+    No process is left on return. If the grading process closes stdin, this process exits.
+    """
     deadline, timed_out, places, detail = time.monotonic() + time_limit_s, False, "", ""
     stdin, running, outcomes = sys.stdin.fileno(), list(processes), []
     try:
+        # Collect outcomes until all ranks have ended, or the time is over.
         while running and not timed_out:
             ready = connection.wait([stdin, *running], max(0.0, deadline - time.monotonic()))
-            if stdin in ready:  # nothing is sent while a check runs: the other side has gone
+            if stdin in ready:  # nothing is sent while a check runs, so the other side has gone
                 sys.exit(1)
             timed_out = not ready
             for pipe in [pipe for pipe in running if pipe in ready]:
@@ -134,9 +142,11 @@ def wait_for(
         for pipe, process in processes.items():
             pipe.close()
             _end(process)
+
+    # Choose the first failure; ranks that only lost a connection come last.
     bad = [outcome for outcome in outcomes if outcome["status"] != "passed"]
     if bad:
-        # That gloo lost a connection is what another rank's end looks like.
+        # gloo loses a connection when another rank ends.
         return min(bad, key=lambda outcome: ("gloo/" in outcome["message"], outcome["when"]))
     if timed_out:
         message = f"{HUNG} after {time_limit_s:g} s{places}"
@@ -145,7 +155,7 @@ def wait_for(
 
 
 def where_they_hang(processes: list[ForkProcess], adapters: Path, scratch: Path) -> tuple[str, str]:
-    """The lines under test in which the processes are, and their stacks."""
+    """Return the lines under test at which hanging processes are, as text, and their stacks."""
     for process in processes:
         os.kill(process.pid, signal.SIGUSR1)  # type: ignore[arg-type]
     time.sleep(GRACE_S)
@@ -160,29 +170,30 @@ def where_they_hang(processes: list[ForkProcess], adapters: Path, scratch: Path)
 
 
 def _end(process: ForkProcess) -> None:
-    """Kill the process, where it still runs, and everything that it has started."""
+    """Kill the process, if it still runs, and everything that it has started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
-    process.kill()  # it may not lead its session yet
+    process.kill()  # the process may not lead its own session yet
     process.join()
 
 
 def serve() -> None:
-    """Answer requests until the other side closes the pipe."""
+    """Answer requests from stdin on stdout until the other side closes the pipe."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is printed goes elsewhere
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-        "1"  # look for a GPU without beginning to use it: forks may
-    )
+    os.dup2(2, 1)  # printed text goes to stderr, answers alone to stdout
+    # Look for a GPU without initialising CUDA, which a forked process could not use afterwards.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if not torch.cuda.is_available():
         interpret_kernels()  # before Triton is imported, which the next line does
+    # Optimizers and compiled code import these. It takes seconds, in each process of each check if
+    # it were not done here.
     for module in (
         "torch._dynamo",
         "torch._inductor.compile_fx",
-    ):  # optimizers, and whatever compiles, import these
-        importlib.import_module(module)  # for seconds, which each process of each check would take
+    ):
+        importlib.import_module(module)
 
-    from cs336_systems.grading import (  # noqa: F401 - they register their checks
+    from cs336_systems.grading import (  # noqa: F401 - importing them registers their checks
         check_ddp,
         check_flash,
         check_fsdp,
@@ -190,7 +201,7 @@ def serve() -> None:
     )
 
     gc.collect()
-    gc.freeze()  # a check's collections would copy the memory of all that is imported
+    gc.freeze()  # otherwise a check's garbage collections would copy the memory of all imports
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
         check, adapters = CHECKS[request["check"]], Path(request["adapters"])

@@ -1,3 +1,4 @@
-"""Our attention inside other libraries. Each module needs its library only when its functions are
-called.
+"""This package's attention inside other libraries.
+
+A module imports its library when its functions are called, not before.
 """

@@ -1,31 +1,34 @@
-"""Hugging Face Transformers with our attention: `register` it, then name it as a model's
-`attn_implementation`.
+"""Hugging Face Transformers with this package's attention, as a model's `attn_implementation`.
 
     from cs336_systems.integrations.transformers import register
 
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=register())     # forward, backward, generate
-    model = LlamaForCausalLM._from_config(config, attn_implementation=register("cs336_hopper", backend="hopper"))
+    # forward, backward, generate
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=register())
+    name = register("cs336_hopper", backend="hopper")
+    model = LlamaForCausalLM._from_config(config, attn_implementation=name)
 
-What a call of the attention may attend arrives as a mask, made once a forward by `make_mask`:
+A mask tells each call of the attention what to attend; `make_mask` makes it once a forward:
 
     mask                        what is attended
-    CausalMask                  query i the keys j <= i, from the top left: a prompt, a training batch; a single query,
-                                as against a key-value cache, every key. A flag says it: there is no
-                                tensor
-    PairsMask                   the pairs of a bool tensor: padding, packed documents, a window, a prompt in pieces
-                                against a cache, where query i is not the i-th token
+    CausalMask                  query i attends keys j <= i, from the top left: a prompt, a training
+                                batch. A single query, as against a key-value cache, attends every
+                                key. The class alone says so: there is no tensor of pairs.
+    PairsMask                   the pairs of a bool tensor: padding, packed documents, a window, a
+                                prompt in pieces against a cache, where query i is not the i-th
+                                token
     None                        every key, as in an encoder without padding
     a bool or a float tensor    its pairs: a mask of the user's, or one that the model made of ours
 
-The first two are eager's mask to everybody but us (see `eager_mask.py`): a model, or a part of one,
-that has attention code of its own and takes our name only for masks computes what it computes under
-`eager`.
+All code but this module sees the first two as eager's mask (`eager_mask.py`). A model, or a part of
+one, may have attention code of its own and take our name for masks only: it computes what it
+computes under `eager`.
 
 Pairs become a `BlockMask`, exactly: kernels skip its dead tiles, and layers that are given one
 tensor share it. As with SDPA a padded batch costs a (queries, keys) tensor; without padding there
 is none. A query without a key gives 0.
 
-What we do not compute raises, where some of Transformers' own implementations go on without it.
+An argument that asks for something unsupported raises. Some of Transformers' own implementations
+ignore it instead.
 """
 
 import importlib
@@ -43,10 +46,10 @@ from cs336_systems.attention.choose import BACKENDS
 from cs336_systems.integrations.eager_mask import CausalMask, PairsMask, causal_mask, pairs_mask
 
 DEFAULT_NAME = "cs336"
-# Transformers reads these words in a name: it then makes other masks, or loads other kernels.
+# A name with one of these words makes Transformers make other masks, or load other kernels.
 RESERVED_WORDS = ("eager", "sdpa", "flash", "flex", "paged")
-# Arguments that some model hands to every implementation and that change the result, with what they
-# stand for.
+# Arguments that some models hand to every implementation and that change the result, with their
+# meaning for the message.
 REFUSED = {
     "softcap": "capped scores",
     "position_bias": "a bias on the scores",
@@ -55,28 +58,28 @@ REFUSED = {
     "block_indices": "blocks of keys chosen by index",
     "cache": "a paged cache",
 }
-# A mask of floats is added to the scores. What is as low as this leaves a key no weight; float16
-# ends at -65504.
+# A mask of floats is added to the scores. A value as low as this leaves a key no weight; the lowest
+# of float16 is -65504.
 LOWEST_BIAS = -30000.0
 
-# The block mask of each bool mask that is still in use, with the version of the tensor that it was
-# made of.
+# (version, block mask) of each mask tensor that is still in use: the tensor's version when the
+# block mask was made of it.
 _block_masks: Any = WeakTensorKeyDictionary()
 
 
 def register(name: str = DEFAULT_NAME, *, backend: str = "auto") -> str:
-    """Make our attention known to Transformers as `name`, and return `name`; again with the same
-    name replaces it.
+    """Register this package's attention with Transformers as `name`, and return `name`.
+
+    A later call with the same name replaces the earlier one.
 
     Args:
-        name: what models are given as `attn_implementation`: a Python identifier without the words
-        by which
-            Transformers knows its own implementations.
-        backend: as in `flash_attention`. One that cannot serve a call raises in that call, with the
-        reason.
+        name: the `attn_implementation` of models: a Python identifier without the words by which
+            Transformers knows its own implementations (RESERVED_WORDS).
+        backend: as in `flash_attention`. A back end that cannot serve a call raises in that call,
+            with the reason.
 
-    Raises ImportError without the package transformers or with one before 4.53, TypeError or
-    ValueError for a name or back end that cannot be.
+    Raises ImportError without the package transformers or with a version before 4.53, TypeError or
+    ValueError for a name or back end that is not allowed.
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, got {type(name).__name__}")
@@ -94,11 +97,11 @@ def register(name: str = DEFAULT_NAME, *, backend: str = "auto") -> str:
 
 
 def make_mask(sdpa_mask: Callable[..., Tensor | None], **arguments: Any) -> Tensor | None:
-    """Return the mask of a forward: what `sdpa_mask` makes of these arguments, and eager's to all
-    others.
+    """Return the mask of a forward: the pairs of `sdpa_mask`, readable as eager's floats.
 
-    None only where eager's mask is None too. A model that computes attention itself takes None for
-    "every key", though `sdpa_mask` also says None for "causal".
+    `arguments` are those of Transformers' mask functions, and `sdpa_mask` is one of them. The
+    result is None only where eager's mask is None too. A model that computes attention itself takes
+    None for "every key", though `sdpa_mask` returns None for "causal" too.
     """
     pairs = sdpa_mask(**arguments)
     dtype = arguments.get("dtype", torch.float32)
@@ -106,7 +109,8 @@ def make_mask(sdpa_mask: Callable[..., Tensor | None], **arguments: Any) -> Tens
         return pairs_mask(pairs, dtype)
     if not arguments.get("allow_is_causal_skip", True):
         return None
-    # before Transformers 5, instead of a length and a device
+
+    # causal; Transformers before 5 gives `cache_position` instead of a length and a device
     positions = arguments.get("cache_position")
     device = arguments.get("device", None if positions is None else positions.device)
     queries = arguments["q_length"] if positions is None else len(positions)
@@ -128,32 +132,42 @@ def attention_forward(
     backend: str = "auto",
     **others: Any,
 ) -> tuple[Float[Tensor, "batch queries heads head_dim"], None]:
-    """What Transformers calls in each layer; (output, no attention weights).
+    """Return (output, None) of one layer's attention; Transformers calls this function.
 
-    The mask says all: `is_causal`, which is the module's unless given, is refused without one, and
-    `sliding_window` is in it already.
-    `s_aux` are learnable sinks, a score for each head that takes weight and gives no value
-    (docs/sinks.md). Of `others` those in REFUSED must be None; what is left says nothing about the
-    result.
+    None stands for the attention weights, which are not computed.
 
-    Raises TypeError or ValueError, before anything is launched, for what is not supported. The
-    message ends with the class of the module and the type of its model.
+    Args:
+        module: the layer; its class and model type end each error message.
+        attention_mask: what to attend, as in the module's docstring.
+        scaling: factor of the scores; 1/sqrt(head_dim) by default.
+        is_causal: by default the module's. A causal call of several queries needs a mask, which
+            already says what is attended.
+        sliding_window: must be in the mask already.
+        s_aux: learnable sinks, a score for each head that takes weight and gives no value
+            (docs/sinks.md).
+        backend: as in `flash_attention`.
+        others: those in REFUSED must be None; the rest does not change the result.
+
+    Raises TypeError or ValueError, before anything is launched, for what is not supported.
     """
     caller = name_of(module)
     refuse_unsupported(dropout, attention_mask, sliding_window, key.shape[2], others, caller)
+
+    # what to attend: a flag, a block mask, or every key
     block_mask = None
     if isinstance(attention_mask, CausalMask):
         check_shape(attention_mask, query, key, caller)
         is_causal = query.shape[2] > 1
     elif attention_mask is not None:
-        is_causal = False  # the mask says which of the past is attended
-        # A replayed CUDA graph writes a new mask into the same tensor, and no version says so.
+        is_causal = False  # the mask says which past keys are attended
+        # A replayed CUDA graph writes a new mask into the same tensor without a new version.
         may_be_known = not torch.compiler.is_compiling()
         block_mask = _block_mask_of(
             check_mask(attention_mask, query, key, caller), may_be_known, caller
         )
     else:
-        # Eager attends every key here and SDPA, of a module that is causal, the past.
+        # Without a mask eager attends every key, and SDPA of a causal module the past: a causal
+        # call is refused.
         if query.shape[2] > 1 and (
             getattr(module, "is_causal", False) if is_causal is None else is_causal
         ):
@@ -161,6 +175,7 @@ def attention_forward(
                 f"attention_mask must be given where is_causal is True, got None ({caller})"
             )
         is_causal = False
+
     value_dim = value.shape[-1]
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
@@ -183,10 +198,10 @@ def attention_forward(
 
 
 def with_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three with zeros appended to the shorter head dims, as latent attention has other
-    ones for values.
+    """Return query, key and value with the shorter head dims padded with zeros to the longest.
 
-    Zeros change no score, and in the values they are columns of the output that the caller drops.
+    Latent attention has another head dim for values than for keys. Zeros change no score; in the
+    values they give columns of the output that the caller drops.
     """
     if value.shape[-1] == key.shape[-1]:
         return query, key, value
@@ -203,21 +218,21 @@ def with_sinks(
     sinks: Float[Tensor, "heads"],
     caller: str,
 ) -> Float[Tensor, "batch heads queries head_dim"]:
-    """Return the attention in which each head's sink took part in the softmax: the output times
-    sigmoid(L - sink).
+    """Return the output of attention in which each head's sink takes part in the softmax.
+
+    That is the output without sinks times sigmoid(L - sink).
     """
     if sinks.shape != output.shape[1:2]:
         raise ValueError(
-            f"s_aux must have shape ({output.shape[1]},), a sink for each head, got {tuple(sinks.shape)} ({caller})"
+            f"s_aux must have shape ({output.shape[1]},), a sink for each head, "
+            f"got {tuple(sinks.shape)} ({caller})"
         )
     kept = torch.sigmoid(lse - sinks[:, None].to(lse.dtype))
     return (output * kept[..., None]).to(output.dtype)
 
 
 def name_of(module: nn.Module) -> str:
-    """Return what messages call the module: its class, and the type of its model where it has a
-    config.
-    """
+    """Return a module's name for messages: its class and, if it has a config, its model's type."""
     model_type = getattr(getattr(module, "config", None), "model_type", "")
     return f"{type(module).__name__} of {model_type}" if model_type else type(module).__name__
 
@@ -230,36 +245,45 @@ def refuse_unsupported(
     others: dict[str, Any],
     caller: str,
 ) -> None:
-    """ValueError for an argument of a call that would change its result and that we do not compute."""
+    """Raise ValueError for an argument that would change the result and is not supported."""
     if dropout:
         raise ValueError(
-            f"dropout must be 0, got {dropout}: set the model's attention_dropout to 0, or call .eval() ({caller})"
+            f"dropout must be 0, got {dropout}: "
+            f"set the model's attention_dropout to 0, or call .eval() ({caller})"
         )
     if others.get("output_attentions"):
         raise ValueError(
-            f"output_attentions must be False, got True: the weights are never stored; take 'eager' ({caller})"
+            f"output_attentions must be False, got True: "
+            f"the weights are never stored; take 'eager' ({caller})"
         )
     for name, meaning in REFUSED.items():
         if others.get(name) is not None:
             raise ValueError(
-                f"{name} must be None, got {type(others[name]).__name__}: there is no support for {meaning} ({caller})"
+                f"{name} must be None, got {type(others[name]).__name__}: "
+                f"there is no support for {meaning} ({caller})"
             )
+
+    # without a mask, or with a causal one, windows and documents would be lost
     if attention_mask is None and sliding_window is not None and num_keys > sliding_window:
         raise ValueError(
-            f"attention_mask must hold the window of {sliding_window} among {num_keys} keys, got None ({caller})"
+            f"attention_mask must hold the window of {sliding_window} among {num_keys} keys, "
+            f"got None ({caller})"
         )
     boundaries = others.get("cu_seq_lens_k")
     is_one_document = attention_mask is None or isinstance(attention_mask, CausalMask)
     if is_one_document and boundaries is not None and len(boundaries) > 2:
         raise ValueError(
-            f"attention_mask must keep the {len(boundaries) - 1} documents of cu_seq_lens_k apart, got None: "
+            f"attention_mask must keep the {len(boundaries) - 1} documents of cu_seq_lens_k apart, "
+            f"got None: "
             f"give the model their position_ids and no attention_mask ({caller})"
         )
 
 
 def check_mask(mask: object, query: Tensor, key: Tensor, caller: str) -> Tensor:
-    """`mask` over all queries and keys, of bools or floats; TypeError or ValueError unless it fits
-    them.
+    """Return `mask` expanded over all queries and keys; a PairsMask gives its pairs.
+
+    TypeError unless it is a tensor, ValueError unless it holds bools or floats and broadcasts to
+    the scores.
     """
     if not isinstance(mask, Tensor):
         raise TypeError(
@@ -267,7 +291,8 @@ def check_mask(mask: object, query: Tensor, key: Tensor, caller: str) -> Tensor:
         )
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise ValueError(
-            f"attention_mask must be of dtype bool, True where attended, or of floats, got {mask.dtype} ({caller})"
+            f"attention_mask must be of dtype bool, True where attended, or of floats, "
+            f"got {mask.dtype} ({caller})"
         )
     check_shape(mask, query, key, caller)
     pairs = mask.pairs if isinstance(mask, PairsMask) else mask
@@ -276,22 +301,22 @@ def check_mask(mask: object, query: Tensor, key: Tensor, caller: str) -> Tensor:
 
 
 def check_shape(mask: Tensor, query: Tensor, key: Tensor, caller: str) -> None:
-    """ValueError unless `mask` broadcasts to the scores."""
+    """Raise ValueError unless `mask` broadcasts to the scores, (batch, heads, queries, keys)."""
     batch, heads, num_queries = query.shape[:3]
     sizes = ((1, batch), (1, heads), (1, num_queries), (1, key.shape[2]))
     if mask.ndim != 4 or any(size not in allowed for size, allowed in zip(mask.shape, sizes)):
         raise ValueError(
-            f"attention_mask must have shape ({batch} or 1, {heads} or 1, {num_queries} or 1, {key.shape[2]} or 1), "
+            f"attention_mask must have shape "
+            f"({batch} or 1, {heads} or 1, {num_queries} or 1, {key.shape[2]} or 1), "
             f"got {tuple(mask.shape)} ({caller})"
         )
 
 
 def pairs_of(mask: Tensor, caller: str) -> Tensor:
-    """Return the pairs that are attended under a mask of bools, or of floats that are added to the
-    scores.
+    """Return a mask as bools, True where attended; floats are taken as added to the scores.
 
-    ValueError for floats other than 0 and those so low that a key has no weight: a bias is not
-    supported.
+    ValueError for floats other than 0 and those so low that a key has no weight (LOWEST_BIAS): a
+    bias is not supported.
     """
     if mask.dtype == torch.bool:
         return mask
@@ -299,7 +324,8 @@ def pairs_of(mask: Tensor, caller: str) -> Tensor:
     biased = ~attended & ~(mask <= LOWEST_BIAS)  # a NaN is biased
     if biased.any():
         raise ValueError(
-            f"attention_mask must be of bools, or of floats that are 0 or below {LOWEST_BIAS:g}, got "
+            f"attention_mask must be of bools, or of floats that are 0 or below {LOWEST_BIAS:g}, "
+            f"got "
             f"{mask[biased][0]:g}: there is no support for a bias on the scores ({caller})"
         )
     return attended
@@ -307,13 +333,13 @@ def pairs_of(mask: Tensor, caller: str) -> Tensor:
 
 @torch.compiler.disable(reason="the number of live tiles depends on the mask's values")
 def _block_mask_of(mask: Tensor, may_be_known: bool, caller: str) -> BlockMask:
-    """The tiles of `mask`: those found before if it is the same tensor and nobody has written to it
-    since.
+    """Return the BlockMask of `mask`, from a cache if the tensor has not been written to since.
 
-    PyTorch counts who writes to a tensor, but not through `.data` or the NumPy array whose memory
-    it shares: a mask that is refilled so has to be another tensor each time.
+    `may_be_known` False leaves the cache out. PyTorch counts writes to a tensor, but not those
+    through `.data` or a NumPy array that shares its memory: a mask that is refilled so must be
+    another tensor each time.
     """
-    # made in inference mode, it does not count who writes to it
+    # a tensor made in inference mode does not count its writes
     if not may_be_known or mask.is_inference():
         return BlockMask.from_dense(pairs_of(mask, caller))
     version, block_mask = _block_masks.get(mask, (None, None))
@@ -324,12 +350,17 @@ def _block_mask_of(mask: Tensor, may_be_known: bool, caller: str) -> BlockMask:
 
 
 def _interfaces() -> tuple[Any, Any]:
-    """The classes with which Transformers registers attention functions and mask functions."""
-    try:  # by name: its annotations are not ours to check, and it takes seconds to load
+    """Return the classes with which Transformers registers attention functions and mask functions.
+
+    ImportError if the package is missing or older than 4.53.
+    """
+    # By name, so that type checkers do not follow its annotations; it takes seconds to load.
+    try:
         transformers = importlib.import_module("transformers")
     except ImportError:
         raise ImportError(
-            "transformers is not installed: pip install -e '.[hf]' in the repository, as docs/attention.md says"
+            "transformers is not installed: pip install -e '.[hf]' in the repository, "
+            "as docs/attention.md says"
         ) from None
     if not hasattr(transformers, "AttentionMaskInterface"):
         raise ImportError(

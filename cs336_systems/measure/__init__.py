@@ -1,0 +1,1 @@
+"""Measurement: timing, memory, profiles and named ranges of closures and models."""

@@ -1,6 +1,4 @@
-"""Memory of closures, in bytes: peaks read from CUDA's allocator, and what autograd keeps, on any
-device.
-"""
+"""Memory of closures in bytes: CUDA's peaks, a CPU's peaks by phase, and what autograd keeps."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ import torch
 from cs336_systems.measure.saved import saved_tensors
 
 MIB = 2**20
-# in the message of the RuntimeError that it raises when the host is full
+# named in the RuntimeError that PyTorch raises when the host's memory is full
 CPU_ALLOCATOR = "DefaultCPUAllocator"
 PHASE_MARK = "cs336_systems.phase"  # the profiler's name of the moment at which a phase begins
 
@@ -25,8 +23,7 @@ _kept: list[_lru_cache_wrapper[object]] = []  # all functions under `kept_for_a_
 
 
 def kept_for_a_case(function: Callable[..., T]) -> _lru_cache_wrapper[T]:
-    """Keep the latest result of `function` until it is asked for another one, or `forget_case` is
-    called.
+    """Decorate `function` so that its latest result is kept until other arguments or `forget_case`.
 
     For tensors that the implementations of one case share: the measuring process forgets them when
     the case ends.
@@ -37,22 +34,18 @@ def kept_for_a_case(function: Callable[..., T]) -> _lru_cache_wrapper[T]:
 
 
 def forget_case() -> None:
-    """Drop what the functions under `kept_for_a_case` keep."""
+    """Drop the results that functions decorated with `kept_for_a_case` keep."""
     for kept in _kept:
         kept.cache_clear()
 
 
 def held_bytes(device: str) -> int | None:
-    """Bytes of CUDA tensors that are alive in this process; None on a CPU, whose allocator does not
-    count.
-    """
+    """Return the bytes of this process's live CUDA tensors; None on a CPU, which does not count."""
     return torch.cuda.memory_allocated() if device == "cuda" else None
 
 
 def release(device: str) -> None:
-    """Collect garbage and give cached blocks back, so that the next case starts from what is really
-    alive.
-    """
+    """Collect garbage and free cached blocks: the next case starts from what is really alive."""
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -61,8 +54,9 @@ def release(device: str) -> None:
 
 @contextmanager
 def one_out_of_memory_error() -> Iterator[None]:
-    """Raise what a CPU says when its memory is full as the error that CUDA raises:
-    torch.OutOfMemoryError.
+    """Raise torch.OutOfMemoryError in place of a CPU's errors for a full memory, as CUDA does.
+
+    On a CPU PyTorch raises a RuntimeError and Python a MemoryError.
     """
     try:
         yield
@@ -75,7 +69,7 @@ def one_out_of_memory_error() -> Iterator[None]:
 
 
 def peak_cuda_bytes(call: Callable[[], object]) -> int:
-    """The most bytes that tensors occupied during `call`, beyond those alive before it."""
+    """Return the most bytes of CUDA tensors during `call`, beyond those alive before it."""
     release("cuda")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -85,21 +79,22 @@ def peak_cuda_bytes(call: Callable[[], object]) -> int:
 
 
 def saved_for_backward(call: Callable[[], object]) -> int:
-    """Bytes of distinct storages that autograd saves during `call`, on any device; parameters and
-    inputs included.
+    """Return the bytes of distinct storages that autograd saves during `call`, on any device.
+
+    Parameters and inputs are included.
     """
-    # as it runs, compiled or not
+    # compiled=True leaves a compiled `call` compiled, and works for an eager one, too
     return sum(one.num_bytes for one in saved_tensors(call, compiled=True))
 
 
 def cpu_phase_peaks(
     run: Callable[[Callable[[str], None]], None], base_bytes: int
 ) -> dict[str, int]:
-    """The most bytes that PyTorch's CPU allocator had given out in each phase; `base_bytes` were
-    there before.
+    """Return the most bytes that PyTorch's CPU allocator had given out in each phase of `run`.
 
     `run(mark)` is called under the profiler, which sees every allocation, kernels' own temporaries
-    too; it calls `mark` with the name of each phase as it begins.
+    too; it calls `mark` with the name of each phase as it begins. `base_bytes` are those allocated
+    before.
     """
     names: list[str] = []
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -111,13 +106,15 @@ def cpu_phase_peaks(
 
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         run(mark)
+
     events = profiler.profiler.kineto_results.events()
     starts = sorted(event.start_ns() for event in events if event.name() == PHASE_MARK)
     changes = sorted(
         (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
     )
     assert len(starts) == len(names)
-    # after so many changes
+
+    # active[i]: bytes after the first i changes
     active = base_bytes + np.cumsum([0, *(num_bytes for _, num_bytes in changes)])
     ends = [*np.searchsorted([time for time, _ in changes], starts[1:]), len(changes)]
     return {

@@ -1,9 +1,9 @@
-"""Runs a closure under torch.profiler and returns what it did, as a `Trace`.
+"""Profile of a closure by torch.profiler, as a `Trace`.
 
     trace = capture(step.train_step, device="cuda", num_steps=3, before=step.reset)
     trace.top_kernels(5)
 
-The trace is also a file that https://ui.perfetto.dev opens, if `path` says where; it names this
+The trace is also a file that https://ui.perfetto.dev opens, if `path` is given; it names this
 machine, so it stays out of git, under a results folder's logs.
 """
 
@@ -29,11 +29,11 @@ def capture(
     before: Callable[[], object] = lambda: None,
     path: Path | None = None,
 ) -> Trace:
-    """Profile `num_steps` calls (`run_steps`) after `warmup` unprofiled ones.
+    """Return the trace of `num_steps` profiled calls (`run_steps`) after `warmup` unprofiled ones.
 
     `before` runs ahead of every call, outside of its range (resetting gradients). With `path`, a
     name that ends in .trace.json or .trace.json.gz, the trace is kept there, also when a call
-    raised: what led to an out-of-memory is in it.
+    raised: the events before an out-of-memory are in it.
     """
     run_steps(call, device, warmup, before)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
@@ -45,8 +45,9 @@ def capture(
 def run_steps(
     call: Callable[[], object], device: str, count: int, before: Callable[[], object]
 ) -> None:
-    """`count` calls, each synchronised and in a range of its own, outside of which `before` runs
-    ahead of each.
+    """Call `call` `count` times, each synchronised and in a range of its own.
+
+    `before` runs ahead of each call, outside of the range.
     """
     for _ in range(count):
         before()
@@ -59,17 +60,19 @@ def run_steps(
 def record_events(
     run: Callable[[], object], activities: Sequence[ProfilerActivity], path: Path | None = None
 ) -> list[dict[str, Any]]:
-    """The events of a chrome trace of `run()`; `path` keeps the file, also where `run` raises."""
+    """Return the events of a chrome trace of `run()`.
+
+    `path` keeps the file, also if `run` raises.
+    """
     profiler = profile(activities=activities)
     with tempfile.TemporaryDirectory(prefix="trace-") as folder, warnings.catch_warnings():
-        # Torch's advice to accumulate events (acc_events) would build all of them again in Python
-        # at the end of the profile, which takes longer than the steps and is nothing that the file
-        # needs.
+        # PyTorch advises to accumulate events (acc_events). That would build all of them again in
+        # Python at the end of the profile, which takes longer than the steps; the file needs none.
         warnings.filterwarnings(
             "ignore", message="Warning: Profiler clears events", category=UserWarning
         )
         if ProfilerActivity.CUDA in activities:
-            # the first use loads CUPTI, which must not be in the profile
+            # The first use loads CUPTI, which must not be in the profile.
             with profile(activities=activities):
                 pass
         target = path or Path(folder) / "step.trace.json"

@@ -1,8 +1,8 @@
-"""What the GPU's own counters say of a kernel, read by NVIDIA's Nsight Compute (`ncu`): what limits
-it.
+"""Hardware counters of GPU kernels, read by NVIDIA's Nsight Compute (`ncu`): what limits a kernel.
 
-    kernels = read_counters(["profile", "1x16x16384x64", "--mode", "forward", ...])   # of that call, in order
-    kernels.sort_values("kernel_time")["tensor_pipe"]                                 # shares of their cycles
+    # the kernels of that call, in order
+    kernels = read_counters(["profile", "1x16x16384x64", "--mode", "forward", ...])
+    kernels.sort_values("kernel_time")["tensor_pipe"]    # shares of their cycles
 
 ncu runs a kernel several times, a few counters each, alone and with cold caches: times are not
 those of a benchmark, and the clock is one that a GPU without other load holds. Shares of cycles and
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-# What a warp waits for between two of its instructions, in cycles for each instruction that is
-# issued.
+# Reasons for which a warp waits between two of its instructions, counted in cycles for each
+# instruction that is issued.
 STALLS = (
     "barrier",
     "branch_resolving",
@@ -39,7 +39,7 @@ STALLS = (
     "wait",
 )
 STALL = "stall_"
-# quantity: (metric of ncu, its unit, our unit, ours for one of ncu's)
+# quantity: (ncu's metric, ncu's unit, our unit, factor from ncu's unit to ours)
 COUNTERS: dict[str, tuple[str, str, str, float]] = {
     "kernel_time": ("gpu__time_duration.sum", "ns", "ms", 1e-6),
     "sm_clock": ("sm__cycles_elapsed.avg.per_second", "hz", "GHz", 1e-9),
@@ -70,18 +70,19 @@ TIMEOUT_S = 300.0
 
 
 class CountersUnavailableError(Exception):
-    """ncu is not there, or may not read this GPU's counters; the message says which."""
+    """ncu is not installed, or may not read this GPU's counters; the message says which."""
 
 
 def read_counters(arguments: Sequence[str]) -> pd.DataFrame:
-    """The kernels that `cs336-systems ARGUMENTS` runs between the profiler's start and stop, as
-    `parse_counters`.
+    """Return the counters of the kernels that `cs336-systems ARGUMENTS` runs while it profiles.
 
-    CountersUnavailableError where there is no ncu or it has no access; RuntimeError with ncu's last
-    line where the command fails otherwise.
+    A row a kernel, as from `parse_counters`: those between the profiler's start and stop. Raises
+    CountersUnavailableError if there is no ncu or it has no access; RuntimeError with ncu's last
+    line if the command fails otherwise.
     """
     if shutil.which("ncu") is None:
         raise CountersUnavailableError("ncu is not on PATH")
+
     metrics = ",".join(metric for metric, *_ in COUNTERS.values())
     command = [
         "ncu",
@@ -100,6 +101,8 @@ def read_counters(arguments: Sequence[str]) -> pd.DataFrame:
         "api",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+    # Missing access is told apart from a command that fails.
     messages = [
         line for line in (done.stdout + done.stderr).splitlines() if line.startswith("==ERROR==")
     ]
@@ -119,11 +122,11 @@ def read_counters(arguments: Sequence[str]) -> pd.DataFrame:
 
 
 def parse_counters(text: str) -> pd.DataFrame:
-    """A row for each kernel on ncu's raw CSV page, in order: its `name`, and the quantities of
-    COUNTERS in our units.
+    """Return a row for each kernel on ncu's raw CSV page: its `name` and quantities of COUNTERS.
 
-    The page stands between whatever else the program printed. A counter that the GPU lacks is NaN;
-    ValueError where ncu has one in another unit than COUNTERS, or in words.
+    Rows are in the page's order, quantities in our units. The page stands between whatever else the
+    program printed. A counter that the GPU lacks is NaN. Raises ValueError if ncu has a counter in
+    another unit than COUNTERS, or in words.
     """
     lines = [line for line in text.splitlines() if line.startswith('"')]
     while lines and not lines[0].startswith('"ID"'):
@@ -132,6 +135,7 @@ def parse_counters(text: str) -> pd.DataFrame:
     units = pd.read_csv(page, nrows=1, dtype=str, keep_default_na=False)  # the row below the header
     page.seek(0)
     kernels = pd.read_csv(page, skiprows=[1], thousands=",")
+
     found = pd.DataFrame({"name": kernels["Kernel Name"]})
     for quantity, (metric, unit, _, factor) in COUNTERS.items():
         values = kernels.get(metric, pd.Series(dtype=float))

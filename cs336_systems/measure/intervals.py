@@ -13,8 +13,9 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
-    """The times in any of `intervals`; pieces no more than `gap` apart are joined. Empty ones
-    vanish.
+    """Return the times that are in any of `intervals`; pieces at most `gap` apart are joined.
+
+    Empty intervals vanish.
     """
     joined: list[Interval] = []
     for start, end in sorted(intervals):
@@ -28,12 +29,15 @@ def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Total time of disjoint intervals."""
+    """Return the total length of disjoint intervals."""
     return sum(end - start for start, end in intervals)
 
 
 def simplify(intervals: Iterable[Interval], most: int) -> list[Interval]:
-    """At most `most` intervals that look the same in a figure: the narrowest gaps are closed first."""
+    """Return at most `most` intervals that look the same in a figure.
+
+    The narrowest gaps are closed first.
+    """
     kept = union(intervals)
     if len(kept) <= most:
         return kept

@@ -1,14 +1,13 @@
 """What a kernel is by its name: its category, and a name that fits a table.
 
-    categorize("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT")         # "gemm"
-    short_name("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float,
-    at::native::MeanOps<...>>>(...)")
-                                                                    # "reduce MeanOps"
+    categorize("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT")    # "gemm"
+    short_name("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, "
+               "at::native::MeanOps<...>>>(...)")              # "reduce MeanOps"
 
 Names are those of GPU kernels (cuBLAS, CUTLASS, cuDNN, FlashAttention, ATen, Triton as Inductor
 names it, NCCL) and, where there is no GPU, those of the profiler's CPU operators. The rules are
-read in order and the first match counts; what none matches is `other`, which tables show, so that a
-new library's kernels are seen and not miscounted.
+read in order and the first match counts. A name that none matches is `other`, which tables show, so
+that a new library's kernels are seen and not miscounted.
 """
 
 import re
@@ -34,18 +33,20 @@ _RULES: tuple[tuple[str, str], ...] = (
     # Fused attention before gemm: cuDNN's and CUTLASS's attention kernels name their matmuls, too.
     (
         "attention",
-        r"fmha|flash_?(fwd|bwd|attention|attn)|(flash|hopper)_(split_)?(forward|backward)|flash_merge|flash::"
-        r"|varlen_(forward|dkdv|dq)_kernel"
-        r"|sdpa|scaled_dot_product|flex_(attention|decoding)|attention_(forward|backward|fwd|bwd)|(tiled|triton|hopper)_attention",
+        r"fmha|flash_?(fwd|bwd|attention|attn)|(flash|hopper)_(split_)?(forward|backward)"
+        r"|flash_merge|flash::|varlen_(forward|dkdv|dq)_kernel"
+        r"|sdpa|scaled_dot_product|flex_(attention|decoding)"
+        r"|attention_(forward|backward|fwd|bwd)|(tiled|triton|hopper)_attention",
     ),
     ("optimizer", r"multi_tensor_apply|adam|_fused_sgd|_foreach_|optimizer"),
     ("softmax", r"softmax|logsumexp|nll_loss|cross_entropy"),
     (
         "copy",
-        r"memcpy|memset|copy|catarray|fillfunctor|^aten::(cat|stack|clone|contiguous|to|zero_|fill_|zeros|ones|"
-        r"index\w*|gather|scatter\w*|embedding\w*|select_backward|slice_backward|pad|repeat|tril|triu)$|"
-        r"index(_select|select|_put|_elementwise|ing)|gather|scatter|embedding|(?<!aten::)(?:transpose|permute)|triu_tril|"
-        r"where_kernel|tril",
+        r"memcpy|memset|copy|catarray|fillfunctor"
+        r"|^aten::(cat|stack|clone|contiguous|to|zero_|fill_|zeros|ones|index\w*|gather|scatter\w*"
+        r"|embedding\w*|select_backward|slice_backward|pad|repeat|tril|triu)$"
+        r"|index(_select|select|_put|_elementwise|ing)|gather|scatter|embedding"
+        r"|(?<!aten::)(?:transpose|permute)|triu_tril|where_kernel|tril",
     ),
     (
         "gemm",
@@ -55,14 +56,16 @@ _RULES: tuple[tuple[str, str], ...] = (
     (
         "reduction",
         r"reduce|triton_(red|per)_|layer_?norm|rms_?norm|\bnorm|welford|cunn_.*norm"
-        r"|^aten::(sum|mean|norm|max|min|amax|amin|aminmax|argmax|argmin|var|std|prod|cumsum|any|all|linalg_\w+)$",
+        r"|^aten::(sum|mean|norm|max|min|amax|amin|aminmax|argmax|argmin|var|std|prod|cumsum"
+        r"|any|all|linalg_\w+)$",
     ),
     (
         "elementwise",
-        r"elementwise|triton_poi_|functor|distribution_|^aten::(add|sub|rsub|mul|div|pow|exp|log|sqrt|rsqrt"
-        r"|neg|abs|sigmoid|silu|gelu|relu|tanh|sin|cos|square|reciprocal|where|masked_fill|clamp|maximum"
-        r"|minimum|lerp|addcmul|addcdiv|bitwise_\w+|logical_\w+|eq|ne|lt|le|gt|ge|isfinite|isnan|dropout"
-        r"|native_dropout|arange|threshold)(_backward)?_?$",
+        r"elementwise|triton_poi_|functor|distribution_"
+        r"|^aten::(add|sub|rsub|mul|div|pow|exp|log|sqrt|rsqrt|neg|abs|sigmoid|silu|gelu|relu|tanh"
+        r"|sin|cos|square|reciprocal|where|masked_fill|clamp|maximum|minimum|lerp|addcmul|addcdiv"
+        r"|bitwise_\w+|logical_\w+|eq|ne|lt|le|gt|ge|isfinite|isnan|dropout|native_dropout|arange"
+        r"|threshold)(_backward)?_?$",
     ),
 )
 RULES = tuple((category, re.compile(pattern, re.IGNORECASE)) for category, pattern in _RULES)
@@ -70,10 +73,12 @@ RULES = tuple((category, re.compile(pattern, re.IGNORECASE)) for category, patte
 LONGEST_NAME = 72  # characters of a name in a table
 # The part of an ATen kernel's template arguments that says what it computes.
 FUNCTOR = re.compile(
-    r"(?:CUDAFunctorOnSelf|CUDAFunctorOnOther|CUDAFunctor|BinaryFunctor|BUnaryFunctor|AUnaryFunctor)_?(\w*)|(\w+Functor)\b"
+    r"(?:CUDAFunctorOnSelf|CUDAFunctorOnOther|CUDAFunctor|BinaryFunctor|BUnaryFunctor"
+    r"|AUnaryFunctor)_?(\w*)|(\w+Functor)\b"
     r"|(\w+_kernel_cuda)\b|(\w+Ops)\b|(\w*[a-z]_kernel)(?:_impl)?\("
 )
-_WRAPPERS = (  # of a functor, which say nothing of it
+# Templates around a functor, whose names do not tell what it computes.
+_WRAPPERS = (
     "BinaryFunctor",
     "AUnaryFunctor",
     "BUnaryFunctor",
@@ -81,21 +86,23 @@ _WRAPPERS = (  # of a functor, which say nothing of it
     "vectorized_elementwise_kernel",
 )
 _NOISE = re.compile(
-    r"\(anonymous namespace\)::|<unnamed>::|at::native::|at_cuda_detail::|c10::|cutlass::|^void |^static "
+    r"\(anonymous namespace\)::|<unnamed>::|at::native::|at_cuda_detail::|c10::|cutlass::"
+    r"|^void |^static "
 )
 
 
-# A trace has many thousands of events and some dozens of names.
+# Cached: a trace has many thousands of events and some dozens of names.
 @lru_cache(maxsize=8192)
 def categorize(name: str) -> str:
-    """The category of the kernel or operator `name`, one of `CATEGORIES`."""
+    """Return the category of the kernel or operator `name`, one of `CATEGORIES`."""
     return next((category for category, pattern in RULES if pattern.search(name)), "other")
 
 
 @lru_cache(maxsize=8192)
 def short_name(name: str) -> str:
-    """`name` without namespaces, argument lists and template arguments, but with the functor that
-    tells it apart.
+    """Return `name` without namespaces and arguments, but with the functor that tells it apart.
+
+    At most LONGEST_NAME characters.
     """
     bare = _NOISE.sub("", name).strip()
     head = re.split(r"[<(]", bare, maxsplit=1)[0].strip() or bare
@@ -109,8 +116,9 @@ def short_name(name: str) -> str:
 
 
 def _functor(name: str, head: str) -> str:
-    """What an ATen kernel's template computes: `MulFunctor`, `direct_copy`, `MeanOps`; empty where
-    it does not say.
+    """Return what an ATen kernel's template computes: `MulFunctor`, `direct_copy`, `MeanOps`.
+
+    Empty if the template does not say. `head` is the kernel's name before the template.
     """
     groups = (
         group

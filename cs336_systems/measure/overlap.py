@@ -1,7 +1,8 @@
 """When a device computed and when it communicated in one call, read from a torch.profiler trace.
 
     lanes = trace_lanes(step, device="cuda")
-    lanes.communication_ms, lanes.overlap_ms        # of the latter, what ran beside compute
+    lanes.communication_ms    # time of communication
+    lanes.overlap_ms          # its part that ran beside compute
 
 On CUDA the trace says when each kernel ran: those of NCCL communicate, the others (and copies)
 compute. On a CPU the operators of ATen compute, and gloo's own spans, which it records in its
@@ -25,33 +26,35 @@ US_PER_MS = 1e3
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """Disjoint intervals in milliseconds from the first of them."""
+    """Disjoint intervals of compute and communication, in milliseconds from the first of them."""
 
     compute: list[Interval]
     communication: list[Interval]
 
     @property
     def compute_ms(self) -> float:
+        """Return the time in which compute ran."""
         return length(self.compute)
 
     @property
     def communication_ms(self) -> float:
+        """Return the time in which communication ran."""
         return length(self.communication)
 
     @property
     def overlap_ms(self) -> float:
-        """Time in which both ran: what the two count twice."""
+        """Return the time in which both ran: `compute_ms` and `communication_ms` both count it."""
         either_ms = length(union([*self.compute, *self.communication]))
         return max(0.0, self.compute_ms + self.communication_ms - either_ms)
 
     @property
     def span_ms(self) -> float:
-        """From the first to the last of all intervals."""
+        """Return the time from the first to the last of all intervals."""
         return max((end for _, end in [*self.compute, *self.communication]), default=0.0)
 
 
 def trace_lanes(call: Callable[[], object], device: str) -> Lanes:
-    """The lanes of one `call` in this process, behind one that is not traced."""
+    """Return the lanes of one `call` in this process, after another one that is not traced."""
 
     def run() -> None:
         call()
@@ -63,7 +66,7 @@ def trace_lanes(call: Callable[[], object], device: str) -> Lanes:
 
 
 def read_lanes(events: list[dict[str, Any]], device: str) -> Lanes:
-    """The lanes in the events of a Chrome trace, whose times are microseconds."""
+    """Return the lanes in the events of a Chrome trace, whose times are microseconds."""
     compute: list[Interval] = []
     communication: list[Interval] = []
     for event in events:

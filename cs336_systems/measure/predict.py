@@ -1,14 +1,14 @@
-"""Runs a model's code on fake tensors, so that its memory is known before, and without, the machine
-that has it.
+"""Runs of a model's code on fake tensors: its memory is known without the machine that has it.
 
     with FakeTensorMode():
-        model = fake_module(lambda: TransformerLM.from_config(config))     # shapes and dtypes, no numbers
-        with CudaAutocastRules(), AllocationRecorder("cuda") as recorder, torch.autocast("cpu",
-        torch.bfloat16):
+        # shapes and dtypes, no numbers
+        model = fake_module(lambda: TransformerLM.from_config(config))
+        autocast = torch.autocast("cpu", torch.bfloat16)
+        with CudaAutocastRules(), AllocationRecorder("cuda") as recorder, autocast:
             model(tokens)
 
 The fake tensors are CPU tensors: PyTorch runs autograd on fake CUDA tensors only where there is a
-GPU. What CUDA does otherwise is put in by hand: the allocator's rounding and the kernels' own
+GPU. The differences of CUDA are put in by hand: the allocator's rounding and the kernels' own
 temporaries (`timeline.py`), and here the functions that autocast computes in float32 there and not
 on a CPU.
 """
@@ -45,11 +45,11 @@ CUDA_FLOAT32_FUNCTIONS = (
 
 
 def fake_module(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The module that `build` makes, its floating-point parameters and buffers fake and of `dtype`;
-    under a fake mode.
+    """Return the module that `build` makes, its floating-point parameters fake and of `dtype`.
 
-    It is built on the meta device, so that no weight is drawn; a parameter shared by two modules
-    stays one. Buffers of float32 stay as they are: the RoPE tables are never rounded.
+    Call it under a fake mode. The module is built on the meta device, so that no weight is drawn; a
+    parameter shared by two modules stays one. Floating-point buffers are fake, too, and float32 or
+    wider: the RoPE tables are never rounded.
     """
     with torch.utils._python_dispatch._disable_current_modes(), torch.device("meta"):
         module = build()
@@ -64,6 +64,7 @@ def fake_module(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float
             fakes[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
         return fakes[id(tensor)]
 
+    # Kept until the end: a freed tensor's id could be handed out again.
     originals = [
         tensor
         for one in module.modules()
@@ -76,13 +77,12 @@ def fake_module(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float
         for name, buffer in one._buffers.items():
             if buffer is not None:
                 one._buffers[name] = fake(buffer, torch.promote_types(dtype, torch.float32))
-    del originals  # kept until here, so that no id was handed out twice
+    del originals
     return module
 
 
 class CudaAutocastRules(TorchFunctionMode):
-    """A context in which autocast on CPU tensors gives float32 to the functions that it computes in
-    float32 on CUDA.
+    """Context in which autocast on CPU tensors computes in float32 what it does in float32 on CUDA.
 
     It must be on during backward, too, where checkpointing runs forwards again.
     """

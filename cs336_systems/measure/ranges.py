@@ -1,5 +1,4 @@
-"""Named ranges on a model's blocks and on the parts of its attention, put on and taken off by a
-context manager.
+"""Named ranges on a model's blocks and on the parts of its attention, by a context manager.
 
     with annotate(model):
         model(tokens).sum().backward()         # under torch.profiler, nsys or ncu
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-# What a module's last name says of it; the first match counts.
+# Role of a module by its last name; the first match counts.
 ROLES: Mapping[str, re.Pattern[str]] = {
     "attention": re.compile(r"(self_?)?(attn|attention|mha)|.*_(attn|attention)"),
     "feed_forward": re.compile(r"ffn|mlp|ff|feed_?forward"),
@@ -42,7 +41,7 @@ ROLES: Mapping[str, re.Pattern[str]] = {
     "embedding": re.compile(r"\w*embeddings?|embed_\w+|wte|wpe"),
     "head": re.compile(r"(lm_)?head|unembed\w*"),
 }
-# characters that a trace keeps
+# Characters that `traceable` keeps.
 PLAIN = "".join(chr(code) for code in range(32, 127) if chr(code) not in '"\\')
 BLOCK = "block"
 SCORES, SOFTMAX, VALUES, FUSED = (
@@ -68,11 +67,11 @@ PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
 
 
 def traceable(name: str) -> str:
-    """`name` as a trace can hold it: other characters than plain ASCII, `"` and a backslash are
-    escaped as in a URL.
+    """Return `name` with every character that a trace cannot hold escaped as in a URL.
 
-    torch.profiler writes a double quote as it is, which ends the string in the JSON of its trace,
-    and calls a range with any character beyond ASCII "unknown".
+    Escaped are `"`, the backslash, and every character outside printable ASCII. torch.profiler
+    writes a double quote as it is, which ends the string in the JSON of its trace, and calls a
+    range with any character beyond ASCII "unknown".
 
     >>> traceable('block:layers.a"b'), traceable("attention:é.attn")
     ('block:layers.a%22b', 'attention:%C3%A9.attn')
@@ -82,8 +81,9 @@ def traceable(name: str) -> str:
 
 @contextmanager
 def named_range(name: str) -> Iterator[None]:
-    """A `record_function` range, and an NVTX range where CUDA is in use, both called
-    `traceable(name)`.
+    """Open a `record_function` range, and an NVTX range if CUDA is available, around the context.
+
+    Both are called `traceable(name)`.
     """
     name = traceable(name)
     nvtx = torch.cuda.nvtx.range("{}", name) if torch.cuda.is_available() else nullcontext()
@@ -92,7 +92,7 @@ def named_range(name: str) -> Iterator[None]:
 
 
 def module_ranges(model: nn.Module) -> dict[str, str]:
-    """The range of each module of `model` that gets one, by qualified name.
+    """Return the range of each module of `model` that gets one, by qualified name.
 
     A module inside one of the same role gets none: in `attn.norm` the norm counts, in
     `embeddings.word_embeddings` the outer one.
@@ -111,24 +111,27 @@ def module_ranges(model: nn.Module) -> dict[str, str]:
 
 
 class _Ranges(TorchFunctionMode):
-    """The ranges that are open, of modules and of attention's parts. They nest: the last opened is
-    the first closed.
+    """The open ranges of modules and of attention's parts; the last opened is closed first.
 
     Parts are told apart by watching the torch functions that run inside of attention modules.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # who opened it, its name
+        # (the module that opened it, or this object for a part; its name; its context)
         self.open: list[tuple[object, str, AbstractContextManager[None]]] = []
 
     def enter(self, owner: object, name: str) -> None:
+        """Open the range `name` for `owner`."""
         context = named_range(name)
         context.__enter__()
         self.open.append((owner, name, context))
 
     def leave(self, owner: object) -> None:
-        """Close the range of `owner`, if it has one, and whatever an exception left open inside it."""
+        """Close the range of `owner`, if it has one, and the ranges that are still open inside it.
+
+        An exception leaves inner ranges open.
+        """
         while any(candidate is owner for candidate, *_ in self.open):
             self.open.pop()[2].__exit__(None, None, None)
 
@@ -138,14 +141,16 @@ class _Ranges(TorchFunctionMode):
             name.startswith("attention:") for _, name, _ in self.open
         ):
             return func(*args, **kwargs)
-        # such as this package's
+
+        # Fused attention: PyTorch's, or a registered operator such as this package's.
         registered = isinstance(func, torch._ops.OpOverload) and "attention" in func.name()
         if func is F.scaled_dot_product_attention or registered:
             with named_range(FUSED):
                 return func(*args, **kwargs)
+
         if func not in PRODUCTS or not _of_two_activations(tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
-        # a second product ends the softmax
+        # The first product is the scores and opens the softmax, which the second one ends.
         first = not any(owner is self for owner, *_ in self.open)
         self.leave(self)
         with named_range(SCORES if first else VALUES):
@@ -156,7 +161,7 @@ class _Ranges(TorchFunctionMode):
 
 
 def _of_two_activations(arguments: list[Any]) -> bool:
-    """Whether two batches of matrices are multiplied, none a parameter or its 2-D view."""
+    """Return whether two batches of matrices are multiplied, none a parameter or its 2-D view."""
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     return len(tensors) == 2 and all(
         x.ndim >= 3 and not isinstance(x, nn.Parameter) for x in tensors
@@ -165,18 +170,19 @@ def _of_two_activations(arguments: list[Any]) -> bool:
 
 @contextmanager
 def annotate(model: nn.Module) -> Iterator[dict[str, str]]:
-    """Ranges on the modules of `model` and on the parts of its attention.
+    """Put ranges on the modules of `model` and on the parts of its attention, inside the context.
 
     Yields the range of each annotated module by name (see `module_ranges`). Ranges are closed also
-    where the forward raises, and hooks are removed when the context ends. Raises ValueError if none
-    of its modules has a name that says what it is.
+    if the forward raises, and hooks are removed when the context ends. Raises ValueError if no
+    module has a name that says what it is.
     """
     names = module_ranges(model)
     if not names:
         raise ValueError(
-            f"model must have modules to annotate: none of {type(model).__name__} is in a ModuleList or is named like "
-            f"{', '.join(ROLES)}"
+            f"model must have modules to annotate: none of {type(model).__name__} "
+            f"is in a ModuleList or is named like {', '.join(ROLES)}"
         )
+
     ranges = _Ranges()
     handles: list[Any] = []
     for name, range_name in names.items():
@@ -185,11 +191,12 @@ def annotate(model: nn.Module) -> Iterator[dict[str, str]]:
         handles.append(
             module.register_forward_pre_hook(lambda *_, enter=enter: enter(), prepend=True)
         )
-        # always_call: also after a forward that raised (an out-of-memory), or the next step would
-        # nest in this one.
+        # always_call: also after a forward that raised (an out-of-memory). Otherwise the next step
+        # would nest in this one.
         handles.append(
             module.register_forward_hook(lambda *_, leave=leave: leave(), always_call=True)
         )
+
     with ranges:
         try:
             yield names

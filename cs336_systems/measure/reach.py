@@ -1,4 +1,4 @@
-"""What a machine really reaches: memory bandwidth by a copy, matmul speed by one large product.
+"""Rates that a machine really reaches: memory bandwidth by a copy, matmul speed by one product.
 
     copy_rate("cuda")["median"]        # GB/s, bytes read and written
     matmul_rate("cuda")["median"]      # TFLOP/s in bfloat16
@@ -20,8 +20,9 @@ MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}  # rows, columns and inner dimension
 
 
 def copy_rate(device: str) -> dict[str, Any]:
-    """GB/s (10⁹ bytes) of copying one tensor to another on `device`: each byte is read once and
-    written once.
+    """Return the rate in GB/s (10⁹ bytes) of copying one tensor to another on `device`.
+
+    Each byte is counted twice, as read and as written. The fields are those of `_rate`.
     """
     source = torch.ones(COPY_BYTES[device] // 4, device=device)
     target = torch.empty_like(source)
@@ -29,7 +30,10 @@ def copy_rate(device: str) -> dict[str, Any]:
 
 
 def matmul_rate(device: str) -> dict[str, Any]:
-    """TFLOP/s of one square matmul in bfloat16, 2·size³ FLOPs."""
+    """Return the rate in TFLOP/s of one square matmul in bfloat16, 2·size³ FLOPs.
+
+    The fields are those of `_rate`.
+    """
     size = MATMUL_SIZE[device]
     left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     result = torch.empty_like(left)
@@ -37,7 +41,10 @@ def matmul_rate(device: str) -> dict[str, Any]:
 
 
 def _rate(call: Callable[[], object], work: float, device: str, unit: str) -> dict[str, Any]:
-    """Median and quartiles of `work` (10⁹ bytes or 10¹² FLOPs) over the seconds of `call`."""
+    """Return median, quartiles and unit of `work` per second over timed calls.
+
+    `work` of one call is in 10⁹ bytes or 10¹² FLOPs.
+    """
     rates = [work / ms * 1e3 for ms in time_calls(call, device=device)]
     low, middle, high = map(float, np.quantile(rates, (0.25, 0.5, 0.75)))
     return {"median": middle, "quartile_low": low, "quartile_high": high, "unit": unit}

@@ -1,12 +1,11 @@
-"""What autograd saves for backward during a call, by the operation that saves it.
+"""Storages that autograd saves for backward during a call, by the operation that saves them.
 
     saved = saved_tensors(lambda: block(x), parameters=block.parameters())
-    sum(one.num_bytes for one in saved)            # MiB between forward and backward
+    sum(one.num_bytes for one in saved)            # bytes between forward and backward
     by_operation(saved)[:5]                        # the largest contributors
 
 Works on real tensors of any device and on fake ones. A storage counts once, at the operation that
-saved it first:
-the input of a linear layer that a norm saved as its output is not paid for twice.
+saved it first: the input of a linear layer that a norm saved as its output is not counted twice.
 """
 
 from collections import Counter
@@ -30,7 +29,7 @@ class Saved(NamedTuple):
 
 
 class _CurrentFunction(TorchFunctionMode):
-    """Knows which torch function runs: a saved tensor's hook is called from inside of it."""
+    """Mode that knows which torch function runs when the hook of a saved tensor is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +46,7 @@ class _CurrentFunction(TorchFunctionMode):
 
 
 def function_name(func: Any) -> str:
-    """`softmax` of torch.softmax, `mul` of Tensor.__mul__."""
+    """Return a torch function's bare name: `softmax` of torch.softmax, `mul` of Tensor.__mul__."""
     if isinstance(func, torch._ops.OpOverload):
         return func.overloadpacket.__name__
     name = resolve_name(func) or getattr(func, "__name__", str(func))
@@ -57,13 +56,12 @@ def function_name(func: Any) -> str:
 def saved_tensors(
     call: Callable[[], object], *, parameters: Iterable[Tensor] = (), compiled: bool = False
 ) -> list[Saved]:
-    """Every storage that autograd saves during `call`, but those of `parameters`, in the order of
-    saving.
+    """Return every storage that autograd saves during `call`, in the order of saving.
 
-    With `compiled`, `call` runs what torch.compile made (compile it before: the first call is not
-    the code's own). Its operations are fused, so that what it saves is called by dtype and shape.
-    Without, `call` runs eagerly even where it was compiled, since the mode that watches the
-    operations turns torch.compile off.
+    Storages of `parameters` are left out. With `compiled`, `call` runs what torch.compile made
+    (compile it before: the first call is not the code's own). Its operations are fused, so that a
+    storage is called by dtype and shape. Without, `call` runs eagerly even if it was compiled,
+    since the mode that watches the operations turns torch.compile off.
     """
     skipped = {_identity(parameter) for parameter in parameters}
     found: dict[int, Saved] = {}
@@ -79,9 +77,9 @@ def saved_tensors(
                 operation = with_line(current.name or "autograd.Function")
             found[identity] = Saved(tensor.untyped_storage().nbytes(), operation)
             kept.append(tensor.untyped_storage())
-        # A tensor knows the graph that made it, and the graph keeps what this returns, and this
-        # function: a softmax's own output would be kept by itself for ever, in C++, where no
-        # garbage collector looks.
+        # Detached: a tensor knows the graph that made it, and the graph keeps what this function
+        # returns. A softmax's own output would keep itself alive for ever, in C++, where no garbage
+        # collector looks.
         return tensor.detach()
 
     with (
@@ -94,8 +92,7 @@ def saved_tensors(
 
 
 def compiled_saved_tensors(module: nn.Module, x: Tensor) -> list[Saved]:
-    """What `module(x)` saves for backward when torch.compile has it: its partition of the joint
-    graph, without kernels.
+    """Return the storages that `module(x)` would save for backward under torch.compile.
 
     The graph of forward and backward is cut where the fewest bytes pass
     (min_cut_rematerialization_partition, with Inductor's decompositions); what crosses the cut is
@@ -117,7 +114,7 @@ def compiled_saved_tensors(module: nn.Module, x: Tensor) -> list[Saved]:
         forwards.append(halves[0])
         return halves
 
-    # a shared one once: it stays shared
+    # A shared parameter is in it once: it stays shared.
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     call = aot_function(
         lambda state, x: torch.func.functional_call(module, state, (x,)),
@@ -126,8 +123,8 @@ def compiled_saved_tensors(module: nn.Module, x: Tensor) -> list[Saved]:
         partition_fn=partition,
         decompositions=select_decomp_table(),
     )
-    # functional_call takes a submodule that several modules share for several, and would leave its
-    # traced buffer there.
+    # functional_call takes a submodule that several modules share for several submodules, and would
+    # leave its traced buffer in it: put all tensors back.
     tensors = [(one, dict(one._parameters), dict(one._buffers)) for one in module.modules()]
     try:
         call(state, x)
@@ -139,8 +136,9 @@ def compiled_saved_tensors(module: nn.Module, x: Tensor) -> list[Saved]:
 
 
 def _crossing(forward: fx.GraphModule, num_state: int) -> list[Saved]:
-    """Outputs of the forward graph behind the module's own, one a storage; the first `num_state`
-    inputs are free.
+    """Return the outputs of the forward graph behind the module's own, each storage once.
+
+    Storages of the first `num_state` inputs are left out.
     """
     placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in forward.graph.nodes if node.op == "output")
@@ -158,7 +156,7 @@ def _crossing(forward: fx.GraphModule, num_state: int) -> list[Saved]:
 
 
 def by_operation(saved: Iterable[Saved]) -> list[tuple[str, int]]:
-    """(operation, bytes) summed, the largest first."""
+    """Return (operation, bytes) pairs summed over `saved`, the largest first."""
     sums: Counter[str] = Counter()
     for one in saved:
         sums[one.operation] += one.num_bytes
@@ -166,7 +164,8 @@ def by_operation(saved: Iterable[Saved]) -> list[tuple[str, int]]:
 
 
 def _identity(tensor: Tensor) -> int:
-    """The same for two tensors of one storage, also where nothing is stored (a fake tensor's
-    address is 0).
+    """Return a number that is the same for two tensors of one storage.
+
+    It also works for storages without memory (a fake tensor's address is 0).
     """
     return tensor.untyped_storage()._cdata

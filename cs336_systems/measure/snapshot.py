@@ -1,9 +1,9 @@
-"""PyTorch's CUDA memory snapshots: recording one, and reading any without running what is in it.
+"""PyTorch's CUDA memory snapshots: recording one, and reading any without running its content.
 
-    with CudaHistory() as history:                # on a GPU
+    with CudaHistory() as history:    # on a GPU
         history.phase("forward"); ...
-        trace = history.trace()                   # a MemoryTrace with phases and categories
-    trace = read_snapshot(path)                   # of a file alone: one phase, categories by source line
+        trace = history.trace()       # a MemoryTrace with phases and categories
+    trace = read_snapshot(path)       # of a file alone: one phase, categories by source line
 
 A snapshot is what `torch.cuda.memory._snapshot()` returns and `_dump_snapshot` writes as a pickle
 (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html): dicts, lists, strings and numbers.
@@ -29,7 +29,7 @@ from cs336_systems.measure.timeline import (
     unassigned,
 )
 
-# the actions of a trace's events that change what is allocated
+# Actions of a trace's events that change what is allocated.
 ALLOC, FREE = "alloc", "free_requested"
 MAX_EVENTS = 1_000_000  # of a recording: many times a training step's
 
@@ -42,25 +42,25 @@ Classify = Callable[[Allocation, int], str]  # (allocation, address) -> category
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Builds dicts, lists, tuples, strings and numbers. A pickle that asks for anything by name is
-    refused.
+    """Unpickler of dicts, lists, tuples, strings and numbers; it refuses any other pickle.
 
-    A pickle is a program: "import os, call system" is one. Every class and function that it may
-    call it has to find first, and this is where it is found.
+    A pickle is a program: "import os, call system" is one. It must find every class and function
+    that it may call, and finds them by `find_class`.
     """
 
     def find_class(self, module: str, name: str) -> Any:
+        """Raise ValueError: a snapshot is plain data, so it needs no class or function."""
         raise ValueError(
             f"it asks for {module}.{name}, and a snapshot is plain data: refused, nothing was run"
         )
 
 
 def read_snapshot(path: Path) -> MemoryTrace:
-    """The trace in the file `path`, whoever wrote it; ValueError if it is no snapshot.
+    """Return the trace in the file `path`, whoever wrote it; ValueError if it is no snapshot.
 
     Of several GPUs in the file it is the one with the highest peak, and its one phase, `recorded`,
-    says which where that is not the first or not the only one. Categories are by the line that
-    allocated. Reading runs nothing of the file, and takes several times the file's memory.
+    says which unless GPU 0 is the only one. Categories are by the line that allocated. Reading runs
+    nothing of the file, and takes several times the file's memory.
     """
 
     def classify(one: Allocation, address: int) -> str:
@@ -76,7 +76,8 @@ def read_snapshot(path: Path) -> MemoryTrace:
             loaded = _PlainUnpickler(file).load()
         devices = _used_devices(loaded) or [0]
         traces = {}
-        for device in devices:  # a process of several ranks records the GPU of its own rank
+        for device in devices:
+            # The file of one rank among several has the events of that rank's GPU.
             name = (
                 "recorded"
                 if devices == [0]
@@ -102,7 +103,10 @@ def read_snapshot(path: Path) -> MemoryTrace:
 
 
 def _used_devices(snapshot: dict[str, Any]) -> list[int]:
-    """The numbers of the GPUs that a snapshot has events or memory of."""
+    """Return the numbers of the GPUs that a snapshot has events or memory of, in order.
+
+    Raises ValueError for a number that no GPU has.
+    """
     used = {device for device, events in enumerate(snapshot["device_traces"]) if events}
     used |= {int(segment.get("device", 0)) for segment in snapshot["segments"]}
     if not used <= set(range(MAX_DEVICES)):
@@ -115,15 +119,16 @@ def _used_devices(snapshot: dict[str, Any]) -> list[int]:
 def parse_snapshot(
     snapshot: dict[str, Any], device: int, phases: Sequence[Phase], classify: Classify
 ) -> MemoryTrace:
-    """The trace of what `torch.cuda.memory._snapshot()` returned, of one device.
+    """Return the trace of one device in `snapshot`, which `torch.cuda.memory._snapshot()` returned.
 
-    What was alive before the first event, known by its release or from the end, comes at 0.
+    `classify` gives each allocation its category. An allocation that was alive before the first
+    event, known by its release or from the end, is born at event 0.
     """
     traces = snapshot["device_traces"]
     stacks: dict[int, tuple[str, bool]] = {}  # by the list's identity: many events share one
     alive: dict[int, Allocation] = {}  # by address
     allocations: list[Allocation] = []
-    number = 0
+    number = 0  # of the event; 0: before the first
 
     def end(address: int, num_bytes: int, died: int | None) -> None:
         one = alive.pop(address, None) or Allocation(num_bytes=num_bytes, born=0, where="before")
@@ -131,6 +136,7 @@ def parse_snapshot(
         one.category = classify(one, address)
         allocations.append(one)
 
+    # Events in order
     for event in traces[device] if device < len(traces) else []:
         if event["action"] not in (ALLOC, FREE):
             continue
@@ -149,7 +155,9 @@ def parse_snapshot(
         alive[address] = Allocation(
             num_bytes=num_bytes, born=number, where=where, in_forward=in_forward
         )
-    active = {  # address -> bytes, at the end
+
+    # Alive at the end: address -> bytes
+    active = {
         int(block["address"]): int(block["size"])
         for segment in snapshot["segments"]
         if segment.get("device", 0) == device
@@ -162,9 +170,7 @@ def parse_snapshot(
 
 
 def _origin(frames: Sequence[dict[str, Any]]) -> str:
-    """`model/layers.py:39 forward` of the innermost frame outside of PyTorch; empty if there is
-    none.
-    """
+    """Return the innermost frame outside of PyTorch as `model/layers.py:39 forward`; "" if none."""
     for frame in frames:
         file = frame["filename"]
         if not file.startswith(SKIPPED_FRAMES) and not any(part in file for part in TORCH_PARTS):
@@ -173,12 +179,11 @@ def _origin(frames: Sequence[dict[str, Any]]) -> str:
 
 
 class CudaHistory:
-    """Records the caching allocator's history, which tensors and phases belong to it, and the peak
-    of each phase.
+    """Recorder of the caching allocator's history, with categories, phases and each phase's peak.
 
     The events are counted by the allocator's own statistics, so that a phase begins at the event at
-    which it began, whatever the clock said. `peaks` are its counters': the most bytes allocated in
-    each phase that came to its end.
+    which it began, whatever the clock said. `peaks` come from its counters: the most bytes
+    allocated in each phase that has ended.
     """
 
     def __init__(self) -> None:
@@ -199,27 +204,28 @@ class CudaHistory:
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def _count(self) -> int:
+        """Return the number of allocations and releases of this process so far."""
         statistics = torch.cuda.memory_stats()
         return int(statistics["allocation.all.allocated"] + statistics["allocation.all.freed"])
 
     def _event(self) -> int:
-        """The number of the last event; 0 before the first."""
+        """Return the number of the last event; 0 before the first."""
         return self._count() - self._start
 
     def phase(self, name: str) -> None:
-        """Phase `name` begins, and the one before it ends."""
+        """Begin phase `name`, and end the one before it."""
         self.end_phase()
         torch.cuda.reset_peak_memory_stats()
         self.phases.append(Phase(name=name, start=self._event() + 1 if self.phases else 0))
 
     def end_phase(self) -> None:
-        """End the phase that is going on, if any."""
+        """Record the peak of the present phase, if there is one."""
         torch.cuda.synchronize()
         if self.phases:
             self.peaks[self.phases[-1].name] = torch.cuda.max_memory_allocated()
 
     def assign(self, tensors: Iterable[Tensor | None], category: str) -> None:
-        """Put the blocks that hold `tensors` now in `category`."""
+        """Put the blocks that hold `tensors` now in `category`; None among `tensors` is skipped."""
         event = self._event()
         for tensor in tensors:
             if tensor is not None:
@@ -228,7 +234,7 @@ class CudaHistory:
                 )
 
     def trace(self) -> MemoryTrace:
-        """The trace of what was recorded so far, by the phases and tensors that were named here."""
+        """Return the trace recorded so far, with the phases and categories that were named here."""
         torch.cuda.synchronize()
 
         def classify(one: Allocation, address: int) -> str:

@@ -1,11 +1,11 @@
 """Times of the stages inside one call: mask build, preprocess, forward, dq, dkv, cast.
 
-The code that is measured marks its stages, at no cost while nobody measures:
+The code that is measured marks its stages, at no cost without a measurement:
 
     with stage("dq"):
         launch_dq(...)
 
-and whoever measures gets samples of each stage and of the whole, in milliseconds:
+A measurement returns samples of each stage and of the whole, in milliseconds:
 
     samples = time_stages(lambda: attention(q, k, v).backward(grad), device="cuda")
     samples["forward"], samples["dq"], samples[TOTAL]
@@ -29,7 +29,7 @@ import torch
 from cs336_systems.measure.ranges import named_range
 from cs336_systems.measure.timing import CACHE_FLUSH_BYTES, synchronize
 
-# the names that tables know, in order
+# Names of stages in tables, in order.
 STAGES = ("mask_build", "preprocess", "forward", "dq", "dkv", "cast")
 TOTAL = "total"
 DEFAULT_SAMPLES = 10
@@ -47,7 +47,7 @@ class _Timer:
         self.calls: list[list[tuple[str, Any]]] = []
 
     def mark(self) -> None:
-        """The innermost open stage, if any is, runs from now on."""
+        """Record that the innermost open stage, if any, runs from now on."""
         now: Any = time.perf_counter()
         if self.device == "cuda":
             now = torch.cuda.Event(enable_timing=True)
@@ -55,6 +55,7 @@ class _Timer:
         self.marks.append((self.open[-1] if self.open else "", now))
 
     def call(self, function: Callable[[], object]) -> None:
+        """Call `function` once between two marks, and keep the call's marks."""
         self.mark()
         function()
         self.mark()
@@ -63,6 +64,7 @@ class _Timer:
         self.marks = []
 
     def samples_ms(self) -> dict[str, list[float]]:
+        """Return the milliseconds of each stage, and of the whole as TOTAL: one sample a call."""
         synchronize(self.device)
 
         def elapsed_ms(begin: Any, end: Any) -> float:
@@ -83,20 +85,22 @@ _active: _Timer | None = None  # module-wide, not context-local: autograd's thre
 
 
 def stage(name: str) -> AbstractContextManager[None]:
-    """What runs inside is the stage `name` of the call being timed; without a measurement nothing
-    happens.
+    """Return a context that is the stage `name` of the call being timed.
+
+    Without a measurement the context does nothing.
     """
     timer = _active
     return _NO_STAGE if timer is None else _timed_stage(timer, name)
 
 
 def stages_are_timed() -> bool:
-    """Whether a measurement is on: code that has a way around its stages must not take it."""
+    """Return whether a measurement is on, in which code must not go around its stages."""
     return _active is not None
 
 
 @contextmanager
 def _timed_stage(timer: _Timer, name: str) -> Iterator[None]:
+    """Mark begin and end of stage `name` around the context, which is also a named range."""
     with named_range(f"stage:{name}"):
         timer.open.append(name)
         timer.mark()
@@ -110,11 +114,10 @@ def _timed_stage(timer: _Timer, name: str) -> Iterator[None]:
 def time_stages(
     call: Callable[[], object], *, device: str, num_samples: int = DEFAULT_SAMPLES, warmup: int = 2
 ) -> dict[str, list[float]]:
-    """Milliseconds of every stage that `call` marks, and of the whole call as `TOTAL`: one sample a
-    call.
+    """Return milliseconds of every stage that `call` marks, and of the whole call as `TOTAL`.
 
-    A stage that a call does not reach has a sample of 0 for it. Raises RuntimeError inside of
-    another measurement.
+    There is one sample a call, after `warmup` calls; a stage that a call does not reach has a
+    sample of 0 for it. Raises RuntimeError inside of another measurement.
     """
     global _active
     if _active is not None:
@@ -126,14 +129,17 @@ def time_stages(
     _active = timer = _Timer(device)
     try:
         if device == "cuda":
-            for _ in range(2):  # the first may compile what is launched only while stages are timed
+            # How long the host takes to queue a call. The first of two may compile kernels that are
+            # launched only while stages are timed.
+            for _ in range(2):
                 synchronize(device)
                 begin = time.perf_counter()
                 timer.call(call)
                 host_ms = (time.perf_counter() - begin) * 1e3
-                # for half as long again
+                # enough to keep the GPU busy for 1.5 times as long
                 flushes = min(MAX_FLUSHES, 1 + int(1.5 * host_ms / FLUSH_MS))
             timer.calls.clear()
+
         cache = torch.empty(CACHE_FLUSH_BYTES if flushes else 0, dtype=torch.int8, device=device)
         for _ in range(num_samples):
             for _ in range(flushes):

@@ -1,14 +1,13 @@
-"""What was allocated when: the common form of a recorded run and of a snapshot, and what one asks
-of it.
+"""Allocations over time: the common form of recorded runs and snapshots, and questions about it.
 
     with AllocationRecorder() as recorder:
         recorder.assign(model.parameters(), "parameters")
         recorder.phase("forward")
         loss = ...
-    trace = recorder.trace()               # a MemoryTrace
-    trace.phase_peaks()                    # {"forward": bytes, "backward": bytes, ...}
-    trace.largest(5)                       # the largest allocations, with the operation and line they come from
-    trace.sampled(400)                     # bytes by category at 400 events, no peak lost
+    trace = recorder.trace()    # a MemoryTrace
+    trace.phase_peaks()         # {"forward": bytes, "backward": bytes, ...}
+    trace.largest(5)            # the largest allocations, with their operation and line
+    trace.sampled(400)          # bytes by category at 400 events, no peak lost
 
 Time is counted in events (one an allocation, one a release), as in PyTorch's memory viewer: a phase
 of many small kernels is as wide as it has allocations, and two runs of the same code have the same
@@ -17,8 +16,8 @@ axis.
 The recorder works on real tensors of any device and on fake ones that take no memory, so that a
 laptop records the step of a model that needs a hundred gigabytes. A dispatch mode sees the result
 of every operator that PyTorch runs, below autograd and autocast; a weak reference on a new storage
-says when its last tensor is gone. What a kernel allocates and releases inside itself is not seen;
-of the operators where that is large, `HIDDEN_TEMPORARIES` says how much it is.
+says when its last tensor is gone. Memory that a kernel allocates and releases inside itself is not
+seen; for the operators with much of it, `HIDDEN_TEMPORARIES` says how much.
 """
 
 import sys
@@ -43,22 +42,21 @@ CPU_BLOCK_BYTES = 1
 PACKAGE_FOLDER = Path(__file__).parents[1]
 # Frames of PyTorch, of this folder and of generated code are not where an allocation comes from.
 SKIPPED_FRAMES = (str(Path(torch.__file__).parent), str(PACKAGE_FOLDER / "measure"), "<")
-# Copies of the result's size that a kernel allocates and releases inside itself: softmax's backward
-# on CUDA writes
-# P ∘ dP first; log-sum-exp, on any device, the exponentials of its input (counted in copies of
-# that).
+# Copies of the result's size that a kernel allocates and releases inside itself. Softmax's backward
+# on CUDA writes P ∘ dP first; log-sum-exp, on any device, the exponentials of its input (counted in
+# copies of the input).
 HIDDEN_TEMPORARIES: dict[str, dict[str, int]] = {
     "cuda": {"_softmax_backward_data": 1, "logsumexp": 1},
     "cpu": {"logsumexp": 1},
 }
 SIZED_BY_INPUT = ("logsumexp",)
-# the phase in which activations are released, and computed again under checkpointing
+# Name of the phase in which activations are released, and computed again under checkpointing.
 BACKWARD = "backward"
 
 
 @dataclass(kw_only=True, slots=True)
 class Allocation:
-    """One block of memory and its life."""
+    """One block of memory, from the event that made it to the one that released it."""
 
     num_bytes: int
     born: int  # the event that made it
@@ -69,7 +67,7 @@ class Allocation:
 
 
 class Phase(NamedTuple):
-    """A part of the run, from event `start` to the next phase's."""
+    """A part of the run, from event `start` to the start of the next phase."""
 
     name: str
     start: int
@@ -77,7 +75,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Large:
-    """Allocations of one size and origin."""
+    """All allocations of one size, category and origin."""
 
     num_bytes: int  # of each
     category: str
@@ -87,8 +85,9 @@ class Large:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTrace:
-    """All allocations of a run. Events are numbered 0 to `num_events` - 1; phases are in order and
-    cover them all.
+    """All allocations of a run, its phases, and the number of its events.
+
+    Events are numbered 0 to `num_events` - 1; phases are in order and cover them all.
     """
 
     allocations: Sequence[Allocation]
@@ -96,7 +95,10 @@ class MemoryTrace:
     num_events: int
 
     def active_bytes(self, category: str | None = None) -> np.ndarray:
-        """Bytes allocated after each event, of one category or of all: int64, (num_events,)."""
+        """Return the bytes allocated after each event, of one category or of all.
+
+        The array is int64, (num_events,).
+        """
         change = np.zeros(self.num_events + 1, dtype=np.int64)
         for allocation in self.allocations:
             if category in (None, allocation.category):
@@ -106,16 +108,15 @@ class MemoryTrace:
         return change.cumsum()[: self.num_events]
 
     def peak_bytes(self) -> int:
+        """Return the most bytes allocated after any event."""
         return int(self.active_bytes().max(initial=0))
 
     def peak_event(self) -> int:
-        """The first event after which the most bytes are allocated."""
+        """Return the first event after which the most bytes are allocated."""
         return int(self.active_bytes().argmax()) if self.num_events else 0
 
     def phase_peaks(self) -> dict[str, int]:
-        """The most bytes allocated within each phase, what was already there when it began
-        included.
-        """
+        """Return the most bytes allocated within each phase, earlier allocations included."""
         active = self.active_bytes()
         ends = [*(phase.start for phase in self.phases[1:]), self.num_events]
         return {
@@ -124,15 +125,18 @@ class MemoryTrace:
         }
 
     def phase_of(self, event: int) -> str:
+        """Return the name of the phase in which `event` lies; "" before the first phase."""
         return next((phase.name for phase in reversed(self.phases) if phase.start <= event), "")
 
     def breakdown(self, event: int) -> dict[str, int]:
-        """Bytes by category after `event`; every category is there."""
+        """Return the bytes by category after `event`; every category is a key."""
         return {category: int(self.active_bytes(category)[event]) for category in CATEGORIES}
 
     def largest(self, count: int, phases: Sequence[str] | None = None) -> list[Large]:
-        """The `count` largest kinds of allocations made in `phases` (default: all), by size and
-        origin.
+        """Return the `count` largest kinds of allocations made in `phases` (default: all).
+
+        A kind has one size, category and origin; the largest is that of the largest single
+        allocation.
         """
         grouped = Counter(
             (one.num_bytes, one.category, one.where)
@@ -143,9 +147,9 @@ class MemoryTrace:
         return [Large(*kind, times) for kind, times in kinds]
 
     def sampled(self, points: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """(events, {category: bytes}) at no more than `points` events: of each bucket the one with
-        the most bytes.
+        """Return (events, {category: bytes}) at no more than `points` events.
 
+        Events are divided into equal buckets, each represented by the event with the most bytes.
         The peak is therefore among them.
         """
         active = self.active_bytes()
@@ -158,10 +162,10 @@ class MemoryTrace:
 
 
 def unassigned(phases: Sequence[Phase], one: Allocation) -> str:
-    """The category of an allocation to which none was assigned: activations or temporaries.
+    """Return the category of an allocation to which none was assigned: activations or temporaries.
 
-    It is an activation if it outlived its phase, unless that is the last one, which leaves its
-    result, or `BACKWARD`; there it is one if a forward made it (computed again).
+    It is an activation if it outlived its phase, unless that is the last phase, which leaves its
+    result, or `BACKWARD`. In `BACKWARD` it is an activation if a forward made it (computed again).
     """
     place = bisect_right(phases, one.born, key=lambda phase: phase.start) - 1
     if place >= 0 and phases[place].name == BACKWARD:
@@ -173,11 +177,11 @@ def unassigned(phases: Sequence[Phase], one: Allocation) -> str:
 
 
 class AllocationRecorder(TorchDispatchMode):
-    """A context in which allocations are recorded.
+    """Context in which allocations are recorded.
 
     Args:
         device: "cuda" or "cpu", whose allocator and kernels are counted: rounding, and memory that
-        kernels hide.
+            kernels hide.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -190,19 +194,20 @@ class AllocationRecorder(TorchDispatchMode):
         self._alive: dict[int, tuple[Allocation, weakref.ref[Any]]] = {}  # by the id of the storage
 
     def phase(self, name: str) -> None:
-        """What follows belongs to phase `name`."""
+        """Begin phase `name`, to which all that follows belongs."""
         self._phases.append(Phase(name=name, start=self._clock))
 
     def assign(self, tensors: Iterable[Tensor | None], category: str) -> None:
-        """Put the storages of `tensors` (None is skipped) in `category`; those never seen are taken
-        as new here.
+        """Put the storages of `tensors` in `category`; None among `tensors` is skipped.
+
+        A storage that was never seen is recorded as a new allocation.
         """
         for tensor in tensors:
             if tensor is not None:
                 self._see(tensor, lambda: category).category = category
 
     def trace(self) -> MemoryTrace:
-        """Everything recorded so far; categories that were not assigned are those of `unassigned`."""
+        """Return everything recorded so far; `unassigned` gives the categories that are missing."""
         allocations = [
             replace(one, category=one.category or unassigned(self._phases, one))
             for one in self._allocations
@@ -230,7 +235,7 @@ class AllocationRecorder(TorchDispatchMode):
         return result
 
     def _see(self, tensor: Tensor, where: Callable[[], str]) -> Allocation:
-        """The block that holds `tensor`, a new one if its storage is new."""
+        """Return the block that holds `tensor`, a new one if its storage is new."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key not in self._alive:
@@ -244,6 +249,7 @@ class AllocationRecorder(TorchDispatchMode):
         return self._alive[key][0]
 
     def _allocate(self, num_bytes: int, where: str) -> Allocation:
+        """Record an allocation at a new event, rounded as the allocator does, and return it."""
         rounded = -(-num_bytes // self._block_bytes) * self._block_bytes
         block = Allocation(
             num_bytes=rounded, born=self._clock, where=where, in_forward=torch.is_grad_enabled()
@@ -253,13 +259,15 @@ class AllocationRecorder(TorchDispatchMode):
         return block
 
     def _release(self, block: Allocation) -> None:
+        """Record the release of `block` at a new event."""
         block.died = self._clock
         self._clock += 1
 
 
 def _origin(operation: str) -> str:
-    """`_softmax in attention/reference.py:62`; inside of backward the autograd node stands for the
-    line.
+    """Return an operation and its line: `_softmax in attention/reference.py:62`.
+
+    In backward the autograd node stands for the line.
     """
     node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
     if node is not None:
@@ -268,8 +276,10 @@ def _origin(operation: str) -> str:
 
 
 def with_line(operation: str) -> str:
-    """`softmax in model/layers.py:130`: of the innermost frame that is neither PyTorch's nor this
-    folder's, if any.
+    """Return `operation` and the line that asked for it: `softmax in model/layers.py:130`.
+
+    The line is that of the innermost frame that is neither PyTorch's nor this folder's, if there is
+    one.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -281,9 +291,7 @@ def with_line(operation: str) -> str:
 
 
 def short_path(file: str) -> str:
-    """A path fit for a record: inside of this package from its folder on, elsewhere the last two
-    parts.
-    """
+    """Return a path fit for a record: from this package's folder on, or else its last two parts."""
     path = Path(file)
     if path.is_relative_to(PACKAGE_FOLDER):
         return path.relative_to(PACKAGE_FOLDER).as_posix()

@@ -1,5 +1,4 @@
-"""Timing of closures: warm-up, synchronisation and sample counts in one place, so that no benchmark
-repeats them.
+"""Timing of closures: warm-up, synchronisation and sample counts, in one place for all benchmarks.
 
     samples_ms = time_calls(lambda: attention(q, k, v), device="cuda")
 
@@ -21,13 +20,16 @@ DEFAULT_BUDGET_MS = 400.0
 
 
 def synchronize(device: str) -> None:
-    """Wait until all work queued on `device` has finished; nothing to wait for on CPU."""
+    """Wait until all work queued on `device` has finished; on CPU there is nothing to wait for."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def time_once(call: Callable[[], object], device: str) -> float:
-    """Milliseconds of wall clock of one synchronised call: for first calls, compilation included."""
+    """Return the milliseconds of wall clock of one synchronised call, compilation included.
+
+    It is for first calls.
+    """
     synchronize(device)
     start = time.perf_counter()
     call()
@@ -36,10 +38,10 @@ def time_once(call: Callable[[], object], device: str) -> float:
 
 
 def time_in_a_row(call: Callable[[], object], count: int, device: str) -> float:
-    """Milliseconds of one of `count` calls in a row, which nothing comes between: neither a wait
-    nor another kernel.
+    """Return the mean milliseconds of a call among `count` calls in a row.
 
-    On CUDA the GPU's time, from the end of what was queued before; on CPU the wall clock.
+    Nothing comes between the calls, neither a wait nor another kernel. On CUDA it is the GPU's
+    time, from the end of what was queued before; on CPU the wall clock.
     """
     if device != "cuda":
         return time_once(lambda: [call() for _ in range(count)], device) / count
@@ -53,7 +55,7 @@ def time_in_a_row(call: Callable[[], object], count: int, device: str) -> float:
 
 
 def plan_samples(estimate_ms: float, budget_ms: float, minimum: int = MIN_SAMPLES) -> int:
-    """How many samples of `estimate_ms` each fit the budget, between `minimum` and a hundred."""
+    """Return how many samples of `estimate_ms` fit the budget, from `minimum` to a hundred."""
     if estimate_ms <= 0:
         return MAX_SAMPLES
     return max(minimum, min(MAX_SAMPLES, int(budget_ms / estimate_ms)))
@@ -69,11 +71,11 @@ def time_calls(
     budget_ms: float = DEFAULT_BUDGET_MS,
     min_samples: int = MIN_SAMPLES,
 ) -> list[float]:
-    """Milliseconds of each of `num_samples` calls, after `warmup` untimed ones.
+    """Return the milliseconds of each of `num_samples` calls, after `warmup` untimed ones.
 
     `before` runs ahead of every call, outside the timed part (resetting gradients). Without
-    `num_samples` one more untimed call is measured and as many samples are taken as `budget_ms`
-    allows, at least `min_samples` (five) and at most a hundred.
+    `num_samples` one more call is measured, which is no sample, and as many samples are taken as
+    `budget_ms` allows, at least `min_samples` (five) and at most a hundred.
     """
     for _ in range(warmup):
         before()
@@ -81,6 +83,7 @@ def time_calls(
     if num_samples is None:
         before()
         num_samples = plan_samples(time_once(call, device), budget_ms, min_samples)
+
     if device == "cuda":
         cache = torch.empty(CACHE_FLUSH_BYTES, dtype=torch.int8, device="cuda")
         events = [
@@ -94,6 +97,7 @@ def time_calls(
             end.record()
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in events]
+
     samples = []
     for _ in range(num_samples):
         before()

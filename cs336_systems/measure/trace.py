@@ -1,5 +1,4 @@
-"""Reads a chrome trace of torch.profiler: what ran, for how long, and which part of the model asked
-for it.
+"""Chrome traces of torch.profiler: what ran, for how long, and for which part of the model.
 
     trace = trace_of(read_events(Path("step.trace.json")))
     trace.kernel_ms(category="gemm")                    # of all steps
@@ -37,14 +36,16 @@ DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 BACKWARD_OPERATOR = "autograd::engine::evaluate_function"
 OPTIMIZER_RANGE = "Optimizer.step#"
-EVENT_FIELDS: dict[str, tuple[type, ...]] = {  # of each event that is read
+# Fields of each event that is read.
+EVENT_FIELDS: dict[str, tuple[type, ...]] = {
     "name": (str,),
     "ts": (float, int),
     "dur": (float, int),
     "pid": (int, str),
     "tid": (int, str),
 }
-ARGUMENTS: dict[str, tuple[type, ...]] = {  # of its "args", where they are there
+# Fields of an event's "args", each of which may be absent.
+ARGUMENTS: dict[str, tuple[type, ...]] = {
     "Sequence number": (int,),
     "correlation": (int, str),
     "External id": (int, str),
@@ -57,7 +58,7 @@ class Kernel:
     """One execution of a kernel, or the own time of one CPU operator."""
 
     name: str  # as the trace has it
-    category: str  # see kernels.CATEGORIES
+    category: str  # see kernel_names.CATEGORIES
     phase: Phase
     start_us: float
     duration_us: float
@@ -85,8 +86,9 @@ class Trace:
     step_ms: tuple[float, ...] = ()
 
     def select(self, *, within: str = "", **wanted: Any) -> list[Kernel]:
-        """Kernels launched in a range whose name starts with `within`, of that `category`, `phase`
-        and `step`.
+        """Return the kernels launched in a range whose name starts with `within`.
+
+        `wanted` are values that the kernels' fields must have: `category`, `phase`, `step`.
         """
         return [
             kernel
@@ -96,23 +98,26 @@ class Trace:
         ]
 
     def in_steps(self) -> Trace:
-        """This trace without what ran outside of the profiled steps (preparing each)."""
+        """Return this trace without what ran outside of the profiled steps (preparing each)."""
         return replace(self, kernels=tuple(kernel for kernel in self.kernels if kernel.step >= 0))
 
     def kernel_ms(self, **selection: Any) -> float:
-        """Summed duration of what `select` returns; kernels that overlap count each."""
+        """Return the summed duration of what `select` returns; kernels that overlap count each."""
         return sum(kernel.duration_us for kernel in self.select(**selection)) / 1e3
 
     def busy_ms(self, **selection: Any) -> float:
-        """Time in which at least one selected kernel ran; an estimate on a CPU, whose own times are
-        in pieces.
+        """Return the time in which at least one selected kernel ran.
+
+        On a CPU it is an estimate, since an operator's own time is in pieces.
         """
         chosen = self.select(**selection)
         return length(union((one.start_us, one.start_us + one.duration_us) for one in chosen)) / 1e3
 
     def top_kernels(self, count: int | None = None, **selection: Any) -> list[KernelTotal]:
-        """Totals by short name, the longest first; ties by name, so that the same trace gives the
-        same order.
+        """Return totals by short name and category of the selected kernels, the longest first.
+
+        Ties are ordered by name, so that the same trace gives the same order. `count` limits the
+        list.
         """
         groups: dict[tuple[str, str], list[Kernel]] = defaultdict(list)
         for kernel in self.select(**selection):
@@ -133,8 +138,7 @@ class Trace:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The entries of "traceEvents" in the file at `path`, as the profiler writes it: .json or
-    .json.gz.
+    """Return the entries of "traceEvents" in the profiler's file at `path`, .json or .json.gz.
 
     A file that is the list alone, which the format allows, is read, too. Raises ValueError naming
     any other file.
@@ -158,7 +162,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def trace_of(events: Sequence[dict[str, Any]]) -> Trace:
-    """The trace that `events`, the entries of "traceEvents", describe.
+    """Return the trace that `events`, the entries of "traceEvents", describe.
 
     Raises ValueError naming the event, of those that are read, that lacks what torch.profiler gives
     each.
@@ -168,6 +172,7 @@ def trace_of(events: Sequence[dict[str, Any]]) -> Trace:
     ]
     for event in complete:
         _check(event)
+
     sites = _launch_sites(complete)
     steps = sorted(
         (event["ts"], event["ts"] + event["dur"]) for event in complete if event["name"] == STEP
@@ -175,7 +180,8 @@ def trace_of(events: Sequence[dict[str, Any]]) -> Trace:
     on_gpu = any(event["cat"] in DEVICE_CATEGORIES for event in complete)
     if on_gpu:
         kernels = _device_kernels(complete, sites, steps)
-    else:  # the operators, each with its own time
+    else:
+        # The operators, each with its own time.
         operators = [site for site in sites if site.event["cat"] == "cpu_op"]
         kernels = [_kernel(site.event, site, max(0.0, site.own_us), steps) for site in operators]
     return Trace(
@@ -190,7 +196,8 @@ def _check(event: dict[str, Any]) -> None:
     arguments = event.get("args", {})
     if not isinstance(arguments, dict):
         raise ValueError(
-            f"an event's 'args' must be an object, got {arguments!r:.100} of {event.get('name')!r:.100}"
+            f"an event's 'args' must be an object, "
+            f"got {arguments!r:.100} of {event.get('name')!r:.100}"
         )
     fields = {field: event.get(field) for field in EVENT_FIELDS}
     fields |= {field: arguments[field] for field in ARGUMENTS if field in arguments}
@@ -215,33 +222,42 @@ class _Site:
 
     @property
     def phase(self) -> Phase:
+        """Return the phase of what is launched here."""
         if any(name.startswith(OPTIMIZER_RANGE) for name in self.ranges):
             return "optimizer"
         return "forward" if self.differentiates is None else "backward"
 
 
 def _launch_sites(events: Sequence[dict[str, Any]]) -> list[_Site]:
-    """Every operator and launch with its ranges; backward ones with the ranges of their forward."""
+    """Return every operator and launch with its ranges.
+
+    Backward ones have the ranges of their forward, too.
+    """
     threads: dict[tuple[Any, Any], list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         if event["cat"] not in DEVICE_CATEGORIES:
             threads[event["pid"], event["tid"]].append(event)
+
     sites: list[_Site] = []
-    # by sequence number, of the last operator with it
+    # sequence number -> start and ranges of the last forward operator with it
     forward_ranges: dict[int, tuple[float, tuple[str, ...]]] = {}
     for thread in threads.values():
         open_sites: list[_Site] = []  # the innermost last
         for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
             start, duration, name = event["ts"], event["dur"], event["name"]
+            # Events of a thread nest: what encloses this one is still open.
             while open_sites and open_sites[-1].end_us <= start:
                 open_sites.pop()
             outer = open_sites[-1] if open_sites else None
             ranges = () if outer is None else outer.ranges
+
+            # The sequence number joins a forward operator with its backward one.
             found = event.get("args", {}).get("Sequence number", -1)
-            number = found if found >= 0 else None  # joins a forward operator with its backward one
+            number = found if found >= 0 else None
             differentiates = number if name.startswith(BACKWARD_OPERATOR) else None
             if differentiates is None and outer is not None:
                 differentiates = outer.differentiates
+
             if event["cat"] == "user_annotation":
                 ranges = (*ranges, name)
             site = _Site(
@@ -251,6 +267,7 @@ def _launch_sites(events: Sequence[dict[str, Any]]) -> list[_Site]:
                 ranges=ranges,
                 differentiates=differentiates,
             )
+            # An operator's time is not its caller's own.
             if event["cat"] == "cpu_op":
                 caller = next(
                     (one for one in reversed(open_sites) if one.event["cat"] != "user_annotation"),
@@ -258,6 +275,7 @@ def _launch_sites(events: Sequence[dict[str, Any]]) -> list[_Site]:
                 )
                 if caller is not None:
                     caller.own_us -= duration
+
             open_sites.append(site)
             if event["cat"] != "user_annotation":
                 sites.append(site)
@@ -267,6 +285,8 @@ def _launch_sites(events: Sequence[dict[str, Any]]) -> list[_Site]:
                     and start >= forward_ranges.get(number, (start,))[0]
                 ):
                     forward_ranges[number] = start, ranges
+
+    # Backward sites take the ranges of their forward, too.
     for site in sites:
         if site.phase == "backward" and site.differentiates in forward_ranges:
             site.ranges = tuple(
@@ -278,9 +298,9 @@ def _launch_sites(events: Sequence[dict[str, Any]]) -> list[_Site]:
 def _device_kernels(
     events: Sequence[dict[str, Any]], sites: Sequence[_Site], steps: Sequence[tuple[float, float]]
 ) -> list[Kernel]:
-    """The device's kernels, each joined with its launch by the correlation number.
+    """Return the device's kernels, each joined with its launch by the correlation number.
 
-    Where no launch was recorded, or its time stamp lies outside of all ranges by the clocks'
+    If no launch was recorded, or its time stamp lies outside of all ranges by the clocks'
     difference, the operator that the kernel names as its origin ("External id") stands in.
     """
     launches, operators = {}, {}
@@ -290,6 +310,7 @@ def _device_kernels(
             operators[arguments.get("External id")] = site
         elif "correlation" in arguments:
             launches[arguments["correlation"]] = site
+
     kernels = []
     for event in events:
         if event["cat"] in DEVICE_CATEGORIES:
@@ -307,8 +328,9 @@ def _kernel(
     duration_us: float,
     steps: Sequence[tuple[float, float]],
 ) -> Kernel:
-    """A kernel whose step is the one that it was launched in: it may run after that step's end on
-    the host.
+    """Return the kernel of `event`, in the step in which it was launched.
+
+    It may run after that step's end on the host.
     """
     launched = (event if site is None else site.event)["ts"]
     step = bisect_right(steps, launched, key=lambda step: step[0]) - 1

@@ -1,4 +1,4 @@
-"""The Transformer language model of CS336 assignment 1, its loss, optimizer, sampling and loading."""
+"""The Transformer language model of CS336 assignment 1: loss, optimizer, sampling and loading."""
 
 from cs336_systems.config import ATTENTION_NAMES
 from cs336_systems.model.generation import generate

@@ -1,25 +1,24 @@
-"""A Transformer block in three parts, so that what is stored, computed again and compiled can be
-chosen for each.
+"""Transformer blocks in three parts, each of which can be stored, computed again or compiled.
 
     run_in_parts(model, recompute="around_attention", compiled=True)     # in place; before FSDP
 
 The parts: `project` (norm, q, k, v, rotation), attention, and `finish` (output projection, both
 residual sums, feed-forward). Attention stays outside of the compiler and of the checkpoints: it is
-one operator already, the dearest to compute again at long context and the cheapest to keep. What a
-block stores for backward, in tensors of its input's size:
+one operator already, the most expensive to compute again at long context and the cheapest to keep.
+What a block stores for backward, in tensors of its input's size, by what is computed again:
 
-- "nothing" is computed again: everything, tens of them.
+- "nothing": everything is stored, tens of tensors.
 - "after_attention" computes `finish` again: x, its normalization (more if not compiled), q, k, v
-  and the output: 6.
-- "around_attention" computes `project` too: x, q, k, v and attention's output: 5.
+  and attention's output are stored: 6.
+- "around_attention" computes `project` again, too: x, q, k, v and attention's output: 5.
 - "block" computes everything again, attention too: x alone.
 
-Where memory is left, the last blocks may keep more of `finish` (`wide_blocks`): what w1 and w3
-give, and their input. The three large products of `finish` are then not computed again.
+Where memory is left, the last blocks may keep more of `finish` (`wide_blocks`): the outputs of w1
+and w3, and their input. The three large products of `finish` are then not computed again.
 
 This is selective checkpointing (Korthikanti et al. 2022, arXiv:2205.05198) with the line drawn by
-hand: by operator, as selective `apply_checkpointing` draws it, it would have to look inside of
-compiled code.
+hand. Selective `apply_checkpointing` draws it by operator and would have to look inside of compiled
+code.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from cs336_systems.model.transformer import TransformerBlock, TransformerLM, cau
 
 Recompute = Literal["nothing", "after_attention", "around_attention", "block"]
 RECOMPUTES: tuple[str, ...] = get_args(Recompute)
-# Tensors of the block's input's size that stay until its backward, where the parts are compiled.
-# a wide block: 1, w1's and w3's more
+# Tensors of the block's input's size that stay until its backward, where the parts are compiled. A
+# wide block keeps one more, and the outputs of w1 and w3.
 KEPT_WIDTHS = {"after_attention": 6, "around_attention": 5, "block": 1}
 
 
@@ -49,31 +48,36 @@ def run_in_parts(
     compiled: bool = False,
     wide_blocks: int = 0,
 ) -> nn.Module:
-    """Run every block of `model` in parts, in place, and compute `recompute` again in backward.
-    Returns `model`.
+    """Run every block of `model` in parts, in place, `recompute` again in backward; return `model`.
 
-    Call it before FSDP, whose hooks must lie outside. Only `forward` of the blocks is replaced.
-    Each part is compiled once for all blocks, and for each shape anew. With "after_attention" the
-    last `wide_blocks` blocks keep what w1 and w3 give. Raises TypeError if `model` is no
-    TransformerLM, ValueError naming a `recompute` that there is not, or `wide_blocks` that the
-    model does not have or that compute something else again.
+    Call it before FSDP, whose hooks must lie outside. Only `forward` of the blocks is replaced. If
+    `compiled`, each part is compiled once for all blocks, and for each shape anew. With
+    "after_attention" the last `wide_blocks` blocks keep the outputs of w1 and w3.
+
+    Raises TypeError if `model` is not a TransformerLM. Raises ValueError for an unknown
+    `recompute`, for more `wide_blocks` than the model has blocks, and for `wide_blocks` with any
+    other `recompute` than "after_attention".
     """
     if not isinstance(model, TransformerLM):
         raise TypeError(
-            f"model must be a TransformerLM, whose blocks have these parts, got {type(model).__name__}"
+            f"model must be a TransformerLM, whose blocks have these parts, "
+            f"got {type(model).__name__}"
         )
     if recompute not in RECOMPUTES:
         raise ValueError(f"recompute must be one of {', '.join(RECOMPUTES)}, got {recompute!r}")
     num_blocks = len(model.layers)
     if not 0 <= wide_blocks <= (num_blocks if recompute == "after_attention" else 0):
         raise ValueError(
-            f"wide_blocks must be 0 or, with recompute='after_attention', up to the model's {num_blocks} blocks, "
-            f"got {wide_blocks} with {recompute!r}"
+            f"wide_blocks must be 0 or, with recompute='after_attention', "
+            f"up to the model's {num_blocks} blocks, got {wide_blocks} with {recompute!r}"
         )
+
+    # Compile the parts, then put checkpoints around them: the compiler must not trace into one.
     parts: tuple[Callable[..., Any], ...] = (project, finish, mix, gated)
     if compiled:
         parts = tuple(torch.compile(part, dynamic=False) for part in parts)
     first, last, mixing, gating = parts
+
     if recompute == "around_attention":
         first = partial(_recomputed, first)
     if recompute in ("around_attention", "after_attention"):
@@ -81,6 +85,7 @@ def run_in_parts(
     run: Callable[..., Any] = partial(_through_parts, first, last)
     if recompute == "block":
         run = partial(_recomputed, run)
+
     wide: Callable[..., Any] = partial(_through_parts, first, partial(_finish_wide, mixing, gating))
     for index, block in enumerate(model.layers):
         block.forward = partial(run if index < num_blocks - wide_blocks else wide, block)
@@ -88,7 +93,10 @@ def run_in_parts(
 
 
 def project(block: TransformerBlock, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of (batch, seq, d_model) `x`, each (batch, heads, seq, head_dim)."""
+    """Return q, k and v of a block's input `x`, normalized; q and k are rotated.
+
+    `x` is (batch, seq, d_model); q, k and v are (batch, heads, seq, head_dim).
+    """
     attn, normalized = block.attn, block.ln1(x)
     q = attn.rope(attn._split_heads(attn.q_proj(normalized)))
     k = attn.rope(attn._split_heads(attn.k_proj(normalized)))
@@ -96,19 +104,22 @@ def project(block: TransformerBlock, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def finish(block: TransformerBlock, x: Tensor, attended: Tensor) -> Tensor:
-    """The block's output, from its input and from what attention gave."""
+    """Return the block's output from its input `x` and from attention's output `attended`.
+
+    `x` is (batch, seq, d_model), `attended` (batch, heads, seq, head_dim).
+    """
     mixed, normalized = mix(block, x, attended)
     return mixed + block.ffn(normalized)
 
 
 def mix(block: TransformerBlock, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-    """The residual stream after attention, and normalized for the feed-forward layer."""
+    """Return the residual stream after attention, and its norm, which the feed-forward reads."""
     mixed = x + block.attn.output_proj(attended.transpose(1, 2).flatten(-2))
     return mixed, block.ln2(mixed)
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """What w2 reads, from what w1 and w3 give."""
+    """Return w2's input, silu(gate) · up, from the outputs of w1 (`gate`) and w3 (`up`)."""
     return F.silu(gate) * up
 
 
@@ -119,11 +130,10 @@ def _finish_wide(
     x: Tensor,
     attended: Tensor,
 ) -> Tensor:
-    """`finish` that keeps `normalized`, `gate` and `up` for backward, and computes `mix` and
-    `gated` again.
+    """Return `finish`'s output, but keep `normalized`, `gate` and `up` for backward.
 
-    w2 lies outside of the compiler, so that the checkpoint, which ends with the last tensor that
-    backward needs, stops before its product.
+    `mix` and `gated` are computed again. w2 lies outside of the compiler, so that the checkpoint,
+    which ends with the last tensor that backward needs, stops before w2's product.
     """
     mixed, normalized = _recomputed(mixing, block, x, attended)
     gate, up = block.ffn.w1(normalized), block.ffn.w3(normalized)
@@ -138,6 +148,7 @@ def _finish_wide(
 def _through_parts(
     first: Callable[..., Any], last: Callable[..., Any], block: TransformerBlock, x: Tensor
 ) -> Tensor:
+    """Return the output of `block` by its parts: `first` (project), attention, `last` (finish)."""
     q, k, v = first(block, x)
     attended = causal_attention(q, k, v, block.attn.attention)
     finished: Tensor = last(block, x, attended)
@@ -145,4 +156,5 @@ def _through_parts(
 
 
 def _recomputed(part: Callable[..., Any], block: TransformerBlock, *inputs: Tensor) -> Any:
+    """Return `part(block, *inputs)`, run under a checkpoint that computes it again in backward."""
     return checkpoint(partial(part, block), *inputs, use_reentrant=False, preserve_rng_state=False)

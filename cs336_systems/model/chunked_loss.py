@@ -1,14 +1,13 @@
-"""The loss of a language model without its logits: the head and the cross-entropy together, some
-tokens at a time.
+"""A language model's loss without all of its logits: head and cross-entropy, a chunk at a time.
 
     model = LossTransformer.for_loss(MODEL_SIZES["8b"], attention="triton")
-    loss = model(tokens, targets)                                               # a scalar; no logits anywhere
+    loss = model(tokens, targets)    # a scalar; no logits anywhere
     loss = chunked_cross_entropy(hidden, weight, targets, chunk_tokens=2048)    # the function alone
 
 The logits of T tokens over a vocabulary of V, in bfloat16 and float32, with their gradient, take 10
 bytes for each of T·V elements: 46 GiB for one sequence of 32,768 tokens and 152 thousand words. But
 the gradient of a mean loss is linear in the loss's own gradient, so what backward needs can be
-computed where the logits are:
+computed where the logits are. The phases of each chunk:
 
 - logits: one chunk's, hidden @ weight.T, in the inputs' dtype, then in float32;
 - loss: log-sum-exp minus the target's logit, summed up;
@@ -48,18 +47,19 @@ def chunked_cross_entropy(
     *,
     compiled: bool = False,
 ) -> Float[Tensor, ""]:
-    """`cross_entropy(hidden @ weight.T, targets)` in float32 at least, some tokens' logits at a
-    time.
+    """Return `cross_entropy(hidden @ weight.T, targets)` from the logits of a few tokens at a time.
 
-    Differentiable once, in `hidden` and `weight`, whose gradients are computed already here if they
-    will be asked for. Logits are rounded to the inputs' dtype, as `Linear` does; the softmax is
-    computed in float32 at least, and the gradient of `weight` is added up there. If `compiled`,
-    what lies between the matmuls is, anew for each number of tokens, and reads the logits three
-    times in place of ten. Targets are not checked against the vocabulary: see `cross_entropy`.
-    Raises TypeError if hidden and weight are not of one real floating-point dtype, or in float16,
-    whose range the gradients leave before a loss scaler's factor reaches them; ValueError naming
-    what has a wrong shape, targets that are not integers or that are none, and chunk_tokens that is
-    not a positive int.
+    The loss is a scalar of float32 at least. It is differentiable once, in `hidden` and `weight`;
+    their gradients are computed in the forward, if they will be needed. Logits are rounded to the
+    inputs' dtype, as `Linear` does. The softmax is computed in float32 at least, and the gradient
+    of `weight` is accumulated in it. If `compiled`, the operations between the matmuls are
+    compiled, anew for each number of tokens, and read the logits three times in place of ten.
+    Targets are not checked against the vocabulary: see `cross_entropy`.
+
+    Raises TypeError if hidden and weight are not of one real floating-point dtype, or are float16,
+    in which the gradients underflow before a loss scaler's factor reaches them. Raises ValueError
+    naming the argument if a shape is wrong, if targets are empty or not integers, and if
+    chunk_tokens is not a positive int.
     """
     _check(hidden, weight, targets, chunk_tokens)
     flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
@@ -70,7 +70,10 @@ def chunked_cross_entropy(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Phases of each chunk as in the module's docstring."""
+    """The mean loss of flat tokens, whose gradients are computed in the forward.
+
+    The phases of each chunk are those of the module's docstring.
+    """
 
     @staticmethod
     def forward(
@@ -82,6 +85,7 @@ class _ChunkedLoss(torch.autograd.Function):
         compiled: bool,
         differentiates: bool,
     ) -> Tensor:
+        # hidden (tokens, d_model), weight (vocab, d_model), targets (tokens,)
         num_tokens = hidden.shape[0]
         wide_dtype = torch.promote_types(hidden.dtype, torch.float32)
         wants_hidden, wants_weight = (
@@ -91,6 +95,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight_gradient = torch.zeros_like(weight, dtype=wide_dtype) if wants_weight else None
         total = torch.zeros((), dtype=wide_dtype, device=hidden.device)
         softmax = _compiled_loss_and_gradient() if compiled else _loss_and_gradient
+
         for start in range(0, num_tokens, chunk_tokens):
             part, own = (
                 hidden[start : start + chunk_tokens],
@@ -100,12 +105,14 @@ class _ChunkedLoss(torch.autograd.Function):
             loss, gradient = softmax(part @ weight.T, own, num_tokens)
             gradient = gradient.to(hidden.dtype)  # autocast's logits are narrower
             total += loss
+
             # Products
             if hidden_gradient is not None:
                 torch.mm(gradient, weight, out=hidden_gradient[start : start + chunk_tokens])
             if weight_gradient is not None:
                 _add_product(weight_gradient, gradient.T, part)
             del gradient
+
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
         ctx.save_for_backward(hidden_gradient, weight_gradient)
@@ -113,7 +120,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # once_differentiable would pass over it where the loss's gradient is a constant
+        # torch's once_differentiable would not raise where the loss's gradient is a constant.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "chunked_cross_entropy can be differentiated once only: create_graph must be False"
@@ -126,10 +133,10 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _loss_and_gradient(logits: Tensor, own: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """The sum of a chunk's losses, and the gradient of its logits in the mean over `num_tokens`, in
-    the logits' dtype.
+    """Return the sum of a chunk's losses, and the logits' gradient of the mean over `num_tokens`.
 
-    `logits` (tokens, vocab) become the gradient; `own` (tokens, 1) are the targets.
+    The gradient is in the logits' dtype and takes their place: `logits` (tokens, vocab) are
+    overwritten. `own` (tokens, 1) are the targets.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     wide -= wide.amax(dim=-1, keepdim=True)
@@ -145,12 +152,14 @@ def _loss_and_gradient(logits: Tensor, own: Tensor, num_tokens: int) -> tuple[Te
 
 @cache
 def _compiled_loss_and_gradient() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return `_loss_and_gradient` under torch.compile, the same one at every call."""
     return torch.compile(_loss_and_gradient, dynamic=False)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b; on GPUs the product of bfloat16 is added unrounded, without leaving the
-    matmul.
+    """Add a @ b to `total` in place.
+
+    On GPUs the product of bfloat16 is added unrounded, without leaving the matmul.
     """
     if total.dtype == a.dtype:
         total.addmm_(a, b)
@@ -161,10 +170,10 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class LossHead(Linear):
-    """The output layer of a language model that answers with the loss: `head(hidden, targets)`.
+    """Output layer of a language model that returns the loss: `head(hidden, targets)`.
 
-    One module with one forward, so that what wraps modules (FSDP) gathers its weight once for all
-    chunks, forward and backward.
+    It is one module with one forward, so that a wrapper of modules (FSDP) gathers its weight once
+    for all chunks, forward and backward.
     """
 
     chunk_tokens, compiled = CHUNK_TOKENS, False  # as `LossTransformer.for_loss` sets them
@@ -172,15 +181,14 @@ class LossHead(Linear):
     def forward(  # type: ignore[override]
         self, hidden: Float[Tensor, "*batch d_in"], targets: Int[Tensor, "*batch"]
     ) -> Float[Tensor, ""]:
+        """Return the mean cross-entropy of `targets`; see `chunked_cross_entropy`."""
         return chunked_cross_entropy(
             hidden, self.weight, targets, self.chunk_tokens, compiled=self.compiled
         )
 
 
 class LossTransformer(TransformerLM):
-    """A TransformerLM, with its parameters under their names, that maps tokens and targets to the
-    loss.
-    """
+    """TransformerLM that maps tokens and targets to the loss; its parameters keep their names."""
 
     head_class = LossHead
 
@@ -193,7 +201,10 @@ class LossTransformer(TransformerLM):
         chunk_tokens: int = CHUNK_TOKENS,
         compiled: bool = False,
     ) -> LossTransformer:
-        """As `from_config`, with `chunked_cross_entropy`'s arguments for the loss."""
+        """Return a model of `config`'s shape, as `from_config`, with options of the chunked loss.
+
+        See `chunked_cross_entropy` for `chunk_tokens` and `compiled`.
+        """
         model = cls.from_config(config, attention=attention)
         assert isinstance(model, LossTransformer) and isinstance(model.lm_head, LossHead)
         model.lm_head.chunk_tokens, model.lm_head.compiled = chunk_tokens, compiled
@@ -202,17 +213,21 @@ class LossTransformer(TransformerLM):
     def forward(  # type: ignore[override]
         self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"]
     ) -> Float[Tensor, ""]:
-        """The mean cross-entropy of `targets` at every position; ValueError as from TransformerLM."""
+        """Return the mean cross-entropy of `targets` over all positions.
+
+        Raises ValueError as TransformerLM and `chunked_cross_entropy` do.
+        """
         return self.lm_head(self.hidden(tokens), targets)
 
 
 def loss_bytes(
     num_tokens: int, vocab_size: int, d_model: int, chunk_tokens: int, element_bytes: int
 ) -> int:
-    """Peak bytes of `chunked_cross_entropy` and its gradients, inputs not counted.
+    """Return the peak bytes of `chunked_cross_entropy` and its gradients, inputs not counted.
 
-    A chunk's logits, the gradient of `hidden` and that of `weight`; where the inputs are narrower
-    than float32, logits and the gradient of `weight` in float32, too.
+    They are a chunk's logits, the gradient of `hidden` and that of `weight`; if the inputs are
+    narrower than float32, logits and the gradient of `weight` in float32, too. `element_bytes` is
+    the size of an input element.
     """
     element = element_bytes + (4 if element_bytes < 4 else 0)
     chunk = min(chunk_tokens, num_tokens) * vocab_size
@@ -220,13 +235,16 @@ def loss_bytes(
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> None:
+    """Raise TypeError or ValueError unless the arguments fit `chunked_cross_entropy`."""
     if not hidden.is_floating_point() or hidden.dtype != weight.dtype:
         raise TypeError(
-            f"hidden and weight must be of one real floating-point dtype, got {hidden.dtype} and {weight.dtype}"
+            f"hidden and weight must be of one real floating-point dtype, "
+            f"got {hidden.dtype} and {weight.dtype}"
         )
     if hidden.dtype == torch.float16:
         raise TypeError(
-            "hidden must not be float16, in which gradients taken before the loss is scaled underflow"
+            "hidden must not be float16, "
+            "in which gradients taken before the loss is scaled underflow"
         )
     if weight.ndim != 2 or hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(

@@ -1,4 +1,7 @@
-"""Sampling text from a language model: `generate(model, prompt, 100, temperature=0.8, top_p=0.95)`."""
+"""Sampling text from a language model.
+
+generate(model, prompt, 100, temperature=0.8, top_p=0.95)
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def generate(
     eos_token: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Int[Tensor, " new"]:
-    """At most `max_new_tokens` tokens that follow `prompt_tokens`, without the prompt.
+    """Return at most `max_new_tokens` tokens sampled after `prompt_tokens`, without the prompt.
 
     `model` is a TransformerLM, or a wrapper with one in `.module` whose ranks all call this. The
     logits are divided by `temperature`; 0 takes the most likely token, as does a temperature too
@@ -36,7 +39,8 @@ def generate(
         raise TypeError(f"prompt_tokens must be a tensor, got {type(prompt_tokens).__name__}")
     if prompt_tokens.ndim != 1 or prompt_tokens.numel() == 0:
         raise ValueError(
-            f"prompt_tokens must have shape (tokens,), at least one, got {tuple(prompt_tokens.shape)}"
+            f"prompt_tokens must have shape (tokens,), at least one, "
+            f"got {tuple(prompt_tokens.shape)}"
         )
     if prompt_tokens.min() < 0 or prompt_tokens.max() >= sizes.vocab_size:
         raise ValueError(
@@ -66,6 +70,7 @@ def _sample(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> Int[Tensor, " 1"]:
+    """Return one token, shape (1,), drawn from the `logits` of one position; see `generate`."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # Below the smallest normal number the division may be by 0, or a product with an infinite
     # inverse: 0/0 is NaN.

@@ -1,5 +1,4 @@
-"""The layers of the Transformer language model: Linear, Embedding, RMSNorm, RotaryEmbedding,
-SwiGLU.
+"""Layers of the Transformer language model: Linear, Embedding, RMSNorm, RotaryEmbedding, SwiGLU.
 
 CS336 assignment 1's layers, with its parameter names, so that state dicts interchange. Constructors
 name no device: `with torch.device("cuda"): Linear(512, 2048)` draws the weights on the GPU, and
@@ -21,11 +20,12 @@ INIT_CUTOFF = 3.0  # truncated normals end at this many standard deviations
 
 
 def _truncated_normal_(weight: Tensor, std: float) -> None:
+    """Draw `weight` in place from a normal of `std`, cut off at INIT_CUTOFF standard deviations."""
     nn.init.trunc_normal_(weight, std=std, a=-INIT_CUTOFF * std, b=INIT_CUTOFF * std)
 
 
 class Linear(nn.Module):
-    """`x @ weight.T` without bias; `weight` is (out_features, in_features)."""
+    """Linear layer `x @ weight.T` without bias; `weight` is (out_features, in_features)."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Linear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Truncated normal of variance 2 / (in + out)."""
+        """Draw the weight from a truncated normal of variance 2 / (in + out)."""
         _truncated_normal_(self.weight, math.sqrt(2.0 / sum(self.weight.shape)))
 
     def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
@@ -44,7 +44,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of `weight` (vocab_size, d_model) by token."""
+    """Table of vectors: maps tokens to rows of `weight` (vocab_size, d_model)."""
 
     def __init__(self, vocab_size: int, d_model: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Embedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Truncated normal of variance 1."""
+        """Draw the weight from a truncated normal of variance 1."""
         _truncated_normal_(self.weight, 1.0)
 
     def forward(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch d_model"]:
@@ -63,10 +63,10 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """`x / sqrt(mean(x²) + eps) * weight` over the last dimension (Zhang and Sennrich,
-    arXiv:1910.07467).
+    """Root-mean-square norm over the last dimension: `x / sqrt(mean(x²) + eps) * weight`.
 
-    Computed in float32 (float64 for float64 input) and returned in the input's dtype.
+    Computed in float32 (float64 for float64 input) and returned in the input's dtype (Zhang and
+    Sennrich, arXiv:1910.07467).
     """
 
     def __init__(self, d_model: int, eps: float = 1e-5) -> None:
@@ -76,6 +76,7 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Set the gain to 1."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
@@ -116,6 +117,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def _tables(self, device: torch.device | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the angles, each (context_length, head_dim / 2)."""
         # float32 angles would be off by 1e-3 radians at position 32768.
         exponents = (
             torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float64) / self.head_dim
@@ -125,15 +127,20 @@ class RotaryEmbedding(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RotaryEmbedding:
-        # Every move and cast of a module (`to`, `cuda`, `half`, `to_empty`) comes through here.
+        """Move or cast the module, and compute its tables anew.
+
+        Every move and cast of a module (`to`, `cuda`, `half`, `to_empty`) comes through here.
+        """
         super()._apply(fn, recurse)
         dtype = torch.promote_types(self.cos.dtype, torch.float32)
         self.cos, self.sin = self._tables(self.cos.device, dtype)
         return self
 
     def forward(self, x: Float[Tensor, "... seq head_dim"]) -> Float[Tensor, "... seq head_dim"]:
-        """Rotate `x` in float32 at least and return its dtype; ValueError if seq exceeds the
-        context length.
+        """Return `x` with position i of the sequence rotated by i's angles, in the dtype of `x`.
+
+        The rotation is computed in float32 at least. Raises ValueError if seq exceeds the context
+        length.
         """
         seq = x.shape[-2]
         if seq > self.context_length:
@@ -144,7 +151,11 @@ class RotaryEmbedding(nn.Module):
 
     @staticmethod
     def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`x` by the angles of the positions that the rows of the tables are of."""
+        """Return `x` with each position rotated by the angles in its row of the tables.
+
+        `x` is (..., seq, head_dim); `cos` and `sin` are (seq, head_dim / 2). The result has the
+        dtype of `x`.
+        """
         even, odd = x[..., 0::2], x[..., 1::2]
         return torch.cat((even * cos - odd * sin, even * sin + odd * cos), dim=-1).to(x.dtype)
 

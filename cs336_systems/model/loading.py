@@ -1,9 +1,8 @@
-"""Building a model from its configuration: this package's, or the user's own named
-"package.module:Class".
+"""Building a model by its configuration: this package's, or the user's own "package.module:Class".
 
 model = build_model(MODEL_SIZES["small"], attention="triton", device="cuda", seed=0)
-model = build_model(MODEL_SIZES["small"], model_spec="my_package.model:MyTransformer",
-device="cuda")
+spec = "my_package.model:MyTransformer"
+model = build_model(MODEL_SIZES["small"], model_spec=spec, device="cuda")
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SPEC_PATTERN = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\
 
 
 def load_model_class(spec: str) -> type[nn.Module]:
-    """The class named by `spec`, "package.module:Class".
+    """Return the class named by `spec`, "package.module:Class".
 
     Raises ValueError if `spec` is malformed, its module cannot be imported or has no such class, or
     the class is not a torch.nn.Module whose constructor takes `CONSTRUCTOR_ARGUMENTS` by keyword.
@@ -35,10 +34,8 @@ def load_model_class(spec: str) -> type[nn.Module]:
     module_name, class_name = match["module"], match["name"]
     try:
         module = importlib.import_module(module_name)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # importing runs the user's code, which may raise anything
+    except (Exception, SystemExit) as error:
+        # Importing runs the user's code, which may raise anything.
         raise ValueError(
             f"model {spec!r}: cannot import {module_name!r} ({type(error).__name__}: {error}); "
             f"is it installed or on PYTHONPATH?"
@@ -65,7 +62,7 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> nn.Module:
-    """A model of `config`'s shape with initial weights drawn on `device` from `seed`.
+    """Return a model of `config`'s shape with initial weights drawn on `device` from `seed`.
 
     `model_spec` names the user's own class (see `load_model_class`); `attention` other than
     "reference" is passed to it only if its constructor has a parameter of that name (**kwargs is
@@ -83,8 +80,8 @@ def build_model(
         arguments["attention"] = attention
     elif attention != "reference":
         raise ValueError(
-            f"model {model_spec!r} brings its own attention: its constructor has no argument 'attention' "
-            f"to choose {attention!r}"
+            f"model {model_spec!r} brings its own attention: its constructor has no argument "
+            f"'attention' to choose {attention!r}"
         )
     device = torch.device(device)
     with _seeded(device, seed), device:
@@ -93,7 +90,7 @@ def build_model(
 
 
 def _accepts(model_class: type[nn.Module], names: tuple[str, ...]) -> bool:
-    """Whether the constructor can be called with exactly these keyword arguments."""
+    """Return whether the constructor of `model_class` can be called with exactly these keywords."""
     if model_class.__init__ is nn.Module.__init__:  # declared (*args, **kwargs), but takes none
         return False
     try:
@@ -105,7 +102,7 @@ def _accepts(model_class: type[nn.Module], names: tuple[str, ...]) -> bool:
 
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed the CPU's and `device`'s generators, and restore them afterwards.
+    """Seed the CPU's and `device`'s generators inside the context, and restore them afterwards.
 
     torch.manual_seed would reseed every GPU, of which fork_rng restores only those it is told.
     """

@@ -12,15 +12,17 @@ INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 def cross_entropy(
     logits: Float[Tensor, "*batch vocab"], targets: Int[Tensor, "*batch"]
 ) -> Float[Tensor, ""]:
-    """Mean over all positions of `logsumexp(logits) - logits[target]`, in nats.
+    """Return the mean over all positions of `logsumexp(logits) - logits[target]`, in nats.
 
     Low-precision logits are converted to float32 first; float64 stays. The log-sum-exp subtracts
     the largest logit, so logits of any finite size neither overflow nor vanish. Every position
-    counts: there is no ignored target. That targets are in [0, vocab) is not checked here, which
-    would wait for the GPU: PyTorch's gather raises RuntimeError on the CPU, and on a GPU stops with
-    a device-side assertion, after which the process cannot use the GPU any more. Raises TypeError
-    if logits are not a real floating-point tensor, and ValueError if the leading shapes differ,
-    targets are not integers, or there are none.
+    counts: there is no ignored target.
+
+    Targets outside [0, vocab) are not looked for here, which would wait for the GPU: PyTorch's
+    gather raises RuntimeError on the CPU, and on a GPU stops with a device-side assertion, after
+    which the process cannot use the GPU any more. Raises TypeError if logits are not a real
+    floating-point tensor, and ValueError if the leading shapes differ, targets are not integers, or
+    there are none.
     """
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
@@ -32,8 +34,9 @@ def cross_entropy(
 
 
 def check_targets(targets: Tensor, vectors: Tensor, name: str) -> None:
-    """ValueError unless there are targets, integers, and one for each of `vectors`, the argument
-    `name`.
+    """Raise ValueError unless `targets` are integers, at least one, and one for each of `vectors`.
+
+    `name` is what the messages call the argument `vectors`.
     """
     if targets.dtype not in INTEGER_DTYPES:
         raise ValueError(f"targets must be integers, got {targets.dtype}")

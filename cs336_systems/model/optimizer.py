@@ -29,15 +29,15 @@ class AdamW(torch.optim.Optimizer):
         v ← β2 · v + (1 − β2) · g²
         p ← p − lr · sqrt(1 − β2^t) / (1 − β1^t) · m / (sqrt(v) + eps)
 
-    eps stands outside the bias correction, so torch.optim.AdamW's eps is sqrt(1 − β2^t) times as
-    large.
+    eps stands outside the bias correction, where torch.optim.AdamW adds eps · sqrt(1 − β2^t).
     State of a parameter: "step" (int), "exp_avg" and "exp_avg_sq" (its own dtype and device).
     Everything is updated in place; the only temporary is sqrt(v), in batches of at most
     `TEMPORARY_BYTES`, so that a step needs little more memory than parameters, gradients and state.
     A hyper-parameter may be a scalar tensor, whose value is read at each step (on a GPU, a
-    synchronisation), and a state dict of torch.optim.AdamW can be loaded. Raises ValueError on
-    hyper-parameters out of range, and on parameters that are not real floating point or have sparse
-    gradients; the latter before anything is updated.
+    synchronisation), and a state dict of torch.optim.AdamW can be loaded.
+
+    Raises ValueError on hyper-parameters out of range, and on parameters that are not real floating
+    point or have sparse gradients; the latter before anything is updated.
     """
 
     def __init__(
@@ -64,8 +64,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # What one multi-tensor call may update together. Nothing is changed before all parameters
-        # are looked at.
+        # Group what one multi-tensor call may update; change nothing before all are checked.
         together: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -76,7 +75,7 @@ class AdamW(torch.optim.Optimizer):
                         f"params must be floating point with dense gradients, "
                         f"got {parameter.dtype} of shape {tuple(parameter.shape)}"
                     )
-                # torch.optim.AdamW's is a tensor
+                # int: a step in a state dict of torch.optim.AdamW is a tensor
                 step = int(self.state.get(parameter, {}).get("step", 0)) + 1
                 together[number, parameter.device, parameter.dtype, step].append(parameter)
         for (number, _, _, step), parameters in together.items():
@@ -85,17 +84,19 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameters: list[Tensor], step: int, group: dict[str, Any]) -> None:
-        # float: the multi-tensor calls take a tensor as one factor for each parameter, or not at
-        # all.
+        """Update `parameters`, all of them at step `step`, with the hyper-parameters of `group`."""
+        # float: multi-tensor calls take a tensor as one factor for each parameter, or not at all.
         lr, weight_decay, eps = (float(group[name]) for name in ("lr", "weight_decay", "eps"))
         beta1, beta2 = (float(beta) for beta in group["betas"])
+
         for parameter in parameters:
             state = self.state[parameter]
             if not state:
                 for name in ("exp_avg", "exp_avg_sq"):
                     state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["step"] = step
-        # none is None: see step
+
+        # no gradient is None: `step` skips such parameters
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         exp_avgs = [self.state[parameter]["exp_avg"] for parameter in parameters]
         exp_avg_sqs = [self.state[parameter]["exp_avg_sq"] for parameter in parameters]
@@ -114,16 +115,17 @@ class AdamW(torch.optim.Optimizer):
 def clip_gradients(
     parameters: Tensor | Iterable[Tensor], max_norm: float, eps: float = 1e-6
 ) -> Tensor:
-    """Scale all gradients in place by `min(1, max_norm / (norm + eps))` and return `norm`, a scalar
-    tensor.
+    """Scale all gradients in place to a norm of at most `max_norm`, and return the norm before.
 
-    `norm` is the 2-norm of all gradients taken as one vector, before scaling: accumulated in
-    float64, so that squares of float32 do not overflow, and returned in float32 at least. No host
-    synchronisation. Parameters without a gradient are passed over; without any, the norm is 0. If
-    the accumulated norm is not finite, since a gradient is not (or float64 gradients exceed 1e154),
-    every gradient becomes NaN: a step with them cannot pass for a clipped one. Raises ValueError if
-    max_norm is not positive, and TypeError, before any is scaled, on gradients that are sparse or
-    not real floating point.
+    The factor is `min(1, max_norm / (norm + eps))`. `norm`, a scalar tensor, is the 2-norm of all
+    gradients taken as one vector: accumulated in float64, so that squares of float32 do not
+    overflow, and returned in float32 at least. No host synchronisation. Parameters without a
+    gradient are skipped; without any, the norm is 0. If the accumulated norm is not finite, since a
+    gradient is not (or float64 gradients exceed 1e154), every gradient becomes NaN: a step with
+    them cannot pass for a clipped one.
+
+    Raises ValueError if max_norm is not positive, and TypeError, before any is scaled, on gradients
+    that are sparse or not real floating point.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
@@ -134,8 +136,9 @@ def clip_gradients(
         if parameter.grad is not None:
             if parameter.grad.layout != torch.strided or not parameter.grad.is_floating_point():
                 raise TypeError(
-                    f"parameters must have dense floating-point gradients, got {parameter.grad.layout} "
-                    f"{parameter.grad.dtype} of shape {tuple(parameter.grad.shape)}"
+                    f"parameters must have dense floating-point gradients, "
+                    f"got {parameter.grad.layout} {parameter.grad.dtype} "
+                    f"of shape {tuple(parameter.grad.shape)}"
                 )
             by_device[parameter.grad.device].append(parameter.grad.detach())
     if not by_device:
@@ -150,7 +153,8 @@ def clip_gradients(
         for norm in torch._foreach_norm(group, 2, torch.float64)
     ]
     total_norm = torch.linalg.vector_norm(torch.stack(norms))
-    # An infinite norm alone would make the scale 0, and zeros of all finite gradients.
+
+    # NaN if the norm is not finite: an infinite one would make the scale and all gradients 0.
     scale = (max_norm / (total_norm + eps)).clamp(max=1.0).where(total_norm.isfinite(), math.nan)
     for device, group in by_device.items():
         torch._foreach_mul_(group, scale.to(device, dtype))
@@ -158,6 +162,7 @@ def clip_gradients(
 
 
 def _validate_hyperparameters(group: dict[str, Any]) -> None:
+    """Raise ValueError naming the first hyper-parameter of `group` that is out of range."""
     for name, minimum in (
         ("lr", "non-negative"),
         ("weight_decay", "non-negative"),
@@ -172,9 +177,7 @@ def _validate_hyperparameters(group: dict[str, Any]) -> None:
 
 
 def _batches(tensors: list[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
-    """`tensors` in order, cut into lists of at most `max_bytes`; a tensor larger than that stands
-    alone.
-    """
+    """Yield `tensors` in order, in lists of at most `max_bytes`; a larger tensor stands alone."""
     batch: list[Tensor] = []
     batch_bytes = 0
     for tensor in tensors:

@@ -37,10 +37,10 @@ def causal_attention(
     v: Float[Tensor, "batch heads seq head_dim"],
     name: str | Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Float[Tensor, "batch heads seq head_dim"]:
-    """Causal attention by the implementation called `name`, one of `ATTENTION_NAMES`, or by `name`
-    itself.
+    """Return causal attention of q, k and v by the implementation `name`.
 
-    Back ends refuse what the machine or the dtype is not for, as `flash_attention` does.
+    `name` is one of `ATTENTION_NAMES`, or a function of (q, k, v). The package's back ends refuse a
+    machine or dtype that they do not support, as `flash_attention` does.
     """
     if not isinstance(name, str):
         return name(q, k, v)
@@ -79,6 +79,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
     def _split_heads(
         self, x: Float[Tensor, "batch seq d_model"]
     ) -> Float[Tensor, "batch heads seq head_dim"]:
+        """Return `x` with d_model split into heads of head_dim consecutive elements."""
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def forward(self, x: Float[Tensor, "batch seq d_model"]) -> Float[Tensor, "batch seq d_model"]:
@@ -93,7 +94,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """`x + attn(ln1(x))`, then `x + ffn(ln2(x))`."""
+    """Pre-norm block: `x + attn(ln1(x))`, then `x + ffn(ln2(x))`."""
 
     def __init__(
         self,
@@ -105,8 +106,7 @@ class TransformerBlock(nn.Module):
         attention: str = "reference",
     ) -> None:
         super().__init__()
-        # In the course's order, so that optimizer states, which go by position, interchange as
-        # well.
+        # In the course's order, so that optimizer states, which go by position, interchange, too.
         self.attn = CausalMultiHeadSelfAttention(d_model, num_heads, rope, attention=attention)
         self.ffn = SwiGLU(d_model, d_ff)
         self.ln1 = RMSNorm(d_model)
@@ -118,7 +118,10 @@ class TransformerBlock(nn.Module):
 
 
 def run_in_order(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """One block after the other; `model/checkpointing.py` has other ways to run them."""
+    """Return `x` after all `blocks`, one after the other.
+
+    `model/checkpointing.py` has other ways to run them.
+    """
     for block in blocks:
         x = block(x)
     return x
@@ -171,23 +174,29 @@ class TransformerLM(nn.Module):
 
     @classmethod
     def from_config(cls, config: ModelConfig, attention: str = "reference") -> TransformerLM:
+        """Return a model of `config`'s shape with the attention called `attention`."""
         return cls(
             **{name: getattr(config, name) for name in CONSTRUCTOR_ARGUMENTS}, attention=attention
         )
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
-        """Logits of the next token at every position; ValueError if seq exceeds the context length."""
+        """Return the logits of the next token at every position.
+
+        Raises ValueError if tokens are not (batch, seq), not int32 or int64, or longer than the
+        context.
+        """
         return self.lm_head(self.hidden(tokens))
 
     def hidden(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
-        """What the head reads: the last block's output, normalized; ValueError as from `forward`."""
+        """Return the head's input, the last block's output normalized; ValueError as `forward`."""
         if tokens.ndim != 2:
             raise ValueError(f"tokens must have shape (batch, seq), got {tuple(tokens.shape)}")
         if tokens.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"tokens must be int32 or int64, got {tokens.dtype}")
         if tokens.shape[1] > self.context_length:
             raise ValueError(
-                f"tokens must have at most context_length={self.context_length} positions, got {tokens.shape[1]}"
+                f"tokens must have at most context_length={self.context_length} positions, "
+                f"got {tokens.shape[1]}"
             )
         # Nested, so that no name here keeps the first residual stream alive while the blocks run.
         x = self.run_blocks(self.layers, self.token_embeddings(tokens))  # type: ignore[arg-type]

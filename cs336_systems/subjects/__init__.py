@@ -1,3 +1,1 @@
-"""What the experiments measure and share: attention, masks, models and training steps of several
-ranks.
-"""
+"""Operations that several experiments measure: attention, masks, models, steps of several ranks."""

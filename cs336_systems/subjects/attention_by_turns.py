@@ -1,4 +1,4 @@
-"""Base of the experiments in which implementations of attention take turns (turns.py) on one case."""
+"""Measure implementations of attention by turns on one case (bench/turns.py)."""
 
 import math
 import traceback
@@ -27,26 +27,29 @@ from cs336_systems.subjects.attention_passes import (
 
 
 class AttentionByTurns(AttentionExperiment):
-    """Base of the experiments whose implementations take turns: `long_turn`s, unless an experiment
-    has its own.
+    """Base class of attention experiments that measure all implementations of a case by turns.
+
+    Turns are `long_turn`s unless an experiment overrides `turn_of`.
     """
 
     by_turns = True
-    rounds: Mapping[str, int] = ROUNDS
+    rounds: Mapping[str, int] = ROUNDS  # kind of device -> number of rounds
 
     def turn_of(self, call: Call, device: str) -> Turn:
-        """The turn of one implementation in one mode."""
+        """Return the turn that times `call`, one implementation in one mode."""
         return long_turn(call, device)
 
     def measure_passes(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """Each implementation of the cell checked against the oracle, then all that are right by
-        turns.
+        """Check each implementation of the cell, then time the correct ones by turns.
 
-        Who does not exist, is wrong, or raises before the first round has rows that say so, and the
-        others play. An error that leaves a device useless is raised, as everybody's.
+        The rows of an implementation that is unsupported, wrong, or raises before the first round
+        say so, and the others are still timed. An error that leaves the device unusable is raised
+        and ends the whole cell.
         """
         inputs = attention_inputs(cell.case, device=run.device, seed=run.seed)
         oracle = oracle_on(cell.case, run, inputs)
+
+        # Check the implementations.
         players = []
         for name in cell.implementations:
             rows = [row for row in cell.rows if row.implementation == name]
@@ -58,15 +61,17 @@ class AttentionByTurns(AttentionExperiment):
                             name, {row.mode for row in rows}, cell.case, run, inputs, oracle
                         )
                     )
-            except Exception as error:  # noqa: BLE001 - a reader's own implementation may raise anything
+            except Exception as error:  # noqa: BLE001 - a user's implementation may raise anything
                 broken = outcome_of(error)
                 traceback.print_exc()
             if broken is not None:
                 yield from (
                     Sample(row=row, status=broken.status, message=broken.message) for row in rows
                 )
-                release(run.device)  # raises what a kernel's fault makes of every later call
+                release(run.device)  # raises if a kernel's fault made the device unusable
         del oracle
+
+        # Time the correct ones.
         samples = play(players, self.rounds[run.device])
         by_name = {player.name: player for player in players}
         for row in cell.rows:
@@ -83,7 +88,11 @@ class AttentionByTurns(AttentionExperiment):
         inputs: AttentionInputs,
         oracle: Oracle,
     ) -> Player:
-        """Disagreement where the results of `name` break the numerical contract."""
+        """Build and check one implementation, and return it with its turns in `modes`.
+
+        Raises Disagreement if its results break the numerical contract, and Unsupported if it does
+        not exist for the case.
+        """
         built = self.built(name, case, run)
         passes = Passes(built, inputs)
         with built.context():
@@ -91,7 +100,7 @@ class AttentionByTurns(AttentionExperiment):
             error = checked_error(oracle, dict(zip(RESULTS, results)), name)
             calls: dict[str, Call] = {"forward": passes.forward, "forward_backward": passes.both}
             if "backward" in modes:
-                # its graph is made outside of the turns
+                # The graph is built here, outside of the turns.
                 calls["backward"] = partial(passes.backward, passes.output())
             turns = {
                 mode: self.turn_of(call, run.device)
@@ -103,16 +112,18 @@ class AttentionByTurns(AttentionExperiment):
         )
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`interval(ours, theirs, shape=..., mode=...)`: where the median of the rounds' ratios
-        lies with 95 %.
+        """Return the template's function `interval(ours, theirs, shape=..., mode=...)`.
+
+        It gives the 95 % confidence interval of the median ratio of speeds within rounds, as text.
         """
         from scipy.stats import quantile_test  # takes a second to import
 
         def interval(ours: str, theirs: str, **where: Any) -> str:
+            """Return "low to high" for how many times as fast `ours` is, or "too few rounds"."""
             (a,), (b,) = (
                 dicts(pick(frame, where | {"implementation": name})) for name in (ours, theirs)
             )
-            # The sign test's: as many rounds as heads of a fair coin lie below the median.
+            # Interval of the sign test: the number of rounds below the median is binomial.
             ends = quantile_test(
                 [slow / fast for fast, slow in zip(a["samples"], b["samples"])]
             ).confidence_interval()

@@ -1,11 +1,10 @@
-"""What all experiments with attention share: their rows, cells, shapes in words, and how an
-implementation is measured.
+"""Check and time passes of attention; define rows, cells and names of shapes for its experiments.
 
 Each pass is checked against the float64 oracle on the same inputs, and only then timed.
-`AttentionExperiment` measures one implementation a cell: a pass that runs out of memory costs
-neither the pass before it nor another implementation, and peaks are one implementation's own. Where
-ratios count, `AttentionByTurns` lets several take turns in one
-cell; its experiments say in the same words what is built.
+`AttentionExperiment` measures one implementation per cell: a pass that runs out of memory loses
+neither the pass before it nor another implementation, and a peak belongs to one implementation.
+Experiments on ratios of speed use `AttentionByTurns`, which measures several by turns in one cell;
+both define in `built` what is measured.
 """
 
 import math
@@ -55,12 +54,13 @@ BEFORE_BACKWARD = Row(mode="backward", quantity="memory_before_backward", unit="
 MASK_TIME = Row(mode="forward", quantity="mask_time", unit="ms")
 TIMES = ("time", "graph_time")  # quantities that are a pass's time
 
-BUDGET_MS = {"cuda": 150.0, "cpu": 50.0}
-# An H200 at its power limit lowers its clock by up to a tenth within 100 ms of large kernels, holds
-# it there, and after a second of them swings by up to a fifth. Between the two times repeat to 1 %.
+BUDGET_MS = {"cuda": 150.0, "cpu": 50.0}  # time for the samples of a row
+# An H200 at its power limit lowers its clock by up to a tenth within 100 ms of large kernels and
+# holds it there. After a second of them the clock swings by up to a fifth. Between these two, times
+# repeat to 1 %.
 REST_MS = 500.0
 SETTLE_MS = 300.0
-# of a row: quartiles ask for no more, and four thousand rows shall stay a small file
+# Samples kept per row: quartiles need no more, and a file of four thousand rows stays small.
 KEPT_SAMPLES = 25
 MODE_WORDS = {
     "forward": "forward",
@@ -68,11 +68,11 @@ MODE_WORDS = {
     "forward_backward": "forward + backward",
 }
 BY_SHAPE = {"batch × heads × length × head dim": "shape"}  # a table's first column
-# which rows are times of both passes together
+# choice of the rows that are times of both passes together
 BOTH_TIMES = {"quantity": "time", "mode": "forward_backward"}
 RESULTS = ("output", "grad_q", "grad_k", "grad_v")
 Sizes = tuple[int, int, int, int, bool]  # batch, heads, length, head_dim, causal
-# of the handout's two grids
+# head dims of the handout's two grids, by scale
 HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}
 SMALL: dict[str, tuple[Sizes, ...]] = {
     "tiny": ((1, 1, 64, 64, True),),
@@ -81,36 +81,35 @@ SMALL: dict[str, tuple[Sizes, ...]] = {
 
 
 class AttentionExperiment(Experiment):
-    """Base of the experiments with attention: every implementation on the shapes of `sizes`, all of
-    `rows` of each.
-    """
+    """Base class of attention experiments: every implementation on the shapes of `sizes`."""
 
-    sizes: ClassVar[Mapping[str, Sequence[Sizes]]]  # by scale
+    sizes: ClassVar[Mapping[str, Sequence[Sizes]]]  # scale -> sizes of the cases
     rows: tuple[Row, ...] = (FORWARD, BACKWARD, BOTH)
-    # the loss is the sum of the output, whose gradient is a stride-0 tensor of ones; or random
+    # True: the loss is the output's sum, whose gradient is a stride-0 tensor of ones. False: the
+    # output's gradient is random.
     sum_loss: bool = False
-    # a GPU rests and then runs a pass for a while before it times it, past the fall of its clock
+    # True: before a GPU times a pass, it rests and then runs the pass until its clock has settled
     settled: bool = False
 
     def cases(self, run: RunConfig) -> Sequence[AttentionShape]:
+        """Return the shapes of `sizes` at the run's scale."""
         return [sized_shape(run, *sizes) for sizes in self.sizes[run.scale]]
 
     def built(self, name: str, case: Any, run: RunConfig) -> Built:
-        """What is measured as the implementation `name`; `Unsupported` with the reason."""
+        """Return the implementation `name` for `case`; raise Unsupported if it does not exist."""
         return build_case(name, case, run)
 
     def samples_of(self, call: Call, case: Any, run: RunConfig) -> list[float]:
-        """Milliseconds of `call`: of as many as its time allows KEPT_SAMPLES, evenly spaced in
-        time.
-        """
+        """Return milliseconds of repeated `call`s: at most KEPT_SAMPLES, evenly spaced in time."""
         samples = time_calls(call, device=run.device, warmup=1, budget_ms=BUDGET_MS[run.device])
         if (count := len(samples)) > KEPT_SAMPLES:
             samples = [samples[place * count // KEPT_SAMPLES] for place in range(KEPT_SAMPLES)]
         return samples
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """The promised shares of the case's mask, of attended pairs and of live tiles, then its
-        passes.
+        """Yield the promised densities of the case's mask, then the samples of its passes.
+
+        The densities are the shares of attended pairs and of live tiles.
         """
         for row in cell.rows:
             if row.quantity in OF_THE_MASK:
@@ -120,11 +119,11 @@ class AttentionExperiment(Experiment):
         yield from self.measure_passes(replace(cell, rows=passes), run)
 
     def measure_passes(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """The rows of the cell's implementation, in the order forward, backward, both.
+        """Check and time the passes of the cell's implementation: forward, backward, then both.
 
-        The forward is timed without a graph, the backward on a graph made outside, the two together
-        from scratch. An interpreted call says nothing of speed and takes seconds: the one that was
-        checked is its only sample.
+        The forward is timed without a graph, the backward on a graph that is built beforehand, both
+        together from scratch. The interpreter's times say nothing of speed, and a call takes
+        seconds: a single call is the only sample.
         """
         case, device = cell.case, run.device
         built = self.built(cell.implementation, case, run)
@@ -136,16 +135,17 @@ class AttentionExperiment(Experiment):
         passes = Passes(built, inputs, self.sum_loss)
 
         def checked(call: Callable[[], Sequence[Tensor]], *names: str) -> tuple[float, float]:
-            """Milliseconds of the first call, and the error over its bound of what it returned."""
+            """Return the milliseconds of one call and the largest error of its results / bound."""
             returned: list[Tensor] = []
             first_ms = time_once(lambda: returned.extend(call()), device)
             results = {name: built.unpack(x) for name, x in zip(names, returned)}
-            # What does not fit needs no oracle.
+            # The oracle comes after the call: a call that runs out of memory needs none.
             return first_ms, checked_error(
                 oracle_of(case, run, self.sum_loss), results, cell.implementation
             )
 
         def timed(mode: str, call: Call, first_ms: float, error: float) -> Iterator[Sample]:
+            """Yield the samples of the cell's time rows of `mode`."""
             for row in cell.rows:
                 if row.mode == mode and row.quantity in TIMES:
                     if self.settled and device == "cuda":
@@ -187,8 +187,9 @@ class AttentionExperiment(Experiment):
                 yield Sample(row=PEAK, samples=[peak_cuda_bytes(passes.both) / MIB], kernel=kernel)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row's `shape` and `pass` in words, and `tflops` of a measured time in ms; NaN where
-        nothing was timed.
+        """Return the columns `shape` and `pass` in words, and `tflops`.
+
+        `tflops` is the rate of a measured time in TFLOP/s, and NaN for other rows.
         """
         shape = AttentionShape(**{name: row[name] for name in AttentionShape.__dataclass_fields__})
         heads = (
@@ -210,7 +211,7 @@ def rate_tables(
     down: Mapping[str, str] = BY_SHAPE,
     titles: Mapping[str, str] = MODE_WORDS,
 ) -> dict[str, TableSpec]:
-    """A table of TFLOP/s for each pass of `titles`: implementations across, then `ratios` of speed."""
+    """Return a table of TFLOP/s for each mode of `titles`, with columns for `ratios` of speed."""
     return {
         mode: Pivot(
             title=title,
@@ -225,7 +226,7 @@ def rate_tables(
 
 
 def over_fa4_claim(rows: pd.DataFrame) -> str:
-    """At which share of FlashAttention-4's speed hopper runs, on the shapes that both have."""
+    """Return a title: hopper's speed relative to FlashAttention-4's, "" without common shapes."""
     compared = with_speeds(rows, "over_fa4", {"implementation": "fa4"})
     speeds = compared.loc[compared["implementation"] == "hopper", "over_fa4"].dropna()
     return f"hopper runs at {span(speeds)} times FlashAttention-4's speed" if len(speeds) else ""
@@ -234,7 +235,7 @@ def over_fa4_claim(rows: pd.DataFrame) -> str:
 def rate_bars(
     title: str, x: str = "shape", color: str = "implementation", facet: str | None = None
 ) -> Bars:
-    """Bars of TFLOP/s of forward and backward together, beside FlashAttention-4."""
+    """Return bars of TFLOP/s of forward and backward together, titled by `over_fa4_claim`."""
     subtitle = "forward + backward" + (
         ", batch × heads × tokens × head dim" if x == "shape" else ""
     )
@@ -260,7 +261,10 @@ def sized_shape(
     is_causal: bool,
     kv_heads: int | None = None,
 ) -> AttentionShape:
-    """Self-attention of these sizes, in bfloat16 on a GPU and in float32 for Triton's interpreter."""
+    """Return the self-attention shape of these sizes: bfloat16 on a GPU, float32 on a CPU.
+
+    Triton's interpreter, which runs on the CPU, needs float32.
+    """
     return AttentionShape(
         batch=batch,
         heads=heads,
@@ -274,7 +278,7 @@ def sized_shape(
 
 
 def settle(call: Call) -> None:
-    """Leave the GPU idle for REST_MS, then run `call`, one after the other, for SETTLE_MS."""
+    """Leave the GPU idle for REST_MS, then repeat `call` for SETTLE_MS, one at a time."""
     torch.cuda.synchronize()
     time.sleep(REST_MS / 1e3)
     end = time.perf_counter() + SETTLE_MS / 1e3
@@ -284,10 +288,10 @@ def settle(call: Call) -> None:
 
 
 class Passes:
-    """The calls of one implementation on packed `inputs`, as they are checked and timed, in its
-    context.
+    """The passes of one implementation on packed inputs, to be called within its context.
 
-    With `sum_loss` both passes differentiate the sum of the output.
+    With `sum_loss`, `both` differentiates the sum of the output, else `inputs.grad_output` is the
+    output's gradient.
     """
 
     def __init__(self, built: Built, inputs: AttentionInputs, sum_loss: bool = False) -> None:
@@ -296,14 +300,17 @@ class Passes:
         self.attend, self.no_backward, self.sum_loss = built.attend, built.no_backward, sum_loss
 
     def forward(self) -> tuple[Tensor]:
-        with torch.no_grad():  # and on no leaves, which FlexAttention refuses on a CPU
+        """Return (output,), packed, without a graph."""
+        # detached, since FlexAttention on a CPU refuses inputs that require gradients
+        with torch.no_grad():
             return (self.attend(*(x.detach() for x in self.leaves)),)
 
     def output(self) -> Tensor:
-        """The output with its graph."""
+        """Return the packed output with its graph."""
         return self.attend(*self.leaves)
 
     def both(self) -> tuple[Tensor, ...]:
+        """Run forward and backward, and return the packed gradients of q, k and v."""
         if self.no_backward:
             raise Unsupported(self.no_backward)
         output = self.output()
@@ -312,14 +319,15 @@ class Passes:
         return torch.autograd.grad(output, self.leaves, self.grad_output)
 
     def backward(self, output: Tensor) -> tuple[Tensor, ...]:
-        """The backward of `output`, whose graph stays."""
+        """Return the packed gradients of q, k and v from `output`, whose graph is kept."""
         return torch.autograd.grad(output, self.leaves, self.grad_output, retain_graph=True)
 
 
 def checked_error(oracle: Oracle, results: Mapping[str, Tensor], implementation: str = "") -> float:
-    """The largest error of `results` over its bound; Disagreement, with the result's name, above 1.
+    """Return the largest error of `results` over its bound; raise Disagreement if it is above 1.
 
-    Of an `implementation` among PEERS the message says that the kernel is another project's.
+    The message names the result, and says for an `implementation` among PEERS that the kernel is
+    another project's.
     """
     errors = contract_errors(oracle, results)
     name, worst = max(errors.items(), key=lambda item: item[1])
@@ -334,9 +342,10 @@ def checked_error(oracle: Oracle, results: Mapping[str, Tensor], implementation:
     return worst
 
 
-# What the implementations of a case share, which a sweep visits one after the other.
+# A sweep measures the implementations of a case in a row; they share these inputs and this oracle.
 @kept_for_a_case
 def inputs_of(case: Any, run: RunConfig, sum_loss: bool = False) -> AttentionInputs:
+    """Return the inputs of `case`, kept until another case; with `sum_loss` grad_output is ones."""
     oracle_of.cache_clear()
     release(run.device)
     inputs = attention_inputs(shape_of(case), device=run.device, seed=run.seed)
@@ -347,6 +356,7 @@ def inputs_of(case: Any, run: RunConfig, sum_loss: bool = False) -> AttentionInp
 
 @kept_for_a_case
 def oracle_of(case: Any, run: RunConfig, sum_loss: bool = False) -> Oracle:
+    """Return the oracle of `inputs_of` the same arguments, kept until another case."""
     release(run.device)
     oracle = oracle_on(case, run, inputs_of(case, run, sum_loss))
     release(run.device)
@@ -354,7 +364,7 @@ def oracle_of(case: Any, run: RunConfig, sum_loss: bool = False) -> Oracle:
 
 
 def oracle_on(case: Any, run: RunConfig, inputs: AttentionInputs) -> Oracle:
-    """The oracle of `inputs` under the mask of `case`."""
+    """Return the oracle of `inputs` under the mask of `case`."""
     masked = masked_of(case)
     token_mask = (
         None if masked is None or is_plain(masked.mask) else mask_of(masked, run).to_dense()

@@ -1,11 +1,11 @@
-"""Times of our own attention back ends on one shape, and of what `auto` makes of it.
+"""Time our own attention back ends, and the choice of `auto`, on one shape.
 
     rows = benchmark_backends(shape, device="cuda")
-    auto_ratio(rows)             # time of auto over that of the fastest: at most 1.1 where auto chooses well
+    auto_ratio(rows)      # time of auto / time of the fastest: at most 1.1 if auto chooses well
 
-Every back end has a row: its times, or the reason why it has none. Those that are right take turns
-(`turns.py`): one after the other, two times of the same kernel can differ by a tenth where other
-processes hold the processor up.
+Every back end has a row: its times, or the reason why it has none. Correct ones are measured by
+turns (bench/turns.py): measured one after the other, two times of the same kernel can differ by a
+tenth if other processes use the processor.
 """
 
 from dataclasses import dataclass
@@ -30,20 +30,21 @@ ROUNDS = 5
 class BackendTiming:
     """One back end on one shape: medians in milliseconds, or why there are none."""
 
-    backend: str
-    chosen: str = ""  # what auto took, and for a named back end its own name
+    backend: str  # the requested name
+    chosen: str = ""  # the back end that runs: auto's choice, or the requested name
     forward_ms: float | None = None
     forward_backward_ms: float | None = None
     status: str = "ok"  # ok, skipped, oom or failed
     reason: str = ""  # why it was chosen, or why there is no time
-    interpreted: bool = False  # Triton's interpreter: right, but no speed
+    interpreted: bool = False  # whether Triton's interpreter ran, whose times say nothing of speed
 
 
 def benchmark_backends(
     shape: AttentionShape, *, device: str, seed: int = 0, num_samples: int = ROUNDS
 ) -> list[BackendTiming]:
-    """A row for every back end of this package, and the last for `auto`; `num_samples` times of
-    each, by turns.
+    """Return the timing of every back end of this package on `shape`, and last that of `auto`.
+
+    The medians are over `num_samples` rounds.
     """
     names = (*BACKENDS, AUTO)
     ours = _OurBackends(num_samples)
@@ -58,20 +59,21 @@ def benchmark_backends(
 
 
 class _OurBackends(AttentionByTurns):
-    """Our back ends by turns, and what each name was explained to be."""
+    """Our back ends measured by turns; `explained` maps a name to (chosen back end, reason)."""
 
     def __init__(self, num_rounds: int) -> None:
         self.rounds = {"cpu": num_rounds, "cuda": num_rounds}
         self.explained: dict[str, tuple[str, str]] = {}
 
     def built(self, name: str, case: AttentionShape, run: RunConfig) -> Built:
+        """Return `flash_attention` with the back end `name`; Unsupported if it refuses `case`."""
         try:
             inputs = query_and_key(case, run.device)
             self.explained[name] = explain_backend(*inputs, backend=name, is_causal=case.is_causal)
         except ValueError as error:
             raise Unsupported(str(error)) from None
         if name == "triton_first":
-            build(name, case, run.device)  # it takes few shapes
+            build(name, case, run.device)  # raises Unsupported: this back end takes few shapes
         return Built(
             attend=partial(flash_attention, is_causal=case.is_causal, enable_gqa=True, backend=name)
         )
@@ -80,6 +82,7 @@ class _OurBackends(AttentionByTurns):
 def _timing(
     name: str, explained: tuple[str, str], device: str, forward: Sample, both: Sample
 ) -> BackendTiming:
+    """Return the timing of one back end from its samples of both rows."""
     chosen, reason = explained
     if not forward.samples:
         return BackendTiming(
@@ -97,8 +100,9 @@ def _timing(
 
 
 def auto_ratio(rows: list[BackendTiming]) -> float | None:
-    """Time of `auto`, forward and backward, over that of the fastest named back end; None if either
-    has no time.
+    """Return the time of `auto` over that of the fastest named back end, forward and backward.
+
+    Interpreted times do not count. It is None if `auto` or all of the others have no time.
     """
     times = {
         row.backend: ms

@@ -1,7 +1,6 @@
-"""What the experiments of data parallelism share: their cells, their table and their figure of a
-training step.
+"""Define cells, table and figure of a training step for the experiments of data parallelism.
 
-What a rank does is told in ranks.py, and how a wrapper is built and checked in parallel_step.py.
+ranks.py says what a rank does, and parallel_step.py how a wrapper is built and checked.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +16,15 @@ from cs336_systems.subjects import ranks
 from cs336_systems.subjects.parallel_step import OURS, PEERS, DataParallelCase
 
 WITH_BUCKETS = ("bucketed", *PEERS)
-DEFAULT_BUCKET_MB = {"tiny": 0.1, "smoke": 1.0, "handout": 25.0}  # the last as PyTorch's
-# beside the most: what a step costs with nobody to wait for
+DEFAULT_BUCKET_MB = {"tiny": 0.1, "smoke": 1.0, "handout": 25.0}  # MiB; 25 is PyTorch's default
+# numbers of ranks besides the largest: on one rank a step waits for no other
 FEWER_RANKS = {"tiny": (), "smoke": (), "handout": (1,)}
 
 
 def steps_table(title: str, where: Mapping[str, Any] | None = None, **more: str) -> Wide:
-    """A line a wrapper: its step, what of it is communication, and how much of that is hidden;
-    `more` columns down.
+    """Return a table with a line per wrapper: its step, its communication, and the hidden part.
+
+    `where` chooses rows; `more` maps headings to further columns that identify a line.
     """
     return Wide(
         title=title,
@@ -51,7 +51,10 @@ def two_rank_traces(
     implementations: tuple[str, ...],
     claim: Callable[[pd.DataFrame], str] = ranks.hidden_claim,
 ) -> ranks.Traces:
-    """The lanes of a step on two ranks; `what` tells the figure from those of the other wrappers."""
+    """Return a figure of the lanes of a step on two ranks, one panel per implementation.
+
+    `what` names the implementations in the title.
+    """
     title = f"One traced step of rank 0, two ranks: {what}"
     return ranks.Traces(
         title=title,
@@ -62,8 +65,9 @@ def two_rank_traces(
 
 
 def precisions(run: RunConfig) -> list[Precision]:
-    """float32, and before it bfloat16 autocast where a GPU is fast at it, so that communication
-    weighs more.
+    """Return [bfloat16 autocast, float32] on a GPU and [float32] on a CPU.
+
+    With bfloat16 a GPU computes faster, so that communication weighs more.
     """
     return [Precision(autocast="bfloat16"), Precision()] if run.device == "cuda" else [Precision()]
 
@@ -76,8 +80,10 @@ def ddp_cells(
     precision: Precision | None = None,
     bucket_size_mb: float | None = None,
 ) -> list[Cell]:
-    """A cell for each number of ranks and wrapper; in the first of `precisions` and usual buckets
-    unless given.
+    """Return a cell for each number of ranks and implementation.
+
+    Defaults are the first of `precisions` and DEFAULT_BUCKET_MB. Implementations without buckets
+    have None as their bucket size.
     """
     size = bucket_size_mb or DEFAULT_BUCKET_MB[run.scale]
     memory = ("peak_memory",) if run.device == "cuda" else ()
@@ -92,7 +98,7 @@ def ddp_cells(
 
 
 class DataParallelExperiment(ranks.StepExperiment):
-    """Base of the four."""
+    """Base class of the experiments that time a training step under data parallelism."""
 
     implementations: tuple[str, ...] = (*OURS, *PEERS)
     takes = "ddp"

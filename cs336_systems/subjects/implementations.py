@@ -1,8 +1,8 @@
-"""The attention implementations that benchmarks compare, by name: our stages and the library peers.
+"""Build the attention implementations that benchmarks compare: our stages and the library peers.
 
 `build(name, shape, device)` returns a `Built`, which attends (batch, heads, seq, head_dim) tensors
-and names the kernel that runs, or raises `Unsupported` with the reason. What it needs beyond the
-call itself (a block mask, a compiled function) is made here, outside the timed part.
+and names the kernel that runs, or raises `Unsupported` with the reason. A block mask or a compiled
+function that a call needs is made here, outside of the timing.
 """
 
 import importlib
@@ -32,17 +32,17 @@ from cs336_systems.bench.spec import Unsupported
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape
 from cs336_systems.device import has_cxx_compiler
 
-# -> Tensor; some return types are unions
+# (q, k, v) -> Tensor; Any, since some libraries declare a union
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Any]
 
 OURS = ("eager", "compiled", "tiled", "tiled_compiled", "triton_first", "triton", "hopper")
-# each beside the one before
+# our implementations in the order of development, each to be compared with the one before
 STAGES = ("eager", "compiled", "tiled", "triton_first", "triton", "hopper")
 PEERS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "flex_flash", "fa4")
 IMPLEMENTATIONS = OURS + PEERS
-# Nothing that compiles for seconds.
+# those that compile for less than seconds
 TINY_IMPLEMENTATIONS = ("eager", "tiled", "triton_first", "triton", "sdpa_flash", "sdpa_cudnn")
-FLEX_BLOCK = 128  # of FlexAttention's tiles
+FLEX_BLOCK = 128  # rows and columns of FlexAttention's tiles
 SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -52,22 +52,26 @@ SDPA_BACKENDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """An implementation as it is measured; what its layout asks for happens outside of the timing."""
+    """An implementation to be measured; only `attend` is timed, packing to its layout is not."""
 
-    attend: AttentionFunction  # (q, k, v) as packed -> output as packed
-    kernel: str = ""  # what really runs
+    attend: AttentionFunction  # packed (q, k, v) -> packed output
+    kernel: str = ""  # name of the kernel that runs
     pack: Callable[[Tensor], Tensor] = lambda x: x  # from (batch, heads, tokens, head_dim)
-    unpack: Callable[[Tensor], Tensor] = lambda x: x  # back to it
-    # what a call with a new mask has to do before, timed apart
+    unpack: Callable[[Tensor], Tensor] = lambda x: x  # to (batch, heads, tokens, head_dim)
+    # builds the mask anew, as a call with a new mask must; timed separately
     build_mask: Callable[[], object] | None = None
-    no_backward: str = ""  # why it has a forward alone
-    # In which it is called. To tell SDPA its kernel takes the host about 10 µs, for which a short
-    # call would wait.
+    no_backward: str = ""  # why there is no backward; "" if there is
+    # Context of the calls, entered outside of the timing: selecting SDPA's kernel takes the host
+    # about 10 µs, which would slow a short call.
     context: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def build(name: str, shape: AttentionShape, device: str) -> Built:
-    """The implementation `name` for `shape` on `device`; ValueError for an unknown name."""
+    """Return the implementation `name` for `shape` on `device`.
+
+    `name` is one of IMPLEMENTATIONS or a user's own, `package.module:Name`. Raises ValueError for
+    another name, and Unsupported if the implementation does not exist for the shape or device.
+    """
     causal, grouped = shape.is_causal, shape.kv_heads not in (None, shape.heads)
     if ":" in name:
         return Built(attend=_own(name, causal))
@@ -81,6 +85,8 @@ def build(name: str, shape: AttentionShape, device: str) -> Built:
         and not has_cxx_compiler()
     ):
         raise Unsupported("no C++ compiler")
+
+    # Ours.
     if name == "eager":
         return Built(attend=partial(attention_reference, is_causal=causal))
     if name == "compiled":
@@ -94,11 +100,13 @@ def build(name: str, shape: AttentionShape, device: str) -> Built:
         kernel = _kernels(name, *taken_by(name, shape, device), shape)
         ours = partial(flash_attention, is_causal=causal, enable_gqa=grouped, backend=name)
         return Built(attend=ours, kernel=kernel)
+
+    # The libraries'.
     if name == "flex":
         no_backward = "FlexAttention has no backward on a CPU" if device == "cpu" else ""
         return Built(attend=_flex(shape, device), no_backward=no_backward)
     if name == "flex_flash":
-        flash_attention_4(shape, device)  # which it needs
+        flash_attention_4(shape, device)  # raises Unsupported if it is not there, but needed
         flex: Any = _flex(shape, device)
         return Built(attend=partial(flex, kernel_options={"BACKEND": "FLASH"}))
     if name == "fa4":
@@ -115,10 +123,11 @@ def build(name: str, shape: AttentionShape, device: str) -> Built:
 
 
 def flash_attention_4(shape: AttentionShape, device: str, **options: Any) -> AttentionFunction:
-    """FlashAttention-4, which has heads behind tokens: it is given views, and its output comes back
-    as one.
+    """Return FlashAttention-4 as a function of (batch, heads, tokens, head_dim) tensors.
 
-    `options` are its own, such as `window_size`.
+    It has heads behind tokens, so it is called on transposed views and returns one. `options` are
+    its own, such as `window_size`. Raises Unsupported on a CPU, in float32, or if the package
+    flash-attn-4 is not installed.
     """
     if device == "cpu":
         raise Unsupported("FlashAttention-4 needs CUDA")
@@ -141,15 +150,16 @@ def flash_attention_4(shape: AttentionShape, device: str, **options: Any) -> Att
 
 
 def first_of(results: Any) -> Tensor:
-    """The output of what may return its log-sum-exp, too."""
+    """Return the output of a call that returns either the output or (output, log-sum-exp)."""
     return results[0] if isinstance(results, tuple) else results
 
 
 def _own(name: str, causal: bool) -> AttentionFunction:
-    """A reader's attention, `package.module:Name`: an autograd.Function or a function of (q, k, v,
-    is_causal).
+    """Return a user's attention, `package.module:Name`, as a function of (q, k, v).
 
-    As the handout has it: q, k, v are (batch, n, d), so that heads are folded into the batch.
+    The name is of an autograd.Function or a function of (q, k, v, is_causal). As in the handout,
+    its q, k, v are (batch, n, d), so that heads are folded into the batch. Raises Unsupported for
+    another class and, when called, for grouped heads.
     """
     own = load_name(name)
     call: Any = own
@@ -173,10 +183,8 @@ def load_name(name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # importing runs the reader's code, which may raise anything
+    # The import runs the user's code, which may raise anything.
+    except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(
             f"implementation must be package.module:Name, {name!r} cannot be loaded: {why}"
@@ -184,15 +192,16 @@ def load_name(name: str) -> Any:
 
 
 def ran(kernel: str, device: str) -> str:
-    """What ran, for the record; the interpreter says so first."""
+    """Return a kernel's name for the record, after "interpreter " if `device` is not "cuda"."""
     return kernel if device == "cuda" else f"interpreter {kernel}"
 
 
 def taken_by(
     backend: str, shape: AttentionShape, device: str, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Tensors of q's and k's size; `Unsupported` where `backend` refuses them, or `options` of
-    `explain_backend`.
+    """Return uninitialised q and k of `shape`, after checking that our `backend` takes them.
+
+    `options` are those of `explain_backend`. Raises Unsupported with the reason of a refusal.
     """
     q, k = query_and_key(shape, device)
     try:
@@ -207,13 +216,17 @@ def taken_by(
 
 
 def _kernels(backend: str, q: Tensor, k: Tensor, shape: AttentionShape) -> str:
-    """The kernels that run with the tiles chosen, and whether it is the interpreter that runs them."""
+    """Return the names of our back end's kernels for q and k with their tiles, as records hold it.
+
+    The text begins with "interpreter" if Triton's interpreter runs them.
+    """
     if backend == "hopper":
         from cs336_systems.attention.hopper.entry import kernel_names
 
         return kernel_names(q, k, is_causal=shape.is_causal)
     if backend == "triton_first":
         return ran("flash_fwd_kernel tiled_backward", q.device.type)
+
     from cs336_systems.attention.triton.launch import rows_of_groups
     from cs336_systems.attention.triton.passes import forward_name, kernel_config
 
@@ -228,7 +241,7 @@ def _kernels(backend: str, q: Tensor, k: Tensor, shape: AttentionShape) -> str:
 
 
 def whole_keys(shape: AttentionShape) -> AttentionFunction:
-    """The Triton forward, whose keys are not split among programs however few the queries are."""
+    """Return the Triton forward without splitting keys among programs, even for few queries."""
     from cs336_systems.attention.triton.forward import launch_forward
     from cs336_systems.attention.triton.launch import rows_of_groups
     from cs336_systems.attention.triton.passes import kernel_config
@@ -246,7 +259,10 @@ def whole_keys(shape: AttentionShape) -> AttentionFunction:
 def chosen_tiles(
     kernel: str, shape: AttentionShape, capability: tuple[int, int] | None, tma: bool | None = None
 ) -> KernelConfig:
-    """What the table has for contiguous inputs of `shape`, or for such as TMA can read or cannot."""
+    """Return the table's tiles of `kernel` for inputs of `shape`.
+
+    `tma` says whether TMA can read the inputs; None means as for contiguous ones.
+    """
     tma = tma_reads_rows(shape.head_dim, BYTES_PER_ELEMENT[shape.dtype]) if tma is None else tma
     return select_config(
         kernel,
@@ -263,7 +279,7 @@ def chosen_tiles(
 
 
 def query_and_key(shape: AttentionShape, device: str) -> tuple[Tensor, Tensor]:
-    """Tensors of q's and k's size, whose values nobody set."""
+    """Return uninitialised q (batch, heads, seqlen_q, head_dim) and k of `shape` on `device`."""
     dtype, kv_heads = getattr(torch, shape.dtype), shape.kv_heads or shape.heads
     q = torch.empty(
         (shape.batch, shape.heads, shape.seqlen_q, shape.head_dim), dtype=dtype, device=device
@@ -276,8 +292,9 @@ def query_and_key(shape: AttentionShape, device: str) -> tuple[Tensor, Tensor]:
 
 @cache
 def compiled_flex(dynamic: bool) -> Any:
-    """FlexAttention compiled once for all lengths if `dynamic`, else for each shape on its own,
-    which is faster.
+    """Return compiled FlexAttention: once for all lengths if `dynamic`, else anew for each shape.
+
+    The latter is faster to run.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -285,9 +302,9 @@ def compiled_flex(dynamic: bool) -> Any:
 
 
 def _flex(shape: AttentionShape, device: str) -> AttentionFunction:
-    """FlexAttention, compiled, with the causal mask as lists of tiles (no S x S tensor)."""
-    # The grid of lengths on one head would compile for minutes; a shape that is measured alone gets
-    # its own kernel.
+    """Return compiled FlexAttention, with a causal mask as lists of tiles (no S x S tensor)."""
+    # Shapes of one head belong to the grid of lengths, which would compile for minutes. Other
+    # shapes get a kernel of their own.
     flex = compiled_flex(dynamic=shape.batch * shape.heads == 1)
     if not shape.is_causal:
         return flex

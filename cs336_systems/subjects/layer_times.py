@@ -1,7 +1,6 @@
-"""What the closed forms of section 8 are tried on: the feed-forward layer of the 8B model on H200
-and B200 links.
+"""Apply the closed forms of section 8 to the feed-forward layer of the 8B model on H200 and B200.
 
-rows = times(("FSDP backward",))      # communication over computation by the number of GPUs, for each link
+rows = times(("FSDP backward",))      # communication / computation for each link and GPU count
 """
 
 from collections.abc import Callable
@@ -15,10 +14,10 @@ from cs336_systems.config import MODEL_SIZES
 
 MODEL = MODEL_SIZES["8b"]
 TOKENS = 4_194_304  # a large pre-training batch
-FEW_TOKENS = 65_536  # of the leaderboard's step
+FEW_TOKENS = 65_536  # a step of the leaderboard
 GPUS = tuple(2**power for power in range(1, 15))
 
-# Seconds of communication of a layer's pass on N GPUs with W bytes/s.
+# scheme -> function that returns seconds of communication of a layer's pass on N GPUs at W bytes/s
 COMMUNICATION: dict[str, Callable[..., float]] = {
     "DP": lambda one, _, gpus, **link: ffn.data_parallel_seconds(one, gpus, **link),
     "FSDP": ffn.fsdp_seconds,
@@ -27,8 +26,9 @@ COMMUNICATION: dict[str, Callable[..., float]] = {
 
 
 def links() -> dict[str, dict[str, float]]:
-    """C and W by link: each GPU's FLOP/s and bytes a second, by NVLink and by its own network
-    adapter.
+    """Return each link's C and W: FLOP/s of a GPU, and its bytes/s over the link.
+
+    The links are NVLink and each GPU's own network adapter, for each machine of HARDWARE.
     """
     return {
         f"{machine.name}, {link}": {"flops_per_s": machine.flops_per_s, "bytes_per_s": bytes_per_s}
@@ -41,8 +41,9 @@ def links() -> dict[str, dict[str, float]]:
 
 
 def limit_claim(rows: pd.DataFrame) -> str:
-    """Up to how many of the GPUs drawn computation hides communication, by the fastest link and by
-    the slowest.
+    """Return a title: the most drawn GPUs at which computation hides communication.
+
+    It names the links with the highest and with the lowest limit.
     """
     hidden = rows[rows["ratio"] <= 1].groupby("link")["GPUs"].max()
     most = hidden.reindex(rows["link"].unique(), fill_value=1)
@@ -52,7 +53,10 @@ def limit_claim(rows: pd.DataFrame) -> str:
 
 
 def ratio_lines(scheme: str, batch: str, drawn: str) -> Lines:
-    """Communication over computation of the scheme `drawn` by the number of GPUs."""
+    """Return a figure of communication over computation against the number of GPUs.
+
+    `drawn` is the scheme in the rows, `scheme` its name in words, and `batch` describes the batch.
+    """
     return Lines(
         title=f"{scheme}: communication over computation of 8B's feed-forward layer",
         x="GPUs",
@@ -68,11 +72,16 @@ def ratio_lines(scheme: str, batch: str, drawn: str) -> Lines:
 
 
 def layer(tokens: int = TOKENS) -> FeedForward:
+    """Return the feed-forward layer of the 8B model for a batch of `tokens`."""
     return FeedForward(tokens=tokens, d_model=MODEL.d_model, d_ff=MODEL.d_ff)
 
 
 def times(schemes: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Rows of communication over computation: at 1 the scheme becomes bound by communication."""
+    """Return rows with the `ratio` of communication to computation by scheme, link and GPUs.
+
+    A scheme is a kind and a mode, such as "FSDP backward"; above a ratio of 1 communication bounds
+    it.
+    """
     rows = []
     for scheme in schemes:
         kind, mode = scheme.split()

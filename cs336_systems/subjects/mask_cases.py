@@ -1,10 +1,9 @@
-"""What the experiments with masks share: cases and cells, how they are measured, and dense
-attention beside them.
+"""Define cases, cells and tables of the experiments with masks, and compare with dense attention.
 
 Beside the times a cell records the density of the mask that ran and the share of its tiles that are
-live: the inverse of that share is what skipping tiles can gain at most. "Dense" is attention of the
-same shape without the mask (causal, if the mask is causal): the fastest of our Triton kernels, our
-Hopper kernels where they run, and SDPA's flash, so that a slow dense path of ours flatters nothing.
+live: skipping tiles can gain at most the inverse of that share. "Dense" is attention of the same
+shape without the mask (causal, if the mask is causal): the fastest of our Triton kernels, our
+Hopper kernels if they run, and SDPA's flash. So a slow dense path of ours flatters no mask.
 """
 
 import math
@@ -27,10 +26,10 @@ from cs336_systems.subjects.mask_implementations import is_plain, mask_parts
 DENSITY = Row(mode="forward", quantity="density", unit="1")
 BLOCK_DENSITY = Row(mode="forward", quantity="block_density", unit="1")
 SMALL_HEADS, SMALL_HEAD_DIM = 1, 32  # below handout scale, where kernels are interpreted
-DENSE_PEERS = ("hopper", "sdpa_flash", "sdpa_cudnn")  # beside full and causal attention
-# whose fastest is dense attention; `auto` takes one of the first two
+DENSE_PEERS = ("hopper", "sdpa_flash", "sdpa_cudnn")  # measured on full and causal attention
+# The fastest of these is "dense attention"; `auto` takes one of the first two.
 DENSE = ("triton", "hopper", "sdpa_flash")
-# of a mask's pattern, without its numbers; whether dense attention beside it is causal
+# mask's name without numbers -> (name of its family, whether dense attention beside it is causal)
 FAMILIES = {
     "full": ("full", False),
     "causal": ("causal", True),
@@ -45,7 +44,7 @@ FAMILIES = {
     "dilated": ("dilated", False),
     "dilated+causal": ("causal dilated", True),
 }
-# What a row and the dense attention beside it have in common.
+# columns that a row and its dense attention have in common
 AS_DENSE = [
     "mode",
     "quantity",
@@ -57,16 +56,16 @@ AS_DENSE = [
     "dtype",
     "run",
 ]
-# whose build is timed, by mask
+# kind of a mask that changes from call to call -> the implementation whose mask build is timed
 BUILT_ANEW = {"document": "triton_lists", "shared": "triton", "topk": "triton"}
 
 
 def mask_cell(case: MaskCase, implementation: str, run: RunConfig) -> Cell:
-    """A cell that reports both densities, the times of both passes and together, and on a GPU the
-    peak memory.
+    """Return the cell of one implementation under one mask.
 
-    Of masks that change from call to call one implementation reports what building the next one
-    takes.
+    Its rows are both densities, the times of forward, backward and both together, and on a GPU the
+    peak memory. For masks that change from call to call, one implementation (BUILT_ANEW) also
+    reports the time of building a new mask.
     """
     rows = [DENSITY, BLOCK_DENSITY, *AttentionExperiment.rows]
     rows += (
@@ -79,8 +78,9 @@ def mask_cell(case: MaskCase, implementation: str, run: RunConfig) -> Cell:
 def names_of(
     run: RunConfig, peers: tuple[str, ...], ours: tuple[str, ...] = ("triton",)
 ) -> tuple[str, ...]:
-    """The implementations of a cell; below handout scale also the oracle itself and the tiled
-    stage.
+    """Return the implementations for a mask: `ours` and `peers` at handout scale.
+
+    At smoke scale there are also "eager" and "tiled", at tiny scale "eager" and no `peers`.
     """
     if run.scale == "handout":
         return (*ours, *peers)
@@ -98,8 +98,10 @@ def mask_case(
     head_dim: int,
     blocks: tuple[int, int] = (128, 128),
 ) -> MaskCase:
-    """A case of the handout's size, or of one that the interpreter can do; there in float32 and
-    tiles of 64.
+    """Return a case of `mask` at the run's scale.
+
+    Below handout scale heads, head dim and mask tiles are small enough for Triton's interpreter,
+    and tiles are 64 × 64. The dtype is bfloat16 on a GPU, else float32.
     """
     handout = run.scale == "handout"
     dtype: DTypeName = "bfloat16" if run.device == "cuda" else "float32"
@@ -118,18 +120,21 @@ def mask_case(
 
 
 class MaskExperiment(AttentionExperiment, ABC):
-    """Base of the experiments with masks by name: cells, columns, dense attention beside."""
+    """Base class of experiments with masks by name; a subclass defines `planned`."""
 
     @abstractmethod
     def planned(self, run: RunConfig) -> Iterable[tuple[MaskCase, Sequence[str]]]:
-        """Each case, and the implementations that are measured on it."""
+        """Return each case with the implementations that are measured on it."""
 
     def cells(self, run: RunConfig) -> list[Cell]:
+        """Return a cell for each planned case and implementation."""
         return [mask_cell(case, name, run) for case, names in self.planned(run) for name in names]
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """`family` and `pattern` of the mask, its `number` (a density, a rate), `blocks`, `pass`
-        and `dense_causal`.
+        """Return `family`, `pattern` and `number` of the mask, `blocks`, `pass` and `dense_causal`.
+
+        `number` is the last number in the mask's name (a density, a rate), or 1 without one and for
+        documents. `blocks` are the mask's tiles in words.
         """
         name, numbers, _ = mask_parts(row["mask"])
         family, causal = FAMILIES["+".join([name, *row["mask"].split("+")[1:]])]
@@ -144,17 +149,23 @@ class MaskExperiment(AttentionExperiment, ABC):
         }
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Beside dense attention of one run: `dense` (whose), `over_dense` (times as fast), `ideal`
-        (tiles of dense over live ones) and `ideal_by_pairs`.
+        """Return the frame with columns that compare each row with dense attention of its run.
+
+        `dense` is the fastest dense implementation and `over_dense` how many times as fast the row
+        is. `ideal` is the ratio of dense attention's live tiles to the row's, `ideal_by_pairs` that
+        of attended pairs.
         """
         frame = with_pairs(frame)
+
+        # The smallest speed is the one over the fastest dense implementation.
         plain = {"quantity": "time", "mask": is_plain}
         for name in DENSE:
             frame = with_speeds(frame, f"over_{name}", plain | {"implementation": name}, AS_DENSE)
         over = frame[[f"over_{name}" for name in DENSE]].set_axis(DENSE, axis="columns")
-        # Beside the fastest of them a row gains least.
         least, whose = over.min(axis="columns"), over.fillna(math.inf).idxmin(axis="columns")
         frame = frame.assign(over_dense=least, dense=whose.where(least.notna(), ""))
+
+        # The most that skipping can gain: shares of dense attention over those of the row.
         shares = pick(frame, plain).drop_duplicates(AS_DENSE).set_index(AS_DENSE)[["live", "pairs"]]
         of_dense = frame[AS_DENSE].join(shares, on=AS_DENSE)
         for column, share in (("ideal", "live"), ("ideal_by_pairs", "pairs")):
@@ -164,15 +175,18 @@ class MaskExperiment(AttentionExperiment, ABC):
         return frame
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`over(mode=..., pattern=...)`: how many times as fast as dense attention the fastest of
-        ours is.
+        """Return the template's function `over(mode=..., pattern=...)`.
+
+        It gives `best_over_dense` as text: how many times as fast as dense attention ours is.
         """
         return {"over": lambda **where: f"{digits(best_over_dense(frame, **where))}×"}
 
 
 def with_pairs(frame: pd.DataFrame) -> pd.DataFrame:
-    """`frame` with `pairs` and `live`, shares of the mask that ran, and of times `tflops` by
-    attended pairs.
+    """Return `frame` with the columns `pairs`, `live` and `tflops`.
+
+    `pairs` and `live` are the shares of attended pairs and of live tiles of the row's mask.
+    `tflops` is the rate of a time in TFLOP/s, which counts attended pairs only.
     """
     shares = {}
     for name, quantity in (("pairs", "density"), ("live", "block_density")):
@@ -186,13 +200,16 @@ def with_pairs(frame: pd.DataFrame) -> pd.DataFrame:
         * frame["seqlen_q"] ** 2
         * frame["head_dim"]
     )
-    # FLOPs a ms as TFLOP/s
+    # FLOP per ms / 1e9 = TFLOP/s
     rates = frame["mode"].map(ATTENTION_FLOPS_PER_PAIR) * area / frame["median"] / 1e9
     return frame.assign(tflops=rates.where((frame["quantity"] == "time") & (frame["median"] > 0)))
 
 
 def best_over_dense(frame: pd.DataFrame, mode: str = "forward_backward", **where: Any) -> float:
-    """How many times as fast as dense attention the fastest of ours is on the one case of `where`."""
+    """Return how many times as fast as dense attention the fastest of ours is on one case.
+
+    Raises ValueError unless `where` chooses exactly one case.
+    """
     rows = pick(
         frame, {"quantity": "time", "mode": mode, "implementation": ("triton", "hopper"), **where}
     )
@@ -202,9 +219,7 @@ def best_over_dense(frame: pd.DataFrame, mode: str = "forward_backward", **where
 
 
 def dense_tables(**where: Any) -> dict[str, TableSpec]:
-    """A table for each pass: every mask and implementation beside dense attention and the two
-    ideals.
-    """
+    """Return a table for each mode: every mask and implementation compared with dense attention."""
     return {
         mode: Listing(
             title=f"{words} beside dense attention",

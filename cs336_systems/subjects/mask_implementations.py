@@ -1,9 +1,8 @@
-"""What is measured on a case of attention: `implementations` without a mask or under the causal
-one, others here.
+"""Build the implementations of attention under masks that dense kernels do not know.
 
-`build_case(name, case, run)` returns a `Built`, or raises `Unsupported` with the reason. Layouts
-differ (packed documents, a padded batch), so each says how inputs are packed and results unpacked,
-outside the timing.
+`build_case(name, case, run)` returns a `Built`, or raises `Unsupported` with the reason. Cases
+without a mask or with the causal one go to `implementations`. Layouts differ (packed documents, a
+padded batch), so each `Built` says how inputs are packed and results unpacked, outside the timing.
 """
 
 from collections.abc import Callable
@@ -41,8 +40,10 @@ from cs336_systems.subjects.implementations import (
 
 
 def build_case(name: str, case: Any, run: RunConfig) -> Built:
-    """The implementation `name` of what `case` attends, on the run's device; ValueError for an
-    unknown name.
+    """Return the implementation `name` for the shape and mask of `case` on the run's device.
+
+    Raises ValueError for an unknown name, and Unsupported with the reason if the implementation
+    does not exist for the case.
     """
     masked = masked_of(case)
     if masked is None:
@@ -52,7 +53,7 @@ def build_case(name: str, case: Any, run: RunConfig) -> Built:
             "compiled FlexAttention is measured on a GPU: on CPU it compiles anew for each mask"
         )
     if (dense := name.removesuffix("_lists")) in IMPLEMENTATIONS:
-        built = build(dense, masked.shape, run.device)  # refuses what does not run here
+        built = build(dense, masked.shape, run.device)  # raises Unsupported if it does not run here
         if name == dense and is_plain(masked.mask):
             return built
     if name not in BUILDERS:
@@ -61,19 +62,18 @@ def build_case(name: str, case: Any, run: RunConfig) -> Built:
 
 
 def masked_of(case: Any) -> MaskCase | None:
-    """The mask by name that a case is, or has as its `mask_case`; None where its shape says what is
-    attended.
-    """
+    """Return the MaskCase that `case` is or has as its `mask_case`; None if it has no mask."""
     return case if isinstance(case, MaskCase) else getattr(case, "mask_case", None)
 
 
 def shape_of(case: Any) -> AttentionShape:
+    """Return the attention shape of a case, which is one itself unless it is a MaskCase."""
     return case.shape if isinstance(case, MaskCase) else case
 
 
 @kept_for_a_case
 def mask_of(case: MaskCase, run: RunConfig) -> BlockMask:
-    """The mask that `case` names, on the run's device."""
+    """Return the mask that `case` names, on the run's device; kept until another case."""
     size = (case.query_block, case.key_block)
     return parse_mask(
         case.mask, seqlen=case.seqlen_q, block_size=size, seed=run.seed, device=run.device
@@ -81,17 +81,19 @@ def mask_of(case: MaskCase, run: RunConfig) -> BlockMask:
 
 
 def is_plain(pattern: str) -> bool:
-    """Whether a mask is one that dense kernels know: none, or causal."""
+    """Return whether dense kernels know the mask: it is "full" or "causal"."""
     return pattern in ("full", "causal")
 
 
 def mask_parts(pattern: str) -> tuple[str, str, bool]:
-    """A mask's kind, its argument, and whether it is causal; of several masks together, which only
-    lists hold, no kind.
+    """Return a mask's kind, its argument, and whether it is causal, from its name.
 
-    >>> mask_parts("document:60,40+causal"), mask_parts("full"),
-    mask_parts("document:60,40+window:8")
-    (('document', '60,40', True), ('full', '', False), ('', '', False))
+    The kind is "" for a combination of masks other than causal, which only lists of tiles hold.
+
+    >>> mask_parts("document:60,40+causal"), mask_parts("full")
+    (('document', '60,40', True), ('full', '', False))
+    >>> mask_parts("document:60,40+window:8")
+    ('', '', False)
     """
     parts = pattern.split("+")
     first, *others = [part for part in parts if part != "causal"] or ["causal"]
@@ -100,7 +102,7 @@ def mask_parts(pattern: str) -> tuple[str, str, bool]:
 
 
 def document_lengths(case: MaskCase) -> list[int]:
-    """Lengths of the documents of a case's mask; `Unsupported` if it has none."""
+    """Return the lengths of the documents of a case's mask; raise Unsupported if it has none."""
     kind, argument, _ = mask_parts(case.mask)
     if kind != "document":
         raise Unsupported("the mask is not one of documents")
@@ -111,7 +113,11 @@ def document_lengths(case: MaskCase) -> list[int]:
 
 
 def _ours(backend: str, case: MaskCase, run: RunConfig) -> Built:
-    """Our best path for the mask: varlen, gathered keys, dilated by reshape; lists for every other."""
+    """Return our best path for the mask with the kernels of `backend`.
+
+    Documents use the varlen path, shared keys are gathered, and a dilated mask is a reshape; every
+    other mask uses lists of tiles.
+    """
     kind, argument, causal = mask_parts(case.mask)
     kernel = ran(kind, run.device)
     if kind == "document":
@@ -123,6 +129,7 @@ def _ours(backend: str, case: MaskCase, run: RunConfig) -> Built:
             )
 
         return Built(attend=packed, pack=_pack, unpack=_unpack, kernel=kernel)
+
     if kind == "dilated":
         segment_length, rate = map(int, argument.split("/"))
 
@@ -132,6 +139,7 @@ def _ours(backend: str, case: MaskCase, run: RunConfig) -> Built:
             )
 
         return Built(attend=dilated, kernel=kernel)
+
     if kind == "shared":
         bias, num_keys = random_bias(case.seqlen_q, 1, run.seed).to(run.device), int(argument)
 
@@ -144,12 +152,15 @@ def _ours(backend: str, case: MaskCase, run: RunConfig) -> Built:
             )
 
         return Built(attend=shared, build_mask=choose, kernel=kernel)
+
     return _lists(backend, case, run)
 
 
 def _lists(backend: str, case: MaskCase, run: RunConfig) -> Built:
-    """Our kernels that walk the mask's lists; those of documents and of each query's keys change
-    from call to call.
+    """Return our kernels that walk the mask's lists of tiles, with the kernels of `backend`.
+
+    Masks of documents and of each query's best keys change from call to call, so that the result
+    has a `build_mask`.
     """
     size, build_mask = (case.query_block, case.key_block), None
     taken_by(backend, case.shape, run.device, layout="block_mask", block_size=size)
@@ -173,7 +184,7 @@ def _lists(backend: str, case: MaskCase, run: RunConfig) -> Built:
 
 
 def _torch_varlen(case: MaskCase, run: RunConfig) -> Built:
-    """PyTorch's own packed attention (FlashAttention-2)."""
+    """Return PyTorch's attention on packed documents (FlashAttention-2)."""
     if run.device == "cpu" or case.dtype == "float32":
         raise Unsupported("torch.nn.attention.varlen needs CUDA and 16 bits")
     from torch.nn.attention.varlen import varlen_attn
@@ -188,29 +199,31 @@ def _torch_varlen(case: MaskCase, run: RunConfig) -> Built:
 
 
 def _ends(case: MaskCase, run: RunConfig) -> tuple[Tensor, int]:
-    """Where documents begin and end in the packed tokens, on the device once, and the longest one's
-    length.
+    """Return cu_seqlens of the packed documents, (documents + 1,) int32, and the longest's length.
+
+    They are made here, so that no call copies them to the device.
     """
     lengths = document_lengths(case)
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(run.device), max(lengths)
 
 
 def _pack(x: Tensor) -> Tensor:
-    """(1, heads, tokens, head_dim) as packed (tokens, heads, head_dim)."""
+    """Return x of (1, heads, tokens, head_dim) as packed (tokens, heads, head_dim)."""
     return x[0].transpose(0, 1).contiguous()
 
 
 def _unpack(x: Tensor) -> Tensor:
+    """Return packed x of (tokens, heads, head_dim) as (1, heads, tokens, head_dim)."""
     return x.transpose(0, 1)[None]
 
 
 def _padded(case: MaskCase, run: RunConfig) -> Built:
-    """SDPA on a batch of documents padded to the longest: what a batch costs without packing."""
+    """Return SDPA on a batch of documents padded to the longest, the cost without packing."""
     lengths = [length for length in document_lengths(case) if length]
     causal, longest = mask_parts(case.mask)[2], max(lengths)
-    # (documents, longest)
+    # (documents, longest): True for real tokens
     exists = (torch.arange(longest) < torch.tensor(lengths)[:, None]).to(run.device)
-    # Under the causal mask no real query sees the padding behind it; without, it has to be masked.
+    # A causal mask hides the padding behind each real query. Without it, padding must be masked.
     key_mask = None if causal else exists[:, None, None].expand(-1, 1, longest, -1)
 
     def pack(x: Tensor) -> Tensor:
@@ -226,12 +239,15 @@ def _padded(case: MaskCase, run: RunConfig) -> Built:
 
 
 def _flex(case: MaskCase, run: RunConfig, **options: Any) -> Built:
-    """FlexAttention, compiled, with the same tile lists; its token predicate is arithmetic where
-    the mask has one.
+    """Return compiled FlexAttention with the mask's lists of tiles.
+
+    The token predicate of document masks is arithmetic; other masks look it up in their tiles.
+    `options` are FlexAttention's.
     """
     if min(case.query_block, case.key_block) < FLEX_BLOCK:
         raise Unsupported(
-            f"FlexAttention's backward has no kernel for mask tiles below {FLEX_BLOCK} (PyTorch 2.11)"
+            f"FlexAttention's backward has no kernel for mask tiles below {FLEX_BLOCK} "
+            "(PyTorch 2.11)"
         )
     mask = mask_of(case, run)
     tiles = mask.to_flex(_predicate(case, mask))
@@ -239,7 +255,10 @@ def _flex(case: MaskCase, run: RunConfig, **options: Any) -> Built:
 
 
 def _flash_attention_4(case: MaskCase, run: RunConfig) -> Built:
-    """FlashAttention-4 where it has the mask itself: a window, packed documents."""
+    """Return FlashAttention-4 for the masks that it has itself: a window, packed documents.
+
+    Raises Unsupported for other masks.
+    """
     kind, argument, causal = mask_parts(case.mask)
     if kind == "window":
         window = {"causal": True, "window_size": (int(argument) - 1, 0)}
@@ -266,6 +285,7 @@ def _flash_attention_4(case: MaskCase, run: RunConfig) -> Built:
 
 
 def _predicate(case: MaskCase, mask: BlockMask) -> Callable[..., Tensor] | None:
+    """Return the predicate (batch, head, query, key) of a document mask; None for other masks."""
     kind, _, causal = mask_parts(case.mask)
     if kind != "document":
         return None
@@ -277,15 +297,13 @@ def _predicate(case: MaskCase, mask: BlockMask) -> Callable[..., Tensor] | None:
 
 
 def _token_mask(case: MaskCase, run: RunConfig) -> Built:
-    """SDPA with a bool mask of (queries, keys): it computes every pair and drops those that are
-    masked.
-    """
+    """Return SDPA with a bool mask of (queries, keys), which computes every pair of tokens."""
     return Built(
         attend=partial(F.scaled_dot_product_attention, attn_mask=mask_of(case, run).to_dense())
     )
 
 
-# under a mask that dense kernels do not know
+# name -> builder, for masks that dense kernels do not know
 BUILDERS: dict[str, Callable[[MaskCase, RunConfig], Built]] = {
     "eager": lambda case, run: Built(
         attend=partial(attention_reference, mask=mask_of(case, run).to_dense())

@@ -1,11 +1,11 @@
-"""A training step taken apart into phases, under the instrument that watches its memory.
+"""Record the memory of a training step by phases, on fake tensors or on a device.
 
-    trace = simulated_trace(case, "train_step")                   # fake tensors, a laptop, seconds
-    measured_phases(case, "train_step", run).peak_bytes           # the allocator itself, on CPU or CUDA
+    trace = simulated_trace(case, "train_step")             # fake tensors, a laptop, seconds
+    measured_phases(case, "train_step", run).peak_bytes     # the allocator's counts, CPU or CUDA
 
-The same code runs in both. "start" is the model (and, for a training step, AdamW's state: the step
-is not the first); "forward" ends with the loss; "backward" begins with its gradient; the optimizer
-step comes last.
+The same code runs in both. "start" is the model and, for a training step, AdamW's state, since the
+step is not the first. "forward" ends with the loss, "backward" begins with its gradient, and
+"optimizer step" comes last.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,30 +30,29 @@ from cs336_systems.model.checkpointing import apply_checkpointing, compile_block
 from cs336_systems.subjects.model_steps import TrainingStep
 
 START, FORWARD, STEP = "start", "forward", "optimizer step"
-# far below what overflows a tensor's size, far above what any machine has
+# far below the overflow of a tensor's size, far above any machine's memory
 MAX_SIMULATED_BYTES = 2**60
 PHASES = {"forward": (START, FORWARD), "train_step": (START, FORWARD, BACKWARD, STEP)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCase(ModelCase):
-    """A model whose memory is watched."""
+    """A model whose memory is recorded."""
 
     checkpointing: str = "none"  # none, recursive, selective, or blocks per group
     warmup: int = 0
 
 
 class SimulatedStep(TrainingStep):
-    """A `TrainingStep` on fake tensors, which computes nothing and occupies nothing; under a
-    FakeTensorMode.
-    """
+    """A `TrainingStep` on fake tensors, without computation or memory, used in a FakeTensorMode."""
 
     def __init__(self, case: ModelCase, model_spec: str | None = None) -> None:
         super().__init__(case, RunConfig(scale="tiny", device="cpu", model=model_spec))
 
     def _build(self, case: Any, run: RunConfig) -> nn.Module:
-        # A fake tensor cannot tell the operator of a GPU its device; the tiled one saves the same
-        # tensors.
+        """Return the case's model with fake parameters."""
+        # Fake tensors do not tell a GPU's attention operator its device. The tiled one saves the
+        # same tensors.
         stand_ins = {"triton": "tiled", "hopper": "tiled", "compiled": "reference"}
         attention = stand_ins.get(case.attention, case.attention)
         return fake_module(
@@ -65,8 +64,9 @@ class SimulatedStep(TrainingStep):
 
 
 def prepare(step: TrainingStep, case: ModelCase, mode: str) -> None:
-    """Checkpointing as `case` says, and for a training step the optimizer's state, without a step
-    being taken.
+    """Apply the checkpointing of `case`, and for a training step create the optimizer's state.
+
+    The weights stay as they are. Raises Unsupported if a user's model cannot be checkpointed.
     """
     checkpointing = getattr(case, "checkpointing", "none")
     if checkpointing != "none":
@@ -77,7 +77,7 @@ def prepare(step: TrainingStep, case: ModelCase, mode: str) -> None:
     if mode == "train_step":
         step.optimizer = AdamW(step.parameters, lr=0.0, weight_decay=0.0)
         for parameter in step.parameters:
-            # any gradient makes the state; with lr 0 the weights stay
+            # Any gradient creates the state; with lr 0 the weights stay.
             parameter.grad = parameter.detach()
         step.optimizer.step()
         for value in optimizer_state(step):
@@ -86,14 +86,14 @@ def prepare(step: TrainingStep, case: ModelCase, mode: str) -> None:
 
 
 def optimizer_state(step: TrainingStep) -> Iterator[Tensor]:
-    """The tensors that the optimizer keeps."""
+    """Yield the tensors of the optimizer's state; none before there is an optimizer."""
     if step.optimizer is not None:
         for state in step.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def run_phases(step: TrainingStep, mode: str, mark: Callable[[str], None]) -> None:
-    """One pass of `mode`, telling `mark` each phase of `PHASES[mode]` but the start as it begins."""
+    """Run one pass of `mode`, calling `mark` with each phase's name as it begins, except START."""
     step.reset()
     mark(FORWARD)
     if mode == "forward":
@@ -107,9 +107,13 @@ def run_phases(step: TrainingStep, mode: str, mark: Callable[[str], None]) -> No
 
 
 def record(step: TrainingStep, mode: str, recorder: AllocationRecorder | CudaHistory) -> None:
-    """The pass under `recorder`, which is told of phases and of whose tensors are what."""
+    """Run one pass of `mode` and tell `recorder` the phases and the categories of tensors.
+
+    The categories are "parameters", "optimizer" and "gradients".
+    """
 
     def begin(name: str) -> None:
+        """Begin a phase; gradients exist when the optimizer's step begins."""
         if name == STEP:
             recorder.assign((parameter.grad for parameter in step.parameters), "gradients")
         recorder.phase(name)
@@ -121,7 +125,7 @@ def record(step: TrainingStep, mode: str, recorder: AllocationRecorder | CudaHis
 
 
 def recorded_trace(step: TrainingStep, mode: str, device: str) -> MemoryTrace:
-    """The pass under an `AllocationRecorder` that counts as `device` does."""
+    """Return the trace of one pass by an `AllocationRecorder` that counts as `device` does."""
     with AllocationRecorder(device) as recorder:
         record(step, mode, recorder)
     return recorder.trace()
@@ -130,14 +134,17 @@ def recorded_trace(step: TrainingStep, mode: str, device: str) -> MemoryTrace:
 def simulated_trace(
     case: ModelCase, mode: str, *, device: str = "cuda", model_spec: str | None = None
 ) -> MemoryTrace:
-    """The memory of one pass of `case` as `device` would see it, from fake tensors: nothing is
-    allocated here.
+    """Return the memory trace that one pass of `case` would have on `device`, from fake tensors.
+
+    Nothing is allocated here. `model_spec` names the user's own model, None this package's. Raises
+    ValueError for an unknown mode, or if the case needs more than MAX_SIMULATED_BYTES.
     """
     if mode not in PHASES:
         raise ValueError(f"mode must be one of {', '.join(PHASES)}, got {mode!r}")
     if (predicted := model_peak_bytes(case, mode)) > MAX_SIMULATED_BYTES:
         raise ValueError(
-            f"batch and context_length must need at most {MAX_SIMULATED_BYTES:,} bytes, got {predicted:,}"
+            f"batch and context_length must need at most {MAX_SIMULATED_BYTES:,} bytes, "
+            f"got {predicted:,}"
         )
     rules = CudaAutocastRules() if device == "cuda" else nullcontext()
     with FakeTensorMode(), rules:
@@ -148,19 +155,19 @@ def simulated_trace(
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the allocator said of one pass."""
+    """The allocator's counts of one pass."""
 
-    peak_bytes: dict[str, int]  # by phase, of those that came to their end
+    peak_bytes: dict[str, int]  # phase -> peak, for phases that were completed
     trace: MemoryTrace
-    out_of_memory: str = ""  # the message, where the pass ended so
+    out_of_memory: str = ""  # the error's message if the pass ran out of memory
 
 
 def measured_pass(step: TrainingStep, mode: str) -> Measured:
-    """One pass of a prepared `step` on its device, with the allocator's own counts.
+    """Run one pass of a prepared `step` on its device and return the allocator's counts.
 
-    On CUDA the trace is the allocator's history of the same pass; a pass that runs out of memory
-    leaves the trace up to there. On a CPU the counts are the profiler's and the trace is recorded
-    in a second pass.
+    On CUDA the trace is the allocator's history of the same pass; if that runs out of memory, the
+    trace ends there. On a CPU the counts are the profiler's, and the trace is recorded in a second
+    pass.
     """
     if step.device == "cpu":
         base = sum(
@@ -169,7 +176,8 @@ def measured_pass(step: TrainingStep, mode: str) -> Measured:
         )
         peaks = {START: base} | cpu_phase_peaks(lambda mark: run_phases(step, mode, mark), base)
         return Measured(peak_bytes=peaks, trace=recorded_trace(step, mode, "cpu"))
-    # cuBLAS takes its workspace before
+
+    # A first matmul, so that cuBLAS's workspace is not counted.
     torch.ones(16, 16, device="cuda") @ torch.ones(16, 16, device="cuda")
     message = ""
     with CudaHistory() as history:
@@ -178,14 +186,14 @@ def measured_pass(step: TrainingStep, mode: str) -> Measured:
             history.end_phase()
         except torch.OutOfMemoryError as error:
             message = str(error).splitlines()[0]
-            if len(history.phases) > 2:  # backward had begun
+            if len(history.phases) > 2:  # START and FORWARD: backward had begun
                 history.assign((parameter.grad for parameter in step.parameters), "gradients")
         trace = history.trace()
     return Measured(peak_bytes=history.peaks, trace=trace, out_of_memory=message)
 
 
 def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
-    """`measured_pass` of `case` on the run's device."""
+    """Build and prepare `case` on the run's device and return `measured_pass` of it."""
     step = TrainingStep(case, run)
     prepare(step, case, mode)
     return measured_pass(step, mode)
@@ -193,8 +201,8 @@ def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
 
 # What consecutive blocks save for backward
 
-NUM_LARGEST = 5
-# how autograd calls the backward of what torch.compile made
+NUM_LARGEST = 5  # operations that are reported on their own
+# autograd's name for the backward of a compiled function
 COMPILED_GRADIENT = "CompiledFunctionBackward"
 SAVED = Row(mode="forward", quantity="saved_for_backward", unit="MiB")
 SAVED_EXPECTED = Row(mode="forward", quantity="closed_form_saved", unit="MiB")
@@ -202,6 +210,7 @@ RESIDUAL = Row(mode="forward", quantity="residual_stream", unit="MiB")
 
 
 def ranked_rows(mode: str, quantity: str) -> tuple[Row, ...]:
+    """Return rows in MiB for ranks 1 to NUM_LARGEST: "<quantity>.1", "<quantity>.2", ..."""
     return tuple(
         Row(mode=mode, quantity=f"{quantity}.{rank}", unit="MiB")
         for rank in range(1, NUM_LARGEST + 1)
@@ -210,7 +219,7 @@ def ranked_rows(mode: str, quantity: str) -> tuple[Row, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class BlocksCase:
-    """Some consecutive blocks of a model and what they save for backward."""
+    """Some consecutive blocks of a model, whose tensors saved for backward are measured."""
 
     model: ModelConfig
     batch: int
@@ -221,14 +230,19 @@ class BlocksCase:
 
     @property
     def stream_shape(self) -> tuple[int, int, int]:
+        """Shape of the residual stream: (batch, context_length, d_model)."""
         return (self.batch, self.model.context_length, self.model.d_model)
 
 
 def measure_blocks(cell: Cell, run: RunConfig) -> Iterator[Sample]:
-    """What the blocks of a model of so many save; of fake tensors where the cell's is `simulated`."""
+    """Measure the bytes that the case's blocks save for backward.
+
+    Implementations whose names begin with "simulated" use fake tensors.
+    """
     case: BlocksCase = cell.case
 
     def build() -> TransformerLM:
+        """Return a model with the case's number of blocks."""
         return TransformerLM.from_config(
             replace(case.model, num_layers=case.blocks), attention=case.attention
         )
@@ -248,6 +262,10 @@ def measure_blocks(cell: Cell, run: RunConfig) -> Iterator[Sample]:
 
 
 def _saved_measurements(cell: Cell, model: Any, stream: Tensor) -> Iterator[Sample]:
+    """Yield the cell's rows for the blocks of `model` on the residual `stream`.
+
+    Raises Disagreement if torch.compile left the blocks eager.
+    """
     case: BlocksCase = cell.case
     blocks = nn.Sequential(*model.layers)
     if cell.implementation == "simulated compiled":
@@ -256,7 +274,7 @@ def _saved_measurements(cell: Cell, model: Any, stream: Tensor) -> Iterator[Samp
         apply_checkpointing(model, case.checkpointing)
         compiled = cell.implementation == "compiled"
         if compiled:
-            gradient = model.run_blocks(list(blocks), stream).grad_fn  # compiles
+            gradient = model.run_blocks(list(blocks), stream).grad_fn  # compiles the blocks
             if COMPILED_GRADIENT not in str(gradient):
                 raise Disagreement(
                     f"torch.compile left the block eager: its gradient is {gradient}"
@@ -266,6 +284,7 @@ def _saved_measurements(cell: Cell, model: Any, stream: Tensor) -> Iterator[Samp
         saved = saved_tensors(
             lambda: model.run_blocks(list(blocks), stream), parameters=parameters, compiled=compiled
         )
+
     expected = block_saved_bytes(
         case.model, case.batch, attention=case.attention, precision=case.precision
     )

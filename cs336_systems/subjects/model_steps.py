@@ -1,7 +1,7 @@
-"""Cells that time a language model: forward, forward and backward, full training step.
+"""Time a language model: forward, forward and backward, full training step.
 
-What is compared takes turns in one cell: a GPU's clock and a host's load change between two cells,
-by more than some of the differences that are asked for.
+Models to be compared are measured by turns in one cell: between two cells a GPU's clock and a
+host's load change by more than some of the differences in question.
 """
 
 import math
@@ -25,22 +25,20 @@ from cs336_systems.measure.timing import time_calls, time_once
 from cs336_systems.model import AdamW, build_model, cross_entropy
 
 MODEL_MODES = ("forward", "forward_backward", "train_step")
-STEPS_A_TURN = 3  # timed, of each mode
+STEPS_A_TURN = 3  # timed steps of each mode in a turn
 LEAST_ROUNDS, MOST_ROUNDS = 2, {"tiny": 2, "smoke": 2, "handout": 6}  # `compare` needs four samples
-ROUNDS_BUDGET_S = {"cpu": 20.0, "cuda": 30.0}  # in which a further round must end
-# A compiled model may reorder float32 sums: its logits and its loss agree with eager's within this
-# times the largest.
+ROUNDS_BUDGET_S = {"cpu": 20.0, "cuda": 30.0}  # a further round must be expected to end within this
+# A compiled model may reorder float32 sums. Its logits and loss must agree with eager's within this
+# fraction of their largest element.
 TOLERANCE = 1e-3
 P = TypeVar("P")
 
 
 def model_cases(run: RunConfig, sizes: Sequence[str] = HANDOUT_SIZES) -> list[ModelCase]:
-    """A case for each of `sizes` at the run's scale, in float32 with plain attention.
+    """Return the model cases at the run's scale, in float32 with plain attention.
 
-    handout: all of them, batch 4, context 512. smoke: the real small model at context 128, batch 1,
-    and
-    a narrow proxy of medium (another would say nothing new in a laptop's minutes). tiny: one narrow
-    proxy.
+    handout: all of `sizes`, batch 4, context 512. smoke: the real small model and a narrow proxy of
+    medium, batch 1, context 128. tiny: one narrow proxy, batch 1, context 32.
     """
     models = [MODEL_SIZES[size] for size in sizes]
     if run.scale == "tiny":
@@ -55,9 +53,12 @@ def model_cases(run: RunConfig, sizes: Sequence[str] = HANDOUT_SIZES) -> list[Mo
 
 
 class TrainingStep:
-    """A model, its optimizer and a batch, with the three things that a benchmark times as methods."""
+    """A model, its optimizer and a batch; benchmarks time its methods of MODEL_MODES.
 
-    optimizer: Any = None  # made at the first step: its state is not the other modes' memory
+    The batch of each `rank` is different. `case` has model, batch, attention and precision.
+    """
+
+    optimizer: Any = None  # made at the first step, so that other modes do not hold its state
 
     def __init__(self, case: Any, run: RunConfig, rank: int = 0) -> None:
         self.vocab_size, self.autocast, self.device = (
@@ -75,6 +76,7 @@ class TrainingStep:
         self.model: Any = module
 
     def _build(self, case: Any, run: RunConfig) -> nn.Module:
+        """Return the case's model, or the user's own, on the run's device."""
         dtype = getattr(torch, case.precision.parameters)
         return build_model(
             case.model,
@@ -86,23 +88,23 @@ class TrainingStep:
         )
 
     def forward(self) -> Tensor:
-        """Logits, without a graph."""
+        """Return the logits, without a graph."""
         with torch.no_grad(), self._precision():
             return self._logits()
 
     def loss(self) -> Tensor:
-        """The loss, with the graph that a backward needs."""
+        """Return the loss with its graph."""
         with self._precision():
             return cross_entropy(self._logits(), self.targets)
 
     def forward_backward(self) -> Tensor:
-        """The loss, its gradients left in the parameters."""
+        """Run forward and backward, leaving gradients in the parameters, and return the loss."""
         loss = self.loss()
         loss.backward()
         return loss.detach()
 
     def train_step(self) -> Tensor:
-        """The loss before an AdamW step."""
+        """Run forward, backward and an AdamW step, and return the loss before the step."""
         if self.optimizer is None:
             self.optimizer = AdamW(self.parameters, lr=1e-4)
         loss = self.forward_backward()
@@ -115,8 +117,9 @@ class TrainingStep:
             parameter.grad = None
 
     def _logits(self) -> Tensor:
-        """The model's output, checked at every step for what costs no kernel: type, dtype and
-        shape.
+        """Return the model's logits; raise Disagreement if their type, dtype or shape is wrong.
+
+        The check launches no kernel, so that it can be a part of timed steps.
         """
         logits = self.model(self.tokens)
         if not isinstance(logits, Tensor):
@@ -126,12 +129,14 @@ class TrainingStep:
         shape = (*self.tokens.shape, self.vocab_size)
         if not logits.is_floating_point() or logits.shape != shape:
             raise Disagreement(
-                f"the model must return floating-point logits of shape (batch, context_length, vocab_size) = {shape}, "
+                "the model must return floating-point logits of shape "
+                f"(batch, context_length, vocab_size) = {shape}, "
                 f"got {logits.dtype} of shape {tuple(logits.shape)}"
             )
         return logits
 
     def _precision(self) -> AbstractContextManager[object]:
+        """Return the context of a forward: autocast if the case has it."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.device, dtype=getattr(torch, self.autocast))
@@ -140,11 +145,10 @@ class TrainingStep:
 def timed_modes(
     step: TrainingStep, modes: Sequence[str], *, warmup: int, count: int
 ) -> Iterator[tuple[str, list[float]]]:
-    """Yield each of `modes` with the milliseconds of `count` of its passes, after `warmup` that are
-    not timed.
+    """Yield each of `modes` with the milliseconds of `count` passes after `warmup` untimed ones.
 
-    Disagreement, before anything is timed, unless the logits and, in the other modes, the loss are
-    finite.
+    Raises Disagreement if the logits are not finite, or for other modes than forward if the loss is
+    not; each check precedes the timing that needs it.
     """
     require_finite("logits", step.forward())
     for mode in modes:
@@ -165,13 +169,12 @@ def model_rounds(
     modes: Sequence[str],
     run: RunConfig,
 ) -> tuple[dict[tuple[P, str], list[float]], dict[tuple[P, str], Outcome]]:
-    """Milliseconds by (player, mode), of turns that the players take round by round, and why some
-    have none.
+    """Measure `players` in interleaved rounds; return their times and the outcomes of failed modes.
 
-    `turn(player, modes)` yields modes with their times, the same number of times for every player.
-    A mode that it does not come to, for want of memory or because a result is wrong, is left out of
-    the later rounds.
-    Rounds go on for ROUNDS_BUDGET_S, at least LEAST_ROUNDS of them and at most MOST_ROUNDS.
+    The times are milliseconds by (player, mode). `turn(player, modes)` yields modes with their
+    times, the same number of times for every player. If it runs out of memory or a result is wrong,
+    the modes that it has not yielded have an outcome that says so, and are left out of later
+    rounds. Rounds go on for ROUNDS_BUDGET_S, at least LEAST_ROUNDS of them and at most MOST_ROUNDS.
     """
     samples: dict[tuple[P, str], list[float]] = defaultdict(list)
     missing: dict[tuple[P, str], Outcome] = {}
@@ -188,6 +191,8 @@ def model_rounds(
             except (torch.OutOfMemoryError, Disagreement) as error:
                 missing |= {(player, mode): outcome_of(error) for mode in left}
             release(run.device)
+
+        # Stop if another round of the same length would exceed the budget.
         now = time.monotonic()
         if (
             number + 1 >= LEAST_ROUNDS
@@ -202,7 +207,7 @@ def round_samples(
     samples: Mapping[tuple[P, str], list[float]],
     missing: Mapping[tuple[P, str], Outcome],
 ) -> Iterator[Sample]:
-    """The promised `rows`, by player and mode, as `model_rounds` has found them."""
+    """Yield the sample of each of `rows`, which are keyed as the results of `model_rounds`."""
     for key, row in rows.items():
         if key in missing:
             yield Sample(row=row, status=missing[key].status, message=missing[key].message)
@@ -211,11 +216,10 @@ def round_samples(
 
 
 def first_calls(step: TrainingStep, compiled: Any, run: RunConfig) -> Iterator[tuple[str, float]]:
-    """Yield forward and forward_backward with the seconds of the `compiled` model's first call of
-    each.
+    """Yield forward and forward_backward, each with the seconds of the compiled model's first call.
 
-    Disagreement if its logits or its loss are not those of the model of `step`, on the same weights
-    and batch.
+    Raises Disagreement unless its logits and its loss are those of the eager model of `step`, on
+    the same weights and batch.
     """
     eager = step.model
     expected = {"forward": step.forward(), "forward_backward": step.forward_backward()}
@@ -226,7 +230,13 @@ def first_calls(step: TrainingStep, compiled: Any, run: RunConfig) -> Iterator[t
     try:
         for mode in ("forward", "forward_backward"):
             results: list[Tensor] = []
-            seconds = time_once(lambda: results.append(getattr(step, mode)()), run.device) / 1e3  # noqa: B023
+            seconds = (
+                time_once(
+                    lambda: results.append(getattr(step, mode)()),  # noqa: B023
+                    run.device,
+                )
+                / 1e3
+            )
             _agree("logits" if mode == "forward" else "loss", results.pop(), expected.pop(mode))
             yield mode, seconds
     finally:
@@ -235,8 +245,9 @@ def first_calls(step: TrainingStep, compiled: Any, run: RunConfig) -> Iterator[t
 
 
 def wall_clock(step: TrainingStep, mode: str, count: int) -> list[float]:
-    """Milliseconds of each of `count` passes, each alone, from the first on; Disagreement if the
-    last is not finite.
+    """Return the milliseconds of each of `count` passes, one at a time, without a warm-up.
+
+    Raises Disagreement if the last result is not finite.
     """
     results: list[Tensor] = []
     samples = []
@@ -245,13 +256,13 @@ def wall_clock(step: TrainingStep, mode: str, count: int) -> list[float]:
         results.clear()
         samples.append(time_once(lambda: results.append(getattr(step, mode)()), step.device))
     step.reset()
-    # Only now: the check's own kernels would warm up the process between two steps.
+    # The check comes last: between two steps its kernels would warm up the process.
     require_finite("logits" if mode == "forward" else "loss", results[0])
     return samples
 
 
 def require_finite(what: str, value: Tensor) -> None:
-    """Disagreement unless all of a model's `value` (its logits, its loss) is finite."""
+    """Raise Disagreement unless all elements of `value` are finite; `what` names it."""
     # Both extremes are NaN if any element is. isfinite would need temporaries as large as the
     # logits.
     smallest, largest = (extreme.item() for extreme in value.aminmax())
@@ -262,6 +273,7 @@ def require_finite(what: str, value: Tensor) -> None:
 
 
 def _agree(what: str, value: Tensor, expected: Tensor) -> None:
+    """Raise Disagreement unless `value` differs from `expected` by at most TOLERANCE x its max."""
     error = (value - expected).abs().max().item()
     bound = TOLERANCE * expected.abs().max().item()
     if not error <= bound:

@@ -1,10 +1,9 @@
-"""One training step of a rank under data parallelism, a sharded optimizer or FSDP, and how it is
-checked.
+"""Build and check a rank's training step under data parallelism, a sharded optimizer or FSDP.
 
-`ParallelStep(implementation, case, run, rank)` wraps a model by name: ours, PyTorch's, or a
-reader's own. Data parallelism is checked by its gradients against the plain mean of what ranks
-compute alone (`check_gradients`); what shards by its weights after some steps against a step that
-shards nothing (`check_training`).
+`ParallelStep(implementation, case, run, rank)` wraps a model by name: ours, PyTorch's, or a user's
+own. Data parallelism is checked by its gradients, against the plain mean of the gradients that
+ranks compute alone (`check_gradients`). Sharding is checked by the weights after some steps,
+against training that shards nothing (`check_training`).
 """
 
 import inspect
@@ -32,29 +31,30 @@ from cs336_systems.subjects.model_steps import TrainingStep, require_finite
 from cs336_systems.training.wrappers import DDPS
 
 OURS = tuple(DDPS)
-PEERS = ("torch_ddp", "torch_ddp_view")  # the second with gradient_as_bucket_view
+PEERS = ("torch_ddp", "torch_ddp_view")  # the latter with gradient_as_bucket_view
 OPTIMIZER_IMPLEMENTATIONS = ("unsharded", "sharded", "zero1", "torch_zero")
 FSDP_IMPLEMENTATIONS = ("unsharded", "fsdp", "fsdp_layer", "torch_fsdp")
 FSDPS = FSDP_IMPLEMENTATIONS[1:]
+# implementation -> the data parallelism that averages its gradients
 OVER_DDP = {"unsharded": "bucketed", "sharded": "bucketed", "torch_zero": "torch_ddp_view"}
 ALONE = "alone"  # a rank's model without a wrapper
-BUCKET_MB = 25.0  # as PyTorch's, where the case says nothing
-MEMORY = ("parameters", "gradients", "optimizer_state")  # bytes of a rank's tensors, after a step
-# Largest difference of a gradient over the largest element of its expectation. Both are computed
-# from the same weights and data; they differ in the order of sums, and where a backward adds with
-# atomics.
+BUCKET_MB = 25.0  # MiB, PyTorch's default, for cases without a bucket size
+MEMORY = ("parameters", "gradients", "optimizer_state")  # kinds of a rank's tensors after a step
+# Bound on the largest difference of a gradient over the largest element of its expectation, by
+# autocast dtype. Both are computed from the same weights and data; they differ in the order of
+# sums, also in backwards that add with atomics.
 GRADIENT_TOLERANCE = {None: 1e-4, "bfloat16": 2e-2, "float16": 2e-3}
-SMALLEST_BOUND = 1e-30  # where a gradient is all zeros
+SMALLEST_BOUND = 1e-30  # for gradients that are all zeros
 CHECK_LAYERS, CHECK_STEPS = 4, 3
-# Largest 2-norm of the difference between both models' weights over that of the training's change.
-# bfloat16 keeps 8 bits; in float32 only the order of sums differs, and Adam divides small gradients
-# by their own size.
+# Bound on the 2-norm of the difference between both models' weights over that of their change in
+# training, by autocast dtype. bfloat16 keeps 8 bits; in float32 only the order of sums differs, and
+# Adam divides small gradients by their own size.
 CHECK_BOUND = {None: 1e-3, "bfloat16": 5e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksCase:
-    """One training step of ranks, each with `batch` sequences of its own."""
+    """One training step on several ranks, each with `batch` sequences of its own."""
 
     model: ModelConfig
     batch: int  # sequences of each rank
@@ -65,7 +65,7 @@ class RanksCase:
 
     @property
     def predicted_bytes(self) -> int:
-        """Peak of all ranks where they share the host's memory, as if nothing were sharded."""
+        """Predicted peak bytes of all ranks in the host's memory, without sharding; 0 on GPUs."""
         alone = ModelCase(
             model=self.model, batch=self.batch, attention=self.attention, precision=self.precision
         )
@@ -76,7 +76,7 @@ class RanksCase:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelCase(RanksCase):
-    """The step of ranks that average their gradients."""
+    """A training step of ranks that average their gradients."""
 
     # MiB of gradients in a bucket; None: the implementation has none
     bucket_size_mb: float | None = None
@@ -84,14 +84,14 @@ class DataParallelCase(RanksCase):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingCase(RanksCase):
-    """The step of ranks that share a model's memory."""
+    """A training step of ranks that divide a model's memory among them."""
 
-    reduce_dtype: str | None = None  # of averaged gradients; None: that of the computation
+    reduce_dtype: str | None = None  # of averaged gradients; None: the compute dtype
     checkpointing: Checkpointing = "none"  # of every block
 
 
 def fsdp_case_bytes(case: Any, *, checkpointing: bool = False) -> RankBytes:
-    """`fsdp_bytes` of a case of ranks that shard its model."""
+    """Return the predicted bytes of a rank, `fsdp_bytes`, for a ShardingCase."""
     return fsdp_bytes(
         case.model,
         case.batch,
@@ -105,7 +105,7 @@ def fsdp_case_bytes(case: Any, *, checkpointing: bool = False) -> RankBytes:
 
 
 class ParallelStep(TrainingStep):
-    """A wrapped model, its optimizer and this rank's batch."""
+    """A `TrainingStep` of one rank: a wrapped model, its optimizer and this rank's batch."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class ParallelStep(TrainingStep):
         learning_rate: float = 1e-3,
     ) -> None:
         self.implementation, self.case, self.learning_rate = implementation, case, learning_rate
-        # Which computes in its weights' dtype and gathers them; of a reader's own the case says
-        # what it is.
+        # FSDP gathers weights and computes in their dtype. A user's own implementation is FSDP
+        # unless the case is one of data parallelism.
         own = ":" in implementation and not isinstance(case, DataParallelCase)
         self.is_fsdp = implementation in FSDPS or own
         super().__init__(case, run, rank)
@@ -127,6 +127,10 @@ class ParallelStep(TrainingStep):
         self.optimizer = self._optimizer(optimizer)
 
     def _build(self, case: Any, run: RunConfig) -> nn.Module:
+        """Return the unwrapped model: for FSDP of this package's model on the meta device.
+
+        Blocks are wrapped for checkpointing if the case has it.
+        """
         if self.implementation in FSDPS and run.model is None:
             with torch.device("meta"):  # no rank ever holds the whole model
                 module: nn.Module = TransformerLM.from_config(case.model, attention=case.attention)
@@ -141,13 +145,18 @@ class ParallelStep(TrainingStep):
         )
 
     def _wrapped(self, module: nn.Module) -> nn.Module:
+        """Return `module` under the wrapper of the implementation."""
         name, case = self.implementation, self.case
         if name in (ALONE, "zero1"):
             return module
+
+        # Data parallelism.
         if not self.is_fsdp:
             return wrap_ddp(
                 module, OVER_DDP.get(name, name), getattr(case, "bucket_size_mb", BUCKET_MB)
             )
+
+        # FSDP: PyTorch's, the user's own, ours.
         dtypes = (self.autocast, case.reduce_dtype)
         compute_dtype, reduce_dtype = (
             None if dtype is None else getattr(torch, dtype) for dtype in dtypes
@@ -171,6 +180,7 @@ class ParallelStep(TrainingStep):
         )
 
     def _optimizer(self, optimizer: type) -> Any:
+        """Return an `optimizer` for the wrapped model, sharded as the implementation says."""
         parameters, learning_rate = self.model.parameters(), self.learning_rate
         if self.implementation == "sharded":
             return ShardedOptimizer(parameters, optimizer, lr=learning_rate)
@@ -183,25 +193,25 @@ class ParallelStep(TrainingStep):
         return optimizer(parameters, lr=learning_rate)
 
     def forward(self) -> Tensor:
-        """The loss, with its graph."""
+        """Return the loss with its graph, unlike the base class, which returns logits."""
         return self.loss()
 
     def forward_backward(self) -> Tensor:
-        """This rank's loss; gradients are averaged."""
+        """Run forward and backward, average the gradients, and return this rank's loss."""
         loss = super().forward_backward()
-        # PyTorch's wrappers have averaged by the end of their backward
+        # PyTorch's wrappers lack this method: they have averaged by the end of their backward.
         for one in (self.model, self.optimizer):
             if hasattr(one, "finish_gradient_synchronization"):
                 one.finish_gradient_synchronization()
         return loss
 
     def train_step(self) -> Tensor:
-        """This rank's loss before an optimizer's step."""
+        """Run a whole training step, and return this rank's loss before the optimizer's step."""
         self.optimizer.zero_grad(set_to_none=True)
         return super().train_step()
 
     def full_parameters(self) -> list[Tensor]:
-        """Whole parameters in the order of the unwrapped model; collective."""
+        """Return the whole parameters in the order of the unwrapped model; a collective call."""
         if hasattr(self.model, "gather_full_params"):
             return list(self.model.gather_full_params().values())
         if self.implementation == "torch_fsdp":
@@ -209,13 +219,16 @@ class ParallelStep(TrainingStep):
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
     def full_gradients(self) -> list[Tensor]:
-        """Whole gradients in that order, which from now on are the weights; collective."""
-        for parameter in self.model.parameters():  # gathered as weights are, in their place
+        """Return the whole gradients in the order of `full_parameters`; a collective call.
+
+        The gradients replace the weights, so that they can be gathered as these.
+        """
+        for parameter in self.model.parameters():
             parameter.detach().copy_(parameter.grad)
         return self.full_parameters()
 
     def mib(self) -> dict[str, float]:
-        """What this rank keeps of each kind, in MiB: distinct storages, since views are not memory."""
+        """Return the MiB that this rank keeps of each kind in MEMORY; views count once."""
         states = (
             self.optimizer.optim.state
             if self.implementation == "torch_zero"
@@ -236,23 +249,23 @@ class ParallelStep(TrainingStep):
         }
 
     def _precision(self) -> AbstractContextManager[object]:
-        """FSDP computes in its weights' dtype; the others need autocast."""
+        """Return no context for FSDP, which computes in its weights' dtype, else autocast's."""
         return nullcontext() if self.is_fsdp else super()._precision()
 
 
 def wrap_ddp(module: nn.Module, implementation: str, bucket_size_mb: float | None) -> nn.Module:
-    """`module` under the data parallelism of that name, on the default process group.
+    """Return `module` under the data parallelism `implementation`, on the default process group.
 
-    Ours, or a reader's own, `package.module:Name`, is called with the module, and with
-    `bucket_size_mb` if it has such a parameter; it must have `finish_gradient_synchronization`
-    unless its backward does all.
+    Ours, or a user's own, `package.module:Name`, is called with the module, and with
+    `bucket_size_mb` if it has such a parameter. It must have `finish_gradient_synchronization`
+    unless its backward leaves averaged gradients. Other names are PyTorch's.
     """
     if implementation in DDPS or ":" in implementation:
         own: Any = DDPS.get(implementation) or load_name(implementation)
         bucketed = "bucket_size_mb" in inspect.signature(own).parameters
         return own(module, bucket_size_mb=bucket_size_mb) if bucketed else own(module)
     torch_ddp = nn.parallel.DistributedDataParallel
-    # Ours do not send buffers in each forward either. torch 2.13 renamed the option.
+    # As in ours, a forward does not broadcast buffers. torch 2.13 renamed the option.
     renamed = "forward_sync_buffers" in inspect.signature(torch_ddp).parameters
     buffers: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
     view = implementation == "torch_ddp_view"
@@ -267,7 +280,10 @@ def _fully_shard(
     reduce_dtype: torch.dtype | None,
     device: str,
 ) -> nn.Module:
-    """PyTorch's FSDP2 over blocks and root, weights drawn by each module's reset_parameters."""
+    """Return `module` under PyTorch's FSDP2 by blocks and root, on `device`.
+
+    `module` is on the meta device; `reset_parameters` of each inner module draws its weights.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import init_device_mesh
 
@@ -283,6 +299,7 @@ def _fully_shard(
 
 
 def _storage_mib(tensors: list[Any]) -> float:
+    """Return the MiB of the distinct storages of `tensors`, of DTensors their local part."""
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local
@@ -294,11 +311,11 @@ def _storage_mib(tensors: list[Any]) -> float:
 
 
 def check_wrapper(implementation: str, case: RanksCase, run: RunConfig, rank: int) -> float:
-    """Error of `implementation` over its bound, by its gradients if it averages them, else by its
-    training.
+    """Return the error of `implementation` over its bound; raise Disagreement if it is above 1.
 
-    The model of a ShardingCase is made shallow first: its step and an unsharded one have to fit
-    beside each other.
+    For a ShardingCase it is `check_training`, except for data parallelism by name (OURS, PEERS);
+    otherwise it is `check_gradients`. The model of a ShardingCase is made shallow first, since its
+    step and an unsharded one have to fit beside each other.
     """
     if isinstance(case, ShardingCase):
         case = replace(
@@ -311,7 +328,10 @@ def check_wrapper(implementation: str, case: RanksCase, run: RunConfig, rank: in
 
 
 def plain_mean(case: RanksCase, run: RunConfig, rank: int) -> list[Tensor | None]:
-    """The mean of the gradients that each rank computes alone, by plain all-reduces."""
+    """Return the mean over ranks of the gradients that each computes alone, by plain all-reduces.
+
+    A parameter without a gradient has None. Raises Disagreement if the loss is not finite.
+    """
     alone = ParallelStep(ALONE, case, run, rank)
     require_finite("loss", alone.forward_backward())
     expected = [parameter.grad for parameter in alone.parameters]
@@ -323,9 +343,10 @@ def plain_mean(case: RanksCase, run: RunConfig, rank: int) -> list[Tensor | None
 
 
 def check_gradients(step: ParallelStep, expected: list[Tensor | None]) -> float:
-    """Largest error of a gradient of `step` over its bound; Disagreement if it is above 1.
+    """Return the largest error of a gradient over its bound; raise Disagreement if it is above 1.
 
-    Two backwards are compared, since the first of some wrappers is unlike the others.
+    The gradients of `step` are compared with `expected` after each of two backwards, since the
+    first one of some wrappers differs from the others.
     """
     errors = [0.0]
     for _ in range(2):
@@ -341,7 +362,7 @@ def check_gradients(step: ParallelStep, expected: list[Tensor | None]) -> float:
                     math.inf if found is None else (found - gradient).abs().max().item() / bound
                 )
     step.optimizer.zero_grad(set_to_none=True)
-    worst = torch.tensor(errors, dtype=torch.float64).max().item()  # NaN if any is
+    worst = torch.tensor(errors, dtype=torch.float64).max().item()  # NaN if any error is NaN
     if not worst <= 1:
         raise Disagreement(
             f"averaged gradients are off by {worst:.3g} times the bound of the plain mean's"
@@ -350,11 +371,11 @@ def check_gradients(step: ParallelStep, expected: list[Tensor | None]) -> float:
 
 
 def check_training(implementation: str, case: ShardingCase, run: RunConfig, rank: int) -> float:
-    """Error over its bound of the weights after training; Disagreement above 1.
+    """Return the error of the weights after training over its bound; Disagreement above 1.
 
-    CHECK_STEPS steps, against DDP in float32 from the same weights on the same data: with AdamW
-    where the optimizer is what is sharded, with SGD for FSDP, since in low precision Adam's first
-    steps follow the sign of gradients that are all rounding.
+    The reference is DDP in float32 from the same weights on the same data, for CHECK_STEPS steps.
+    The optimizer is AdamW if it is the optimizer that is sharded. For FSDP it is SGD, since in low
+    precision Adam's first steps follow the sign of gradients that are all rounding.
     """
     optimizer = AdamW if implementation in OPTIMIZER_IMPLEMENTATIONS else torch.optim.SGD
     step = ParallelStep(implementation, case, run, rank, optimizer)
@@ -364,11 +385,11 @@ def check_training(implementation: str, case: ShardingCase, run: RunConfig, rank
 
 
 def compare_training(step: ParallelStep, reference: ParallelStep, bound: float) -> float:
-    """2-norm of the difference between both models' weights over that of the change of
-    `reference`'s, over `bound`.
+    """Return how much training of `step` differs from `reference`, over `bound`.
 
-    `reference` takes the weights of `step`, both train CHECK_STEPS steps. Disagreement if the
-    result is above 1.
+    `reference` takes the weights of `step`, and both train CHECK_STEPS steps. The difference is the
+    2-norm of that between both models' changes, over that of the reference's change. Raises
+    Disagreement if the result is above 1.
     """
     start = _take_weights(step, reference)
     for _ in range(CHECK_STEPS):
@@ -382,7 +403,11 @@ def compare_training(step: ParallelStep, reference: ParallelStep, bound: float) 
 
 
 def compare_gradients(step: ParallelStep, reference: ParallelStep, bound: float) -> float:
-    """The same of both models' averaged gradients, at the weights of `step`."""
+    """Return how much the averaged gradients of `step` differ from `reference`'s, over `bound`.
+
+    `reference` takes the weights of `step`. The difference is a 2-norm relative to the reference's
+    gradients. Raises Disagreement if the result is above 1.
+    """
     _take_weights(step, reference)
     for one in (step, reference):
         one.forward_backward()
@@ -390,8 +415,8 @@ def compare_gradients(step: ParallelStep, reference: ParallelStep, bound: float)
 
 
 def _take_weights(step: ParallelStep, reference: ParallelStep) -> list[Tensor]:
-    """Give `reference` the weights of `step`, of which copies are returned."""
-    # one rank's whole weights may be those it trains
+    """Copy the weights of `step` into `reference`, and return further copies of them."""
+    # Clone: on one rank the whole weights may be the very tensors that it trains.
     start = [value.clone() for value in step.full_parameters()]
     for parameter, value in zip(reference.model.parameters(), start):
         parameter.data.copy_(value)
@@ -399,8 +424,9 @@ def _take_weights(step: ParallelStep, reference: ParallelStep) -> list[Tensor]:
 
 
 def _error(ours: list[Tensor], theirs: list[Tensor], bound: float, what: str) -> float:
-    """2-norm of the difference over that of `theirs`, over `bound`; Disagreement, of `what`, above
-    1.
+    """Return the 2-norm of `ours` - `theirs` over that of `theirs`, over `bound`.
+
+    Raises Disagreement, naming `what` differs, if the result is above 1.
     """
     difference = sum(
         (one - other).double().square().sum().item() for one, other in zip(ours, theirs)

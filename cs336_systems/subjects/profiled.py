@@ -1,8 +1,8 @@
-"""Any case as something to profile: a model's pass or step, or one attention call.
+"""Turn any case into a call to profile: a model's pass or step, or one attention call.
 
-case = parse_case("xl", context=512, precision="bfloat16-autocast")          # a ModelCase
-case = parse_case("1x16x4096x64", precision="bfloat16")                       # an AttentionShape
-prepared = prepare(case, "eager", "train_step", run)                          # .call() is what to profile
+case = parse_case("xl", context=512, precision="bfloat16-autocast")    # a ModelCase
+case = parse_case("1x16x4096x64", precision="bfloat16")                # an AttentionShape
+prepared = prepare(case, "eager", "train_step", run)                   # profile prepared.call()
 """
 
 import re
@@ -42,13 +42,11 @@ PROXY = "-proxy"
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A call to profile, what runs ahead of each, and the model in it if its modules may carry
-    ranges.
-    """
+    """A call to profile, with its set-up and the model whose modules may be annotated."""
 
     call: Callable[[], object]
-    before: Callable[[], object] = lambda: None
-    model: nn.Module | None = None
+    before: Callable[[], object] = lambda: None  # set-up to run before each call
+    model: nn.Module | None = None  # None: there is none, or hooks would change compiled code
 
 
 def parse_case(
@@ -62,12 +60,12 @@ def parse_case(
     attention: str = "reference",
     is_causal: bool = True,
 ) -> ModelCase | AttentionShape:
-    """The case that `text` names: a model size (`xl`, `small-proxy`) or an attention shape
-    `BxHxSxD`.
+    """Return the case that `text` names: a model size or an attention shape `BxHxSxD`.
 
-    `batch` (4 by default), `context` and `attention` are of models only; `is_causal` of shapes
-    only. Raises ValueError on a name, size or precision that is not known, and on an option,
-    implementation or mode that the case has not.
+    Model sizes are such as `xl` and `small-proxy`. `batch` (4 by default), `context` and
+    `attention` are for models only; a full mask, `is_causal=False`, is for shapes only. Raises
+    ValueError for an unknown name, size or precision, and for an option, implementation or mode
+    that this kind of case does not have.
     """
     shape = SHAPE.fullmatch(text)
     of = "of a model" if shape is None else "of an attention shape"
@@ -83,10 +81,13 @@ def parse_case(
     ):
         if value not in values:
             raise ValueError(f"{name} must be one of {', '.join(values)}, got {value!r}")
+
+    # An attention shape.
     if shape is not None:
         if batch is not None or context is not None or attention != "reference":
             raise ValueError(
-                f"batch, context and attention are options of models, and {text!r} is an attention shape"
+                "batch, context and attention are options of models, "
+                f"and {text!r} is an attention shape"
             )
         if PRECISIONS[precision].autocast is not None:
             raise ValueError(f"precision of an attention shape must be a dtype, got {precision!r}")
@@ -100,11 +101,13 @@ def parse_case(
             is_causal=is_causal,
             dtype=PRECISIONS[precision].parameters,
         )
+
+    # A model.
     size = text.removesuffix(PROXY)
     if size not in MODEL_SIZES:
         raise ValueError(
-            f"case must be a model size ({', '.join(MODEL_SIZES)}, or one of them with {PROXY}) or an attention shape "
-            f"BATCHxHEADSxSEQxHEAD_DIM, got {text!r}"
+            f"case must be a model size ({', '.join(MODEL_SIZES)}, or one of them with {PROXY}) "
+            f"or an attention shape BATCHxHEADSxSEQxHEAD_DIM, got {text!r}"
         )
     if not is_causal:
         raise ValueError(
@@ -120,35 +123,38 @@ def parse_case(
 def prepare(
     case: ModelCase | AttentionShape, implementation: str, mode: str, run: RunConfig
 ) -> Prepared:
-    """Build what `case` needs and return the call; nothing is checked against an oracle, since
-    nothing is recorded.
+    """Build the implementation for `case` and return the call of `mode` to profile.
 
-    Raises Unsupported with the reason where the implementation does not exist for the case.
+    Results are not checked against an oracle, since nothing is recorded. Raises Unsupported with
+    the reason if the implementation does not exist for the case.
     """
     if isinstance(case, AttentionShape):
         return _attention(case, implementation, mode, run)
     step = TrainingStep(case, run)
     model = step.model
-    if implementation == "compiled":  # hooks inside would change what is compiled
+    if implementation == "compiled":  # hooks on its modules would change the compiled code
         step.model, model = torch.compile(model), None
     return Prepared(call=getattr(step, mode), before=step.reset, model=model)
 
 
 def _attention(shape: AttentionShape, implementation: str, mode: str, run: RunConfig) -> Prepared:
+    """Return the call of one attention pass on random inputs; a backward's graph is its set-up."""
     built = build(implementation, shape, run.device)
     passes = Passes(built, attention_inputs(shape, device=run.device, seed=run.seed))
     outputs: list[torch.Tensor] = []
 
     def call() -> object:
+        """Run the forward, or forward and backward."""
         with built.context():
             return passes.forward() if mode == "forward" else passes.both()
 
     def make_graph() -> None:
+        """Run a forward and keep its output with the graph."""
         with built.context():
             outputs[:] = [passes.output()]
 
-    # that frees its graph, in whose memory compiled code may work
     def backward() -> tuple[torch.Tensor, ...]:
+        """Run the backward once and free its graph, whose memory compiled code may reuse."""
         return torch.autograd.grad(outputs.pop(), passes.leaves, passes.grad_output)
 
     return Prepared(call=backward, before=make_graph) if mode == "backward" else Prepared(call=call)

@@ -1,17 +1,16 @@
-"""What experiments of several ranks share: running them, timing them together, tracing one, and
-drawing its lanes.
+"""Run experiments of several ranks: start them, time them together, trace one, draw its lanes.
 
-Ranks are children of the measuring process and die with it. `run_cell` is `run_ranks` with a rank's
-error told as the cell's: out of memory, wrong result, or failed. The model is xl, or a narrow proxy
-of it where there is no time.
+Ranks are children of the measuring process and die with it. `run_cell` is `run_ranks` that turns a
+rank's error into the cell's: out of memory, wrong result, or failed. The model is xl at handout
+scale and a narrow proxy of it below.
 
-A training step goes the same way under every wrapper, ours and PyTorch's (`measure_rank`). Phases
+A training step is measured alike under every wrapper, ours and PyTorch's (`measure_rank`). Phases
 on every rank:
 
-- check the wrapper (parallel_step.py), then build it anew;
-- one step in parts: memory after construction, before and after the optimizer;
-- whole steps, which all ranks begin together, and which are over when the last rank is done;
-- traced calls, on rank 0.
+- check: check the wrapper (parallel_step.py), then build it anew;
+- memory: one step in parts, with the memory after construction, before and after the optimizer;
+- time: whole steps, which all ranks begin together, and which end when the last rank is done;
+- trace: traced calls, on rank 0.
 """
 
 import gc
@@ -37,29 +36,30 @@ from cs336_systems.measure.overlap import trace_lanes
 from cs336_systems.measure.timing import plan_samples, synchronize, time_calls, time_once
 from cs336_systems.subjects.parallel_step import ParallelStep, check_wrapper
 
-# ranks differ in the time that they take to compile, allocate and load
+# Long, since ranks take different times to compile, allocate and load.
 COLLECTIVE_TIMEOUT_S = 240.0
-BATCH = {"tiny": 1, "smoke": 2, "handout": 4}  # sequences of each rank; the last as the handout's
-BUDGET_MS = {"tiny": 100.0, "smoke": 500.0, "handout": 2000.0}  # of timed steps a cell
+BATCH = {"tiny": 1, "smoke": 2, "handout": 4}  # sequences of each rank; 4 is the handout's
+BUDGET_MS = {"tiny": 100.0, "smoke": 500.0, "handout": 2000.0}  # for the timed steps of a cell
 MIN_SAMPLES = 5
-WARMUP = 2  # after the step in parts, and before the one that plans how many are timed
-# peaks so far, from CUDA's allocator
+WARMUP = 2  # steps after the one in parts and before the one that plans the number of samples
+# quantities: peaks up to a moment, from CUDA's allocator
 MOMENTS = ("memory_after_init", "memory_before_step", "memory_after_step")
-# of one traced call of rank 0, in ms
+# quantities of one traced call of rank 0, in ms
 TIMES = ("traced_time", "communication_time", "compute_time", "overlap_time")
-# start, end, start, end, ...: what a figure can show
+# quantities that a figure draws: start, end, start, end, ... of one traced call
 INTERVALS = ("compute_intervals", "communication_intervals")
 TRACED = (*TIMES, *INTERVALS)
-Samples = dict[tuple[str, str], list[float]]  # of one rank, by mode and quantity
+Samples = dict[tuple[str, str], list[float]]  # (mode, quantity) -> samples of one rank
 C = TypeVar("C")
-MOST_INTERVALS = 300  # of a lane in a record: more cannot be told apart in a figure
+MOST_INTERVALS = 300  # of a lane in a record: more are indistinguishable in a figure
 
 
 def sized_model(
     run: RunConfig, size: str = "xl", contexts: tuple[int, int] = (16, 64)
 ) -> ModelConfig:
-    """The model at handout scale, below it a narrow proxy of so few tokens, at tiny and at smoke
-    scale.
+    """Return the model `size` at handout scale, and a narrow proxy of it at the other scales.
+
+    `contexts` are the proxy's context lengths at tiny and at smoke scale.
     """
     if run.scale == "handout":
         return MODEL_SIZES[size]
@@ -71,26 +71,30 @@ def sized_model(
 
 
 def most_ranks(run: RunConfig) -> int:
-    """All GPUs of the host; two processes on a CPU, and where one GPU is, whose cells then say what
-    lacks.
+    """Return the number of the host's GPUs, but at least 2; 2 on a CPU.
+
+    On a host with one GPU the cells of two ranks are skipped, with a message that says why.
     """
     return max(2, torch.cuda.device_count()) if run.device == "cuda" else 2
 
 
 def rank_counts(run: RunConfig) -> list[int]:
-    """2, 4 and 8 ranks, as far as there are GPUs; on a CPU 2."""
+    """Return the numbers among 2, 4 and 8 that `most_ranks` allows; [2] on a CPU."""
     return [ranks for ranks in (2, 4, 8) if ranks <= most_ranks(run)]
 
 
 def backend_of(run: RunConfig) -> str:
+    """Return the backend of torch.distributed: "nccl" on GPUs, "gloo" on a CPU."""
     return "nccl" if run.device == "cuda" else "gloo"
 
 
 def ranks_case(
     kind: Callable[..., C], run: RunConfig, num_ranks: int, precision: Precision, **more: Any
 ) -> C:
-    """A case of a training step on `num_ranks`, of xl under plain attention where `more` does not
-    say otherwise.
+    """Return a case of class `kind`: a training step on `num_ranks` ranks.
+
+    Defaults are `sized_model`, BATCH and plain attention; `more` overrides them and sets further
+    fields.
     """
     usual = {"model": sized_model(run), "batch": BATCH[run.scale], "attention": "reference"}
     return kind(num_ranks=num_ranks, backend=backend_of(run), precision=precision, **(usual | more))
@@ -99,11 +103,11 @@ def ranks_case(
 def run_cell(
     function: Callable[..., Any], case: Any, run: RunConfig, *args: Any, from_scratch: bool = False
 ) -> list[Any]:
-    """What `function(rank, num_ranks, *args)` returns on each rank, or the exception that is the
-    cell's outcome.
+    """Run `function(rank, num_ranks, *args)` on the ranks of `case`, and return each rank's result.
 
-    `from_scratch`: also on a CPU every rank imports all it needs, where that is part of what is
-    measured.
+    With `from_scratch` every rank imports all it needs, also on a CPU, for cells that measure it.
+    Raises Unsupported if the host has too few GPUs. A rank's error is raised as OutOfMemoryError or
+    Disagreement if it is one of these, else as RankError.
     """
     on_gpus = case.backend == "nccl"
     if on_gpus and case.num_ranks > torch.cuda.device_count():
@@ -125,18 +129,18 @@ def run_cell(
         )
         if not out_of_memory and error.error_type != "Disagreement":
             raise
-        # with the rank's traceback, for the log: the record takes one line
+        # The log gets the rank's traceback; the record holds one line only.
         print(error, file=sys.stderr)
         raise (torch.OutOfMemoryError if out_of_memory else Disagreement)(first_line) from error
 
 
 def agreed_samples(call: Callable[[], object], device: str, budget_ms: float, minimum: int) -> int:
-    """How often to time `call`: rank 0's plan, on every rank, since one call more on one rank would
-    wait for ever.
+    """Return how often to time `call` on every rank, as planned by rank 0 after one call.
 
-    What is there by now stays: left to the garbage collector it would be gone through in a timed
-    call, for up to 0.2 s.
+    All ranks must call equally often: an extra call on one rank would wait for ever.
     """
+    # Objects that exist now stay alive. Without freeze, the garbage collector would scan them in a
+    # timed call, for up to 0.2 s.
     gc.collect()
     gc.freeze()
     dist.barrier()
@@ -147,12 +151,12 @@ def agreed_samples(call: Callable[[], object], device: str, budget_ms: float, mi
 
 
 def slowest(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Of each repetition the time of the rank that took longest: a step is over when all are done."""
+    """Return each repetition's largest time over the ranks: a step ends when all are done."""
     return [max(samples) for samples in zip(*samples_by_rank)]
 
 
 def time_together(call: Callable[[], object], device: str) -> float:
-    """Milliseconds of one call that no rank begins before all are ready."""
+    """Return the milliseconds of one call, which begins when all ranks are ready."""
     synchronize(device)
     dist.barrier()
     synchronize(device)
@@ -165,8 +169,9 @@ def time_together(call: Callable[[], object], device: str) -> float:
 def timed_calls(
     call: Callable[[], object], device: str, budget_ms: float, minimum: int
 ) -> list[float]:
-    """Milliseconds on this rank of as many calls as all agree on; on a CPU each begins when all are
-    ready.
+    """Return milliseconds of repeated calls on this rank, as many as `agreed_samples`.
+
+    On a CPU each call begins when all ranks are ready; on a GPU only the first does.
     """
     count = agreed_samples(call, device, budget_ms, minimum)
     dist.barrier()
@@ -176,9 +181,7 @@ def timed_calls(
 
 
 def peak_mib(device: str) -> list[float]:
-    """The most that tensors have occupied since the statistics were reset, as a sample; on a CPU
-    nobody counts.
-    """
+    """Return [peak MiB of CUDA tensors since the statistics were reset]; [] on a CPU."""
     synchronize(device)
     return [torch.cuda.max_memory_allocated() / MIB] if device == "cuda" else []
 
@@ -186,12 +189,13 @@ def peak_mib(device: str) -> list[float]:
 def trace_on_first(
     call: Callable[[], object], rank: int, device: str, mode: str = "train_step"
 ) -> Samples:
-    """What rank 0's lanes of one call of `mode` give of TRACED.
+    """Trace one `call` of `mode` on rank 0, and return its samples of the quantities in TRACED.
 
-    The others make the same two calls without a profiler, and have nothing to say.
+    The other ranks make the same two calls without a profiler, and return no samples.
     """
 
     def together() -> None:
+        """Make the call once all ranks are ready."""
         dist.barrier()
         synchronize(device)
         call()
@@ -201,9 +205,10 @@ def trace_on_first(
             together()
             synchronize(device)
         return {}
+
     lanes = trace_lanes(together, device)
     times = (lanes.span_ms, lanes.communication_ms, lanes.compute_ms, lanes.overlap_ms)
-    # to the nanosecond
+    # rounded to the nanosecond
     found: Samples = {(mode, name): [round(ms, 6)] for name, ms in zip(TIMES, times)}
     for name, intervals in zip(INTERVALS, (lanes.compute, lanes.communication)):
         found[mode, name] = [end for pair in simplify(intervals, MOST_INTERVALS) for end in pair]
@@ -212,9 +217,9 @@ def trace_on_first(
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one rank measured."""
+    """The samples of one rank, and the error of its check."""
 
-    error: float  # over its bound
+    error: float  # largest error over its bound
     samples: Samples
 
 
@@ -225,8 +230,9 @@ def measure_step(
     *more: Any,
     from_scratch: bool = False,
 ) -> Iterator[Sample]:
-    """What `function` of (rank, num_ranks, implementation, case, run, *more) reports on every rank
-    of `cell`.
+    """Run `function` on every rank of `cell`, and yield the cell's samples from their reports.
+
+    The arguments of `function` are (rank, num_ranks, implementation, case, run, *more).
     """
     args = (cell.implementation, cell.case, run, *more)
     yield from report_samples(
@@ -237,17 +243,22 @@ def measure_step(
 def measure_rank(
     rank: int, num_ranks: int, implementation: str, case: Any, run: RunConfig, traced: Sequence[str]
 ) -> RankReport:
-    """One rank's training steps, and the calls of the modes in `traced`."""
+    """Measure this rank's training steps, and trace one call of each mode in `traced`."""
+    # Check.
     error, device = check_wrapper(implementation, case, run, rank), run.device
     release(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+
+    # Memory: one step in parts.
     step = ParallelStep(implementation, case, run, rank)
     moments = [peak_mib(device)]
     step.forward_backward()
     moments.append(peak_mib(device))
     step.optimizer.step()
     moments.append(peak_mib(device))
+
+    # Time: whole steps.
     for _ in range(WARMUP):
         step.train_step()
     found = dict(zip(MOMENTS, moments)) | {name: [mib] for name, mib in step.mib().items()}
@@ -255,14 +266,18 @@ def measure_rank(
     found["time"] = [time_together(step.train_step, device) for _ in range(count)]
     found["peak_memory"] = peak_mib(device)
     samples = {("train_step", name): values for name, values in found.items()}
+
+    # Trace.
     for mode in traced:
         samples |= trace_on_first(getattr(step, mode), rank, device, mode)
     return RankReport(error=error, samples=samples)
 
 
 def report_samples(rows: Iterable[Row], reports: Sequence[RankReport]) -> Iterator[Sample]:
-    """What the ranks' reports give of `rows`: the slowest rank's times, the most memory, and what
-    rank 0 traced.
+    """Yield the samples of `rows` from the ranks' reports.
+
+    Times and memory are the largest over the ranks; traced quantities are rank 0's. A row that rank
+    0 does not report is left out.
     """
     error = max(report.error for report in reports)
     for row in rows:
@@ -285,7 +300,7 @@ def report_samples(rows: Iterable[Row], reports: Sequence[RankReport]) -> Iterat
 def step_cell(
     case: Any, implementation: str, memory: Sequence[str], traced: Sequence[str] = ("train_step",)
 ) -> Cell:
-    """The cell of a step's time, those quantities of `memory`, and the traced modes."""
+    """Return a cell with the rows of a step's time, of `memory` in MiB, and of the traced modes."""
     rows = [Row("train_step", "time", "ms"), *(Row("train_step", name, "MiB") for name in memory)]
     rows += [Row(mode, name, "ms") for mode in traced for name in TRACED]
     return Cell(case=case, implementation=implementation, rows=tuple(rows))
@@ -293,9 +308,9 @@ def step_cell(
 
 @dataclass(frozen=True, kw_only=True)
 class Traces(Spans):
-    """The lanes of traced calls, a panel an implementation: of the first precision that there is.
+    """A figure of the lanes of traced calls in the first precision, a panel per implementation.
 
-    A call of which one lane is missing is not drawn: half of it would look like no overlap.
+    A call with a missing lane is not drawn: a single lane would look like no overlap.
     """
 
     x: str = "start"
@@ -304,9 +319,11 @@ class Traces(Spans):
     facet: str | None = "implementation"
 
     def _size(self, rows: pd.DataFrame, panels: int) -> tuple[int, int, int]:
-        return 1, WIDTH, 80  # two lanes
+        """Return one panel a row, of full width and the height of two lanes."""
+        return 1, WIDTH, 80
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Return the interval rows of calls with both lanes, in the first row's precision."""
         rows = super().rows(pick(frame, {"quantity": INTERVALS}))
         if rows.empty:
             return rows
@@ -317,7 +334,7 @@ class Traces(Spans):
 
 
 def hidden_claim(rows: pd.DataFrame) -> str:
-    """How much of the traced communication of each implementation is beside compute."""
+    """Return a title: each implementation's share of traced communication beside compute."""
     shares = []
     for name, lanes in rows.groupby("implementation", sort=False):
         times = {
@@ -330,7 +347,7 @@ def hidden_claim(rows: pd.DataFrame) -> str:
 
 
 def sent_claim(rows: pd.DataFrame) -> str:
-    """How long the traced communication of each implementation takes."""
+    """Return a title: the time of each implementation's traced communication in ms."""
     lanes = rows[rows["lane"] == "communication"]
     times = [
         f"{name} {length(union(zip(samples[::2], samples[1::2]))):.0f} ms"
@@ -340,34 +357,39 @@ def sent_claim(rows: pd.DataFrame) -> str:
 
 
 class StepExperiment(Experiment):
-    """Base of the experiments of one training step on several ranks."""
+    """Base class of experiments on one training step of several ranks."""
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        """Run `measure_rank` on every rank of the cell and yield its samples."""
         traced = dict.fromkeys(row.mode for row in cell.rows if row.quantity in TRACED)
         return measure_step(measure_rank, cell, run, tuple(traced))
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The `lane` of intervals: compute or communication."""
+        """Return the column `lane`: "compute" or "communication" for rows of intervals."""
         return {"lane": str(row["quantity"]).removesuffix("_intervals")}
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`efficiency(name, alone, ...)`: the step of one rank over that of N, each with as many
-        sequences.
+        """Return the template's functions `efficiency`, `messages` and `drawn_unhidden`.
 
-        NaN where the two are not of one run. `messages(name, over=1, ...)`: how long each
-        collective of the traced step took, in ms, those over and under a bound.
-        `drawn_unhidden(name, ...)`: communication beside no compute in the figure, which closes
-        short gaps, in ms.
+        `efficiency(name, alone, ...)`: the step time of `alone` on one rank over that of `name` on
+        N, with the same sequences per rank; NaN if the two are of different runs.
+        `messages(name, over=1, ...)`: the ms of each collective of the traced step, between the
+        bounds `over` and `under`.
+        `drawn_unhidden(name, ...)`: ms of communication without compute beside it, in the figure,
+        which closes short gaps.
         """
 
         def step(name: str, where: dict[str, Any]) -> dict[str, Any]:
+            """Return the only row of the implementation's step time."""
             (found,) = dicts(pick(frame, where | {"implementation": name, "quantity": "time"}))
             return found
 
         def efficiency(name: str, alone: str = "naive", **where: Any) -> float:
+            """Return the step time of `alone` on one rank over that of `name`."""
             return speed(step(name, where), step(alone, where | {"num_ranks": 1}))
 
         def lane(name: str, quantity: str, where: dict[str, Any]) -> list[Interval]:
+            """Return the intervals of one lane of the implementation."""
             (found,) = dicts(pick(frame, where | {"implementation": name, "quantity": quantity}))
             ends = found["samples"]
             return list(zip(ends[::2], ends[1::2]))
@@ -375,12 +397,14 @@ class StepExperiment(Experiment):
         def messages(
             name: str, over: float = 0.0, under: float = math.inf, **where: Any
         ) -> pd.Series:
+            """Return the ms of each collective that took between `over` and `under` ms."""
             taken = pd.Series(
                 [end - start for start, end in lane(name, "communication_intervals", where)]
             )
             return taken[(taken > over) & (taken < under)]
 
         def drawn_unhidden(name: str, **where: Any) -> float:
+            """Return the ms of communication without compute beside it."""
             compute, communication = (lane(name, quantity, where) for quantity in INTERVALS)
             return length(union([*compute, *communication])) - length(compute)
 

@@ -1,8 +1,6 @@
-"""What the experiments of sharding share: the cells and the tables of one sharded training step,
-and its prediction.
+"""Define cells and tables of one sharded training step, and predict its memory.
 
-What a rank does is told in ranks.py, and how an implementation is built and checked in
-parallel_step.py.
+ranks.py says what a rank does, and parallel_step.py how an implementation is built and checked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,18 +33,23 @@ TIME_WORDS = {
 
 
 class ShardingExperiment(ranks.StepExperiment):
-    """Base of both: measurement, columns, tables."""
+    """Base class of the experiments with sharding: measurement, columns and tables."""
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        """Yield the predicted peak memory if it is promised, then the measured samples."""
         case = cell.case
         for row in cell.rows:
-            if row.quantity == PREDICTED:  # before anything runs
+            if row.quantity == PREDICTED:  # comes first, so that a failing cell still has it
                 peak = fsdp_case_bytes(case, checkpointing=case.checkpointing != "none").peak
                 yield Sample(row=row, samples=[peak / MIB])
         yield from super().measure(cell, run)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """`compute`, the dtype of the matmuls, and `reduce`, that of the averaged gradients."""
+        """Return the columns `compute`, `reduce`, `kept` and the base class's `lane`.
+
+        `compute` is the dtype of the matmuls, `reduce` that of the averaged gradients, and `kept`
+        the kind of memory that a row in MEMORY measures, in words.
+        """
         compute = row["precision"].removesuffix(" autocast")
         kept = row["quantity"].replace("_", " ") if row["quantity"] in MEMORY else ""
         return super().columns(row) | {
@@ -89,7 +92,7 @@ class ShardingExperiment(ranks.StepExperiment):
 
 
 def sharding_cell(case: ShardingCase, implementation: str) -> Cell:
-    """The cell with every row that its device can give."""
+    """Return the cell with every row that its device can measure, traced in forward and step."""
     kinds: tuple[str, ...] = (
         (*MEMORY, *ranks.MOMENTS, "peak_memory") if case.backend == "nccl" else MEMORY
     )
@@ -103,11 +106,11 @@ def sharding_cells(
     dtypes: Sequence[tuple[DTypeName | None, str | None]],
     alone: Sequence[str],
 ) -> list[Cell]:
-    """All of `names` on 2, 4 and 8 ranks as far as there are GPUs, on a CPU on 2, by (compute,
-    reduce) `dtypes`.
+    """Return a cell for each (compute, reduce) of `dtypes`, number of ranks and implementation.
 
-    At handout scale first `alone` on a single rank, which sends nothing: what efficiency at more is
-    measured by.
+    The numbers are 2, 4 and 8 as far as there are GPUs, and 2 on a CPU. At handout scale the
+    implementations `alone` come first on a single rank, which sends nothing: efficiency on more
+    ranks is relative to it.
     """
     single = [(1, name) for name in alone] if run.scale == "handout" else []
     pairs = [*single, *((number, name) for number in ranks.rank_counts(run) for name in names)]

@@ -1,9 +1,9 @@
-"""Tiles of the attention kernels: how one configuration is timed on one shape, and rows that
-records propose.
+"""Time configurations of the attention kernels' tiles, and propose rows of the tables from records.
 
-The problem `tile_choice` and the command `cs336-systems tune flash` measure the same cells. What is
-timed has agreed with the oracle on the same inputs. A kernel of the backward runs beside the
-table's others, and its time is that of its own stage, so that a good kernel cannot hide a bad one.
+The problem `tile_choice` and the command `cs336-systems tune flash` measure the same cells. Results
+are checked against the oracle on the same inputs before they are timed. A kernel of the backward
+runs together with the table's others, and its time is that of its own stage, so that a good kernel
+cannot hide a bad one.
 
 Nothing here writes a table: a person reads the proposals and edits `attention/tiles/choice.py`.
 """
@@ -37,9 +37,9 @@ from cs336_systems.subjects.implementations import chosen_tiles, query_and_key
 
 TUNE_FLASH = "tune_flash"  # the command's name in records
 TILE_CHOICE = "tile_choice"  # the problem that measures the same cells
-# what `select_config` chooses: `table` for a backward, `table_<kernel>` for one kernel
+# name of what `select_config` chooses: `table` for a backward, `table_<kernel>` for one kernel
 TABLE = "table"
-ROWS = {  # of each kernel alone
+ROWS = {  # kernel -> the row of its own time
     "forward": FORWARD,
     "dkdv": Row(mode="backward", quantity="dkdv_time", unit="ms"),
     "dq": Row(mode="backward", quantity="dq_time", unit="ms"),
@@ -52,8 +52,10 @@ NUM_SAMPLES = {"cuda": 10, "cpu": 5}
 
 
 def measure_tiles(cell: Cell, run: RunConfig, configs: Sequence[KernelConfig]) -> Sample:
-    """The sample of a cell with one row: `configs` checked against the oracle, then the row's
-    kernels timed.
+    """Check `configs` against the oracle, time the cell's only row, and return its sample.
+
+    Raises Unsupported if a configuration does not compile or does not fit this GPU's shared memory,
+    and Disagreement if a result is wrong.
     """
     from triton.errors import TritonError
 
@@ -61,10 +63,11 @@ def measure_tiles(cell: Cell, run: RunConfig, configs: Sequence[KernelConfig]) -
     try:
         call, used = launches_of(inputs_of(cell.case, run), cell.case.is_causal, configs)
         results = call()
-    except TritonError as error:  # does not compile, or not into this GPU's shared memory
+    except TritonError as error:
         raise Unsupported(f"{cell.implementation}: {str(error).strip().splitlines()[0]}") from None
     error_ratio = checked_error(oracle_of(cell.case, run), results)
     del results
+
     num_samples = NUM_SAMPLES[run.device]
     if row in STAGES:
         samples = time_stages(call, device=run.device, num_samples=num_samples, warmup=0)[
@@ -79,9 +82,10 @@ def measure_tiles(cell: Cell, run: RunConfig, configs: Sequence[KernelConfig]) -
 def launches_of(
     inputs: AttentionInputs, is_causal: bool, configs: Sequence[KernelConfig]
 ) -> tuple[Callable[[], dict[str, Tensor]], list[KernelConfig]]:
-    """The launches that show `configs`, giving named results, and all configurations in them.
+    """Return a function that launches `configs` and returns named results, and all configurations.
 
-    One of the forward, or one or both of the backward's; the other kernels' are the table's.
+    `configs` are one of the forward, or one or both of the backward's (dkdv, dq). The other kernel
+    of a backward has the table's configuration. For a backward, a forward runs here.
     """
     from cs336_systems.attention.triton.backward import launch_backward
     from cs336_systems.attention.triton.forward import launch_forward
@@ -123,31 +127,34 @@ def launches_of(
 
 # Compiling ahead
 
-# Triton compiles anew for lengths and heads of which 16 is no divisor
+# A configuration with a shape, since Triton compiles anew for lengths and heads that 16 does not
+# divide.
 Tiles = tuple[AttentionShape, KernelConfig]
 
 
 def compile_ahead(tiles: Iterable[Tiles], arch: str) -> None:
-    """Compile what measuring `tiles` launches, a process a core, into Triton's cache on disk.
+    """Compile the kernels that measuring `tiles` launches into Triton's cache on disk.
 
-    What does not compile is left to its own cell, which says so.
+    Each core has a process. Errors are ignored here: the cell of such a configuration reports them.
     """
     for _ in compile_all(list(dict.fromkeys(tiles)), partial(compile_on_shape, arch)):
         pass
 
 
 def compile_on_shape(arch: str, tiles: Tiles) -> str:
-    """Compile in this process, a child of the pool, without launching; what went wrong, empty if
-    nothing.
+    """Compile one configuration for `arch` without launching it; return the error's first line.
+
+    The line is "" if there is no error. It runs in a child process of `compile_all`.
     """
     shape, config = tiles
     q, k = query_and_key(shape, "meta")
 
     def call() -> None:
+        """Launch the configuration on meta tensors."""
         launches_of(AttentionInputs(q=q, k=k, v=k, grad_output=q), shape.is_causal, [config])[0]()
 
     try:
-        # Where stages are timed, nothing overlaps: those are other kernels.
+        # Timing by stages launches other kernels, which do not overlap, so both ways are compiled.
         for launch in (call, lambda: time_stages(call, device="cpu", num_samples=1, warmup=0)):
             compiled_launches(arch, f"_{config.kernel}_", launch)
     except compiler_errors() as error:
@@ -165,9 +172,11 @@ def tune_cells(
     names: Sequence[str],
     capability: tuple[int, int] | None = None,
 ) -> list[Cell]:
-    """Every configuration to try on every shape: the named ones, or the grid of the `target` table.
+    """Return a cell for every configuration to try of each of `kernels` on every shape.
 
-    With a `capability` the table's own for the kernel and shape comes before them.
+    They are the ones that `names` name, or without names the grid of the `target` table. With a
+    `capability` the table's own configuration for the kernel and shape comes first. Raises
+    ValueError if a name is of an unknown table, or if none is of `kernels`.
     """
     named = [KernelConfig.from_name(name) for name in dict.fromkeys(names)]
     for config in named:
@@ -179,6 +188,7 @@ def tune_cells(
         raise ValueError(
             f"--config must name configurations of {', '.join(kernels)}, got {', '.join(names)}"
         )
+
     cells: list[Cell] = []
     for shape, kernel in product(shapes, kernels):
         grid = named or tuning_grid(kernel, arch=target, head_dim=shape.head_dim, dtype=shape.dtype)
@@ -201,8 +211,9 @@ def tune_cells(
 def tuned_on(
     shapes: Sequence[AttentionShape], records: Iterable[Record], capability: tuple[int, int] | None
 ) -> list[Record]:
-    """Those of the command's records that are of `shapes`, as `tile_choice` has them, with its
-    names of the table's.
+    """Return the records of the command on `shapes` as records of the problem `tile_choice`.
+
+    The configuration that the table has for the shape is renamed to `table_<kernel>`.
     """
     cases = {case_key(case_to_dict(shape)): shape for shape in shapes}
     found = []
@@ -211,7 +222,7 @@ def tuned_on(
             cases.get(case_key(record.case)),
             KernelConfig.from_name(record.implementation),
         )
-        # older ones time whole backwards
+        # Older records, which time whole backwards, are left out.
         if shape is not None and record.quantity == ROWS[config.kernel].quantity:
             is_table = config == chosen_tiles(config.kernel, shape, capability)
             name = f"{TABLE}_{config.kernel}" if is_table else config.name
@@ -220,12 +231,11 @@ def tuned_on(
 
 
 def proposed_rows(frame: pd.DataFrame) -> list[str]:
-    """A row of the tables for each kernel, width of element and head tile timed in a frame of
-    `tile_choice`.
+    """Return a proposed table row, as source text, for each kernel, element width and head tile.
 
-    Of the configurations that ran on every shape it has the one with the best geometric mean of its
-    times over the best ones'; where TMA must read its tiles, also the best one for other inputs, or
-    `...` for a person to fill.
+    `frame` is of `tile_choice`. Of the configurations that ran on every shape, the row has the one
+    with the best geometric mean of its times over each shape's best. If TMA must read its tiles,
+    the row also has the best one for other inputs, or `...` for a person to fill in.
     """
     timed = frame[(frame["alone"] != "") & (frame["status"] == "ok")]
     best_ms = timed.groupby(["case", "alone"])["median"].transform("min")
@@ -237,6 +247,7 @@ def proposed_rows(frame: pd.DataFrame) -> list[str]:
         means = np.log(ratios).mean().sort_values(kind="stable")
         if means.empty:
             continue
+
         best, *others = (KernelConfig.from_name(name) for name in means.index)
         row = f'"{best.spelling}"'
         if best.tma:
@@ -244,6 +255,7 @@ def proposed_rows(frame: pd.DataFrame) -> list[str]:
                 (f'"{config.spelling}"' for config in others if not config.tma), "..."
             )
             row = f"(Only({row}, tma=True), {by_pointers})"
+
         remark = f"at most {ratios[best.name].max():.2f} x the best of {len(ratios)} shapes"
         shipped = TABLES[best.target][kernel, width, tile]  # type: ignore[index]
         if best.precision != shipped.configs[-1].precision:

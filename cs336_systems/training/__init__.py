@@ -1,6 +1,4 @@
-"""Training a byte-level language model for real: corpus, wrappers by name, the loop, the folder of
-a run.
-"""
+"""Training a byte-level language model: corpus, wrappers by name, the loop, the folder of a run."""
 
 from cs336_systems.training.corpus import Corpus
 from cs336_systems.training.hyperparameters import TrainingConfig, learning_rate

@@ -1,8 +1,10 @@
-"""The folder of a run: what it is, its losses and its checkpoints; one run at a time.
+"""The folder of a training run: its config, losses and checkpoints; one run at a time.
 
-out/config.json                      # the run, and the SHA-256 of its text
-out/losses.jsonl                     # a line a step
-out/checkpoints/step-00000100/...    # weights and optimizer state, for any wrapper and number of ranks
+    out/config.json                      # the run, and the SHA-256 of its text
+    out/losses.jsonl                     # a line a step
+    out/checkpoints/step-00000100/...    # weights and optimizer state
+
+A checkpoint can be read with any wrapper and number of ranks.
 """
 
 from __future__ import annotations
@@ -29,14 +31,17 @@ from cs336_systems.distributed.checkpoint import (
 from cs336_systems.training.hyperparameters import TrainingConfig
 from cs336_systems.training.wrappers import Trainee
 
-TEXT_SHA256 = "text_sha256"  # beside the fields of the config
+TEXT_SHA256 = "text_sha256"  # key in config.json, beside the fields of the config
 KEPT = 2  # checkpoints: the newest, and the one before it
-# may change between a run and its continuation
+# Fields of the config that may change between a run and its continuation.
 FREE = ("steps", "wrapper", "num_ranks", "accumulation")
 
 
 def read_config(out: Path) -> tuple[TrainingConfig, str]:
-    """What `out` is the run of, and the SHA-256 of its text; ValueError if it holds no run."""
+    """Return the config of the run in `out`, and the SHA-256 of the run's text.
+
+    Raises ValueError if `out` holds no run, or if its config.json is damaged.
+    """
     path = out / "config.json"
     if not path.is_file():
         raise ValueError(f"out must hold a run, got {out}")
@@ -53,7 +58,7 @@ def read_config(out: Path) -> tuple[TrainingConfig, str]:
 
 
 class RunFolder:
-    """The folder `out` of the run `config` on a text; the ranks call its methods together."""
+    """The folder `out` of the run `config` on a text; all ranks call its methods together."""
 
     def __init__(self, out: Path, config: TrainingConfig, text: Path, text_sha256: str) -> None:
         self.out, self.config, self.text, self.text_sha256 = out, config, text, text_sha256
@@ -61,28 +66,29 @@ class RunFolder:
         self.lock = ExitStack()  # keeps other runs out, from `begin` on until it is closed
 
     def begin(self, trainee: Trainee, *, resume: bool) -> list[float]:
-        """Claim the folder, or load its newest checkpoint; the losses of the steps that are done.
+        """Claim the folder, load its newest checkpoint if `resume`, and return the losses so far.
 
         Raises ValueError on every rank if `out` is in use or holds another run; on a resume if it
-        holds none, one that differs in its text or in more than FREE, or a damaged checkpoint,
-        whose steps are not given up without a word.
+        holds no run, one that differs in its text or in more than FREE, or a damaged checkpoint:
+        its steps are not given up silently.
         """
         on_rank_0(lambda: self._claim(resume))
         losses = self._load(trainee) if resume and checkpoints(self.out / "checkpoints") else []
         on_rank_0(self._write_config)
-        self.write_losses(0, losses)  # without those of steps behind the checkpoint
+        self.write_losses(0, losses)  # drops the losses of steps after the checkpoint
         return losses
 
     def save(self, trainee: Trainee, losses: list[float]) -> None:
-        """Write the state after the steps of `losses`."""
-        # JSON has no NaN
+        """Write a checkpoint of `trainee` after the steps whose losses are `losses`."""
+        # losses as strings: JSON has no NaN
         at = {"loss_scale": trainee.scaler.state_dict(), "losses": [*map(str, losses)]}
         path, step = self.out / "checkpoints", len(losses)
         save_checkpoint(path, step, trainee.module, trainee.optimizer, position=at, keep=KEPT)
 
     def write_losses(self, first_step: int, losses: list[float]) -> None:
-        """Append the losses of the steps from `first_step` on to those before, which are none for
-        the first.
+        """Append `losses` of the steps from `first_step` on to losses.jsonl; step 0 begins it anew.
+
+        The first rank alone writes.
         """
         lines = [
             json.dumps({"step": first_step + index, "loss": loss}) + "\n"
@@ -94,15 +100,19 @@ class RunFolder:
                 file.writelines(lines)
 
     def _claim(self, resume: bool) -> None:
+        """Lock the folder; raise ValueError if this run may not begin in it or resume it."""
         run = read_config(self.out) if resume else None  # before a misspelt folder is made
         self.out.mkdir(parents=True, exist_ok=True)
         self.lock.enter_context(folder_lock(self.out))
+
         if run is None:
             if (self.out / "config.json").exists():
                 raise ValueError(
                     f"out must hold no other run, got {self.out}: resume it or name another folder"
                 )
             return
+
+        # A resume: the same config but for FREE, the same text, and steps that are not done yet.
         before, text_sha256 = run
         for name, ours in asdict(self.config).items():
             if name not in FREE and ours != (theirs := asdict(before)[name]):
@@ -114,12 +124,18 @@ class RunFolder:
             raise ValueError(
                 f"steps must be at least those of {newest[0]} to resume it, got {self.config.steps}"
             )
+
         if before.steps != (steps := self.config.steps):
             self._tell(
-                f"steps was {before.steps} and is {steps}: the learning rate follows the new schedule"
+                f"steps was {before.steps} and is {steps}: "
+                "the learning rate follows the new schedule"
             )
 
     def _load(self, trainee: Trainee) -> list[float]:
+        """Load the newest checkpoint into `trainee`, and return the losses of the steps before it.
+
+        Raises CheckpointError, a ValueError, if it cannot be read or lacks losses.
+        """
         *before, newest = checkpoints(self.out / "checkpoints")
         try:
             progress = load_checkpoint(newest, trainee.module, trainee.optimizer)
@@ -133,13 +149,13 @@ class RunFolder:
         losses = [float(loss) for loss in progress.position.get("losses", [])]
         if len(losses) != progress.step:
             raise CheckpointError(
-                f"{newest} has the losses of {len(losses)} steps, and {progress.step} are done: an earlier version "
-                "wrote it, and can go on"
+                f"{newest} has the losses of {len(losses)} steps, and {progress.step} are done: "
+                "an earlier version wrote it, and can go on"
             )
         return losses
 
     def _write_config(self) -> None:
-        """In one step: half of a file, from a process killed while it writes, nobody could resume."""
+        """Write config.json in one step: a process killed meanwhile leaves no half of a file."""
         aside = self.out / ".config.json.partial"
         with errors_name(self.out):
             aside.write_text(
@@ -148,5 +164,6 @@ class RunFolder:
             os.replace(aside, self.out / "config.json")
 
     def _tell(self, note: str) -> None:
+        """Print a note on stderr, on the first rank alone."""
         if self.is_first:
             print(f"note: {note}", file=sys.stderr, flush=True)

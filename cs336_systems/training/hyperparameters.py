@@ -1,7 +1,7 @@
-"""What a training run is: everything that decides its losses, in one frozen dataclass; and its
-learning rates.
+"""Configuration of a training run, which decides its losses, and its learning rates.
 
-config = TrainingConfig(model=byte_model(MODEL_SIZES["small"], context_length=256), steps=2000)
+model = byte_model(MODEL_SIZES["small"], context_length=256)
+config = TrainingConfig(model=model, steps=2000)
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ NANO = ModelConfig(
 
 
 def byte_model(model: ModelConfig, context_length: int) -> ModelConfig:
-    """`model` over bytes, for sequences of `context_length`."""
+    """Return `model` with the vocabulary of bytes, for sequences of `context_length`."""
     return replace(model, vocab_size=NUM_BYTES, context_length=context_length)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """A run: two with the same fields have the same losses, up to the rounding of other wrappers
-    and ranks.
+    """Configuration of a training run; two runs of one config on one text have the same losses.
+
+    Runs that differ only in wrapper and number of ranks have them up to rounding.
     """
 
     model: ModelConfig = NANO
@@ -102,18 +103,20 @@ class TrainingConfig:
 
     @property
     def rank_batch(self) -> int:
-        """Sequences of one rank in a step, or of one group of context-parallel ranks."""
+        """Return the sequences a step of one rank, or of one group of context-parallel ranks."""
         return self.batch // (self.num_ranks // self.context_parallel)
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step, over all ranks."""
+        """Return the tokens of a step over all ranks."""
         return self.batch * self.model.context_length
 
 
 def learning_rate(config: TrainingConfig, step: int) -> float:
-    """Rate of step `step`, counted from 0: (step + 1)/warmup_steps of the highest, then half a
-    cosine to the last.
+    """Return the learning rate of step `step`, counted from 0.
+
+    It rises linearly over `warmup_steps` to the highest, (step + 1)/warmup_steps of it at each
+    step, then falls along half a cosine to the rate of the last step.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

@@ -1,8 +1,8 @@
-"""The training loop of one rank: micro-batches, synchronisation, clipping, schedule, loss curve,
-checkpoints.
+"""The training loop of one rank: micro-batches, clipping, schedule, losses, checkpoints.
 
-    result = train(config)                                              # this process, alone
-    launch(train_rank, 2, replace(config, wrapper="fsdp", num_ranks=2), RunOptions())      # two ranks
+    result = train(config)    # this process, alone
+    config = replace(config, wrapper="fsdp", num_ranks=2)
+    launch(train_rank, 2, config, RunOptions())    # two ranks
 
 Everything that a step depends on is in the weights, the optimizer's state, the loss scale of
 float16 and the number of the step: the data of a step follows from its number, and nothing else is
@@ -41,14 +41,17 @@ print_now: Log = partial(print, flush=True)
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What does not change the losses."""
+    """Options of a run beside its config: text, folder, logging, sample and device.
+
+    Of these only the text changes the losses, and the device their rounding.
+    """
 
     text: Path = ALICE
     out: Path | None = None  # folder of losses and checkpoints; None: neither is written
-    checkpoint_every: int = 0  # steps; 0: when all are done only
+    checkpoint_every: int = 0  # steps; 0: only when all are done
     resume: bool = False  # from the newest checkpoint in `out`
     log_every: int = 10  # steps between looks at the losses, each of which waits for the device
-    sample_bytes: int = 0  # to generate when all steps are done
+    sample_bytes: int = 0  # length of the text that is generated when all steps are done
     stop_after: int | None = None  # end after this many steps of `steps`, as if interrupted
     device: str = "cpu"
 
@@ -62,7 +65,7 @@ class RunOptions:
 
 @dataclass(kw_only=True)
 class TrainingResult:
-    """What a run leaves; the same on every rank."""
+    """Losses, times and sample of a run; all but the times are the same on every rank."""
 
     # of each step, the mean over its batch in nats a byte
     losses: list[float] = field(default_factory=list)
@@ -76,7 +79,10 @@ class TrainingResult:
 def train_rank(
     rank: int, num_ranks: int, config: TrainingConfig, options: RunOptions
 ) -> TrainingResult:
-    """`train` as a function of a rank, for `launch`; says on stdout how far it is."""
+    """Return `train`'s result on rank `rank`, for `launch`; rank 0 prints its progress.
+
+    Raises ValueError unless `num_ranks` is that of `config`.
+    """
     if num_ranks != config.num_ranks:
         raise ValueError(
             f"config.num_ranks must be the number of ranks, {num_ranks}, got {config.num_ranks}"
@@ -87,11 +93,15 @@ def train_rank(
 def train(
     config: TrainingConfig, options: RunOptions | None = None, *, log: Log | None = None
 ) -> TrainingResult:
-    """Run this rank's part; with a wrapper other than none the default process group must be up."""
+    """Train this rank's part of the run `config`, and return its result.
+
+    With a wrapper other than none the default process group must be up. `log` is called with a line
+    at the start and at every look at the losses. Raises ValueError if the text is too short for the
+    model's context, or if the run's folder does not fit the run.
+    """
     options = RunOptions() if options is None else options
     corpus = Corpus.load(options.text)
-    # before a model is built for sequences that it does not have
-    corpus.check(config.model.context_length)
+    corpus.check(config.model.context_length)  # before a model is built in vain
     device = (
         torch.device("cuda", torch.cuda.current_device())
         if options.device == "cuda"
@@ -105,12 +115,15 @@ def train(
         else RunFolder(options.out, config, options.text, corpus.sha256())
     )
     result = TrainingResult()
+
     with nullcontext() if folder is None else folder.lock:
         if folder is not None:
             result.losses = folder.begin(trainee, resume=options.resume)
         done = result.first_step = len(result.losses)
         if log is not None:
             log(_what_is_trained(config, device, result.first_step))
+
+        # Steps after which a checkpoint is written, and after which the losses are looked at.
         last = config.steps if options.stop_after is None else min(config.steps, options.stop_after)
         saves = {config.steps}
         if options.checkpoint_every:
@@ -118,11 +131,14 @@ def train(
         looks = {last, *range(0, last, options.log_every)} | (
             saves if folder is not None else set()
         )
+
+        # The losses of the steps between two looks stay on the device.
         for look in sorted(step for step in looks if done < step <= last):
             start = time.perf_counter()
             sums = [_step(trainee, corpus, config, step, rank) for step in range(done, look)]
             losses = _mean_over_ranks(sums, config)
             seconds = (time.perf_counter() - start) / len(losses)  # a step
+
             if log is not None:
                 log(_progress(config, look, sum(losses) / len(losses), seconds))
             if look > result.first_step + options.log_every:
@@ -133,6 +149,7 @@ def train(
                 if look in saves:
                     folder.save(trainee, result.losses)
             done = look
+
     if last == config.steps:
         result.validation_loss = _validate(trainee, corpus, config)
         trainee.make_whole()
@@ -142,6 +159,7 @@ def train(
 
 
 def _what_is_trained(config: TrainingConfig, device: torch.device, first_step: int) -> str:
+    """Return the first line of the log: model, steps, batch, wrapper, ranks and device."""
     ranks = "1 rank" if config.num_ranks == 1 else f"{config.num_ranks} ranks"
     count = torch.get_num_threads()
     threads = f" with {count} thread{'s' * (count > 1)} a rank" if device.type == "cpu" else ""
@@ -151,24 +169,33 @@ def _what_is_trained(config: TrainingConfig, device: torch.device, first_step: i
     if first_step >= config.steps:
         steps = f"nothing left of {config.steps} steps"
     return (
-        f"{config.model.name}: {num_parameters(config.model):,} parameters, {steps} of {config.step_tokens:,} tokens "
-        f"({config.batch} × {config.model.context_length}), {config.wrapper}, {ranks}, {device.type}{threads}"
+        f"{config.model.name}: {num_parameters(config.model):,} parameters, "
+        f"{steps} of {config.step_tokens:,} tokens "
+        f"({config.batch} × {config.model.context_length}), "
+        f"{config.wrapper}, {ranks}, {device.type}{threads}"
     )
 
 
 def _progress(config: TrainingConfig, done: int, loss: float, seconds: float) -> str:
+    """Return a line of the log after `done` steps: loss, learning rate, speed and time left."""
     left = timedelta(seconds=round(seconds * (config.steps - done)))
     return (
-        f"step {done:>6}/{config.steps}  loss {loss:.4f}  lr {learning_rate(config, done - 1):.2e}  "
+        f"step {done:>6}/{config.steps}  loss {loss:.4f}  "
+        f"lr {learning_rate(config, done - 1):.2e}  "
         f"{config.step_tokens / seconds:,.0f} tokens/s  {left} left"
     )
 
 
 def _step(trainee: Trainee, corpus: Corpus, config: TrainingConfig, step: int, rank: int) -> Tensor:
-    """One optimizer step; the mean loss of this rank's sequences, still on the device."""
+    """Do one optimizer step, and return the mean loss of this rank's sequences.
+
+    The loss stays on the device, so that nothing waits for it.
+    """
     for group in trainee.optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
     trainee.optimizer.zero_grad(set_to_none=True)
+
+    # This rank's sequences of the step, in micro-batches; the last one synchronises gradients.
     first = step * config.batch + rank // config.context_parallel * config.rank_batch
     size = config.rank_batch // config.accumulation
     total = torch.zeros((), device=trainee.device)
@@ -181,19 +208,22 @@ def _step(trainee: Trainee, corpus: Corpus, config: TrainingConfig, step: int, r
             loss = trainee.loss(tokens, targets) / config.accumulation
             trainee.scaler.scale(loss).backward()
         total += loss.detach()
+
+    # Gradients become means over ranks, are unscaled, then clipped.
     trainee.finish()
     trainee.scaler.unscale_(trainee.optimizer)
     if config.clip_norm is not None:
         trainee.clip(config.clip_norm)
-    # where float16 overflowed on some rank, all leave the step out
+    # If float16 overflowed on any rank, all ranks skip the step.
     trainee.scaler.step(trainee.optimizer)
     trainee.scaler.update()
     return total
 
 
 def _validate(trainee: Trainee, corpus: Corpus, config: TrainingConfig) -> float:
-    """Mean loss of held-out sequences, computed by every rank alike (sharded weights need all of
-    them).
+    """Return the mean loss of held-out sequences, which every rank computes alike.
+
+    Sharded weights need all ranks.
     """
     tokens, targets = corpus.validation_sequences(config.model.context_length, VALIDATION_SEQUENCES)
     size = config.rank_batch // config.accumulation
@@ -213,8 +243,10 @@ def write_text(
     top_p: float | None = None,
     seed: int = 0,
 ) -> str:
-    """What `model`, over bytes, writes after `prompt`, on every rank the same; what is no text is
-    shown as U+FFFD.
+    """Return `num_bytes` bytes that a byte-level `model` writes after `prompt`, as text.
+
+    The text is the same on every rank. Bytes that are no text, and characters that cannot be
+    printed, are shown as U+FFFD. See `generate` for `temperature` and `top_p`.
     """
     tokens = torch.tensor(list(prompt.encode()), dtype=torch.int64, device=device)
     generator = torch.Generator(device).manual_seed(seed)
@@ -224,6 +256,7 @@ def write_text(
 
 
 def _mean_over_ranks(pending: list[Tensor], config: TrainingConfig) -> list[float]:
+    """Return the means over all ranks of `pending` losses, scalars on the device."""
     losses = torch.stack(pending).double()
     if config.num_ranks > 1:
         dist.all_reduce(losses)

@@ -1,7 +1,7 @@
-"""Wrappers by name: one small object a scheme with the things that a training loop asks of it.
+"""Wrappers by name: one object with everything that a training loop asks of a scheme.
 
 trainee = build_trainee(config, torch.device("cpu"))
-with trainee.no_sync(): ...                   # micro-batches before the last
+with trainee.no_sync(): ...    # micro-batches before the last
 trainee.finish(); trainee.clip(1.0); trainee.optimizer.step()
 """
 
@@ -35,40 +35,44 @@ DDPS = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP, "bucketed": B
 
 @dataclass(frozen=True, kw_only=True)
 class Trainee:
-    """A model in its wrapper, and its optimizer."""
+    """A model in its wrapper, its optimizer, and what the wrapper needs around a step."""
 
     device: torch.device
     module: nn.Module  # tokens -> logits, on this rank's share of the batch
     optimizer: torch.optim.Optimizer
-    clip: Callable[[float], Tensor]  # scales all gradients to at most this norm; the norm before
-    scaler: torch.amp.GradScaler  # of the loss; does nothing but in float16
-    # around what the module and the loss compute
+    # scales all gradients to at most this norm, and returns the norm before
+    clip: Callable[[float], Tensor]
+    scaler: torch.amp.GradScaler  # of the loss; does nothing except in float16
+    # context of the module's and the loss's forward
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    # after backward: gradients are the means over all ranks
+    # called after backward; then gradients are the means over all ranks
     finish: Callable[[], None] = lambda: None
-    # backward inside it only accumulates
+    # context in which backward only accumulates
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
-    split: Callable[[Tensor], Tensor] = lambda sequences: sequences  # -> this rank's part of them
-    # from now on the module takes whole sequences again
+    # sequences -> this rank's part of each
+    split: Callable[[Tensor], Tensor] = lambda sequences: sequences
+    # called before the module takes whole sequences again
     make_whole: Callable[[], None] = lambda: None
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of this rank's part of sequences on the CPU."""
+        """Return the mean loss of this rank's part of sequences that lie on the CPU."""
         with self.autocast():
             logits = self.module(self.split(tokens).to(self.device))
             return cross_entropy(logits, self.split(targets).to(self.device))
 
 
 def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
-    """The model of `config` with seeded weights on `device`, in its wrapper; the process group must
-    be up.
+    """Return the model of `config` with seeded weights on `device`, in its wrapper.
+
+    With a wrapper other than none the default process group must be up.
     """
     dtype = getattr(torch, config.precision.parameters)
     model = build_model(
         config.model, attention=config.attention, device=device, dtype=dtype, seed=config.seed
     )
     parts: dict[str, Any] = {"clip": lambda max_norm: clip_gradients(model.parameters(), max_norm)}
-    # before any wrapper, all of which then average over parts as over sequences
+
+    # Context parallelism comes before any wrapper: they average over parts as over sequences.
     if config.context_parallel > 1:
         group, _ = dist.new_subgroups(config.context_parallel)
         parts["make_whole"] = split_context(
@@ -76,6 +80,7 @@ def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
         )
         place = dist.get_rank(group), config.context_parallel
         parts["split"] = lambda sequences: zigzag_split(sequences, *place, dim=1)
+
     autocast = (
         None if config.precision.autocast is None else getattr(torch, config.precision.autocast)
     )
@@ -85,9 +90,12 @@ def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
         "betas": BETAS,
         "weight_decay": config.weight_decay,
     }
+
+    # The wrapper comes before its optimizer: FSDP replaces the parameters by shards.
     wrapped: Any = model
     optimizer: Any
-    if config.wrapper == "fsdp":  # gathers weights in low precision, so nothing is autocast
+    if config.wrapper == "fsdp":
+        # FSDP gathers weights in low precision, so autocast has nothing to do.
         wrapped, autocast = FSDP(model, compute_dtype=autocast), None
         optimizer = AdamW(wrapped.parameters(), **options)
         parts["clip"] = wrapped.clip_grad_norm_
@@ -100,10 +108,11 @@ def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
     else:
         wrapped = model if config.wrapper == "none" else DDPS[config.wrapper](model)
         optimizer = AdamW(model.parameters(), **options)
+
     if autocast is not None:
         parts["autocast"] = partial(torch.autocast, device.type, dtype=autocast)
     if config.wrapper != "none":
-        # what averages the gradients
+        # the object that averages the gradients
         synchronizes = optimizer if config.wrapper == "zero1" else wrapped
         parts |= {
             "finish": synchronizes.finish_gradient_synchronization,

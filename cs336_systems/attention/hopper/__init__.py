@@ -1,9 +1,9 @@
-"""Stage 5: attention for Hopper (sm_90) in Gluon: warps that copy, warp groups that multiply,
-five-matmul backward.
+"""Stage 5: attention for Hopper (sm_90) in Gluon, by warps that copy and warp groups that compute.
 
-In reading order: `schedule` (which tiles in what order, as plain Python), `builtins` (the few
-instructions that Gluon does not name), `columns` (matmuls over 96 of them), `descriptors` (how TMA
-is told of a tensor), `walk` and `forward`, `backward_walk`, `division`, `light` and `backward`,
-above head dim 128 `wide_backward`, `entry` (the operators); `reports` says what the compiler made
-of them. All but `schedule`, `division` and `reports` load Triton when imported.
+The backward has five matmuls; above head dim 128 it is `wide_backward`, of seven. In reading order:
+`schedule` (which tiles in what order, as plain Python), `builtins` (the few instructions that Gluon
+does not name), `columns` (matmuls over 96 columns), `descriptors` (how TMA is told of a tensor),
+`walk` and `forward`, then `backward_walk`, `division`, `light` and `backward`, `wide_backward`, and
+`entry` (the operators). `cs336_systems.compiler.hopper_reports` says what the compiler made of the
+kernels. All but `schedule` and `division` load Triton when imported.
 """

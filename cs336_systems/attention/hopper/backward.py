@@ -1,85 +1,93 @@
 """The backward on Hopper: one Gluon kernel of five matmuls between light Triton kernels.
 
-  preprocess   delta = rowsum(dO ∘ O), minus the gradient of L if one arrives; L in base 2; dQ's accumulator zeroed
-  main         one program a tile of 128 keys: dK and dV stay in registers, dQ is added into memory, in float32
+  preprocess   delta = rowsum(dO ∘ O), minus the gradient of L if one arrives; L in base 2; dQ's
+               accumulator zeroed
+  main         one program a tile of 128 keys: dK and dV stay in registers, dQ is added into memory,
+               in float32
   parts        the main kernel once more, for walks that are divided among programs: see below
   convert      dQ = scale · accumulator, in rows and in the inputs' dtype
   join         dK and dV of divided walks: the sums of their parts
 
-Each but the first starts while the one before it ends, and waits for it only where it needs its
-results.
+Each kernel but the first starts while the one before it ends, and waits for it only where it needs
+its results.
 
 A program of the main kernel has up to five partitions. A producer warp copies tiles by TMA into a
 ring of two slots. Two consumer warp groups own 64 of the keys each and walk the query tiles that
 see them. Two sender warps add what each consumer has made of dQ into memory. S and dP are computed
 transposed, so that Pᵀ and dSᵀ are left operands that the tensor cores take from registers. One step
-of a consumer, dQ `by senders`, and what its matmuls are meanwhile:
+of a consumer, where dQ leaves `by senders`, and the matmuls that are in flight meanwhile:
 
-    issue dPᵀ = V dOᵀ                                  dP            Sᵀ is there: the last step has made it
-    Pᵀ = exp2(scale · log₂e · Sᵀ - L)                  dP            L stays in shared memory up to here
+                                                         in flight
+    issue dPᵀ = V dOᵀ                                    dP          (1)
+    Pᵀ = exp2(scale · log₂e · Sᵀ - L)                    dP          (2)
     wait for dP
-    dSᵀ = Pᵀ ∘ (dPᵀ - delta)                                         delta likewise: registers are full
-    dSᵀ to shared memory; issue dV += Pᵀ dO            dV            the other consumer has the tensor cores till here
-    meet the other consumer                            dV            dQ sums over the keys of both
-    issue dQ = dS K, issue dK += dSᵀ Q                 dV, dQ, dK
-    wait for dV and dQ; dQ to its sender               dK
-    wait for the next slot: Q, dO, L, delta            dK
-    issue the next step's Sᵀ = K Qᵀ                    dK, S
-    wait for dK; release the slot                      S
+    dSᵀ = Pᵀ ∘ (dPᵀ - delta)                                         (2)
+    dSᵀ to shared memory; issue dV += Pᵀ dO              dV          (3)
+    meet the other consumer                              dV          (4)
+    issue dQ = dS K, issue dK += dSᵀ Q                   dV, dQ, dK
+    wait for dV and dQ; dQ to its sender                 dK
+    wait for the next slot: Q, dO, L, delta              dK
+    issue the next step's Sᵀ = K Qᵀ                      dK, S       (5)
+    wait for dK; release the slot                        S
     wait for S
 
-The scores of the next step keep the tensor cores busy while dQ leaves. (In flight over the loop's
-end they would be as good, but the compiler then waits for every matmul. So it does with dV, dQ, dK
-and S all in flight.)
+  (1) Sᵀ is there: the step before has computed it.
+  (2) L and delta stay in shared memory up to here, as registers are full.
+  (3) The other consumer has the tensor cores up to here.
+  (4) dQ sums over the keys of both consumers.
+  (5) These scores keep the tensor cores busy while dQ leaves. In flight over the loop's end they
+      would be as good, but the compiler then waits for every matmul. So it does with dV, dQ, dK and
+      S all in flight.
 
-A step's dQ tile is formed once by the two consumers, half and half, from the keys of both: halves
-by columns of a tile of 64 queries at head dim 128, halves by rows of a tile of 128 queries at head
-dim 64. (At 64 the longer tile is 15 to 20 % faster; at 128 it has no room.) It leaves in the order
-in which threads hold it, and `convert` puts it right.
+The two consumers form a step's dQ tile once, half each, from the keys of both: halves by columns of
+a tile of 64 queries at head dim 128, halves by rows of a tile of 128 queries at head dim 64. (At 64
+the longer tile is 15 to 20 % faster; at 128 it has no room.) dQ leaves in the order in which
+threads hold it, and `convert` restores the order of rows and columns.
 
 Tiles have 64 or 128 columns. At head dims from 65 to 96 the matmuls leave out the last 32 of 128
 (`columns.py`), and consumer 1 adds zeros to 32 columns of dQ.
 
-How dQ is formed and sent is the launcher's choice, `dq_way`, by what was measured:
+The launcher chooses how dQ is formed and sent, by measurements (`dq_way`):
 
   by senders  as above. At head dim 128 without a mask, and of causal packed documents below 8,192
-  queries.
-  late        a step forms the dQ of the step before. The consumers then need not meet: each says that its dS is ready
-              and goes on if the other's last one is. One may be a step ahead, which takes a third
-              tile of dS. At head dim 64, along lists, and at 128 causal from 8,192 queries on or in
-              a fixed order of additions.
-  alone       without sender warps: a consumer starts its copy and waits for it a step later. At head dim 128 causal
-              below 8,192 queries.
+              queries.
+  late        A step forms the dQ of the step before. The consumers then need not meet: each
+              announces that its dS is ready, and goes on if the other's last one is. One may be a
+              step ahead, which takes a third tile of dS. At head dim 64, along lists, and at 128
+              causal from 8,192 queries on or in a fixed order of additions.
+  alone       without sender warps: a consumer starts its copy and waits for it a step later. At
+              head dim 128 causal below 8,192 queries.
 
-Which tiles: `backward_walk.py`. Without a mask the walk starts at the program's own position and
-wraps around the end, so that programs that run at one time add to different rows of dQ. A causal
-one starts at the diagonal. Four kernels differ in their walk alone, by what is `walked`: dense
-(None), `Parts` of dense walks, `Lists` of a `BlockMask`, packed `Documents`. Of a list's partial
-tiles the producer hands over the number of their bits, which a consumer then reads from memory, by
-keys, as it holds the scores: `light.py` has turned them.
+`backward_walk.py` decides which tiles a program visits. Without a mask the walk starts at the
+program's own position and wraps around the end, so that programs that run at one time add to
+different rows of dQ. A causal walk starts at the diagonal. Four kernels differ only in their walk,
+which is chosen by the type of `walked`: dense (None), `Parts` of dense walks, `Lists` of a
+`BlockMask`, packed `Documents`. For a list's partial tiles the producer hands over the number of a
+tile of bits. A consumer reads the bits from memory, ordered by keys like its scores: `light.py` has
+transposed them.
 
 Walks that would leave multiprocessors idle are divided (`division.py`): those of a last round of
-tiles without a mask, or all of a small call; not along lists, of documents, in a fixed order of
-additions or at head dims from 65 to 96, whose sums are in two pieces, and not where causal queries
-see keys that do not exist. The parts have a kernel of their own, because steps that a program
-counts itself are 2 to 4 % slower. Its programs start as those of the main kernel end, and each
-leaves dK and dV of its part to `join`, in float32.
+tiles without a mask, or all of a small call. Not divided are walks along lists, of documents, in a
+fixed order of additions, at head dims from 65 to 96, whose sums are in two pieces, and where causal
+queries see keys that do not exist. The parts have a kernel of their own, because steps that a
+program counts itself are 2 to 4 % slower. Its programs start as those of the main kernel end, and
+each leaves dK and dV of its part to `join`, in float32.
 
-Tiles that the diagonal cuts are masked, and where queries see keys that do not exist every tile is,
-in a kernel of its own, because choosing at run time costs registers. (A key that does not exist
-scores 0, and its P = exp2(-L) may be inf.) That is the case without a mask where the last key tile
-is ragged; a causal query comes before such keys, unless there are fewer keys than queries. Queries
-past the end have L = +inf, hence P = 0. TMA reads zeros past the end of a head and writes nothing
-there.
+Tiles that the diagonal cuts are masked. Where queries see keys that do not exist every tile is
+masked, in a kernel of its own, because a choice at run time costs registers. (A key that does not
+exist scores 0, and its P = exp2(-L) may be inf.) That is the case without a mask where the last key
+tile is ragged; a causal query comes before such keys, unless there are fewer keys than queries.
+Queries past the end have L = +inf, hence P = 0. TMA reads zeros past the end of a head and writes
+nothing there.
 
-Sums: dK and dV over the queries, and over the query heads of a group, are one program's, or of its
-parts in a fixed order, and so bit-reproducible; the parts depend on how many heads a call has, and
-on the GPU. dQ's over the key tiles come in any order, and its last bits vary; unless ORDERED, where
-senders wait until a counter says that it is their program's turn, see `turn_of_tile`. The first in
-order stores its part, so that nothing need be zeroed; without a mask dQ has two accumulators, for
-what comes before walks wrap around the end and after. Measured before both, in turns with additions
-in any order, that takes up to 8 % more time, 16 % at 2,048 causal tokens, and more where walks
-would be divided.
+One program sums dK and dV over the queries and over the query heads of a group, or its parts do and
+are added in a fixed order. So dK and dV are bit-reproducible; the parts depend on how many heads a
+call has, and on the GPU. dQ is summed over the key tiles in any order, and its last bits vary. If
+PLAN.ordered, senders wait until a counter says that it is their program's turn (`turn_of_tile`).
+The first in order stores its part, so that nothing need be zeroed. Without a mask dQ then has two
+accumulators, for what comes before walks wrap around the end and after. Measured before both
+changes, in turns with additions in any order, that takes up to 8 % more time, 16 % at 2,048 causal
+tokens, and more where walks would be divided.
 
 Sources: FlashAttention-2 (Dao 2023), algorithm 2; FlashAttention-3 (Shah et al. 2024) for the
 partitions, the senders and the turns.
@@ -167,23 +175,24 @@ from cs336_systems.attention.triton.launch import (
 from cs336_systems.attention.triton.steps import LOG2_E
 from cs336_systems.measure.stages import stage
 
-CONSUMER_KEYS = gl.constexpr(64)  # of a tile, half of it
+CONSUMER_KEYS = gl.constexpr(64)  # keys of a tile that a consumer owns, half of it
 HALF = gl.constexpr(64)  # rows and columns of a consumer's part of a dQ tile
 WORDS_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-# Such a part leaves as rows of 32 numbers, in the order in which threads hold them: see
-# `_in_thread_order`.
+# A consumer's part of a dQ tile leaves as rows of 32 numbers, in the order in which threads hold
+# them (`_in_thread_order`).
 SENT_ROWS, SENT_COLUMNS = gl.constexpr(128), gl.constexpr(32)
 SLOTS = gl.constexpr(2)  # as many as fit: 194 to 227 KiB of the 227 that a program can have
-# by head tile: S and dP of a step take 128 or 64 registers of a thread
+# Queries of a tile, by head tile: S and dP of a step take 128 or 64 registers of a thread.
 QUERY_TILES = {64: 128, 128: 64}
 # The ways of dQ: without sender warps, with them, and a step late with them.
 ALONE, BY_SENDERS, LATE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-# The hardware's named barriers, 16 of them; Triton takes the first ones. Of some a consumer has its
-# own: two in a row, and of DS_IS_READY four, one for even steps and one for odd ones.
+# Numbers of the hardware's 16 named barriers, of which Triton takes the first ones. DQ_IS_WRITTEN
+# and DQ_IS_SENT are two in a row, one for each consumer; DS_IS_READY is four, one for each consumer
+# and parity of the step.
 DS_IS_READY, DS_IS_WRITTEN, TILES_ARE_READ = gl.constexpr(6), gl.constexpr(10), gl.constexpr(11)
 DQ_IS_WRITTEN, DQ_IS_SENT = gl.constexpr(12), gl.constexpr(14)
-CONSUMERS = gl.constexpr(256)  # threads of both
-SENDER = gl.constexpr(160)  # of a consumer and the warp that sends its part of dQ
+CONSUMERS = gl.constexpr(256)  # threads of both consumers
+SENDER = gl.constexpr(160)  # threads of a consumer and of the warp that sends its part of dQ
 
 
 NUMBERS = ["N_KV_HEADS", "HEADS_TOGETHER", "SECOND_SUMS", "N_QUERIES", "N_KEYS"]
@@ -191,38 +200,37 @@ NUMBERS = ["N_KV_HEADS", "HEADS_TOGETHER", "SECOND_SUMS", "N_QUERIES", "N_KEYS"]
 
 @gluon.constexpr_function
 def _has_thread_rows(D_TILE, IS_CAUSAL):
-    """Whether L and delta lie in shared memory so that a thread's four numbers of 16 columns are
-    neighbours.
+    """Return whether shared memory holds L and delta in the order in which threads need them.
+
+    A thread's four numbers of 16 columns are then neighbours.
     """
     return D_TILE == 128 and IS_CAUSAL
 
 
 class _Shared(NamedTuple):
-    """What producer and consumers share: tiles and rows in shared memory, and the barriers that
-    guard them.
-    """
+    """Shared memory of producer, consumers and senders: tiles, rows, and the rings' barriers."""
 
     Q_slots: gl.shared_memory_descriptor  # (SLOTS, Q_TILE_SIZE, D_TILE)
     dO_slots: gl.shared_memory_descriptor  # the same
     KV_tiles: gl.shared_memory_descriptor  # (2, KEY_TILE, D_TILE)
-    # (2 or 3, KEY_TILE, Q_TILE_SIZE), transposed, of so many steps in turn
+    # (2 or 3, KEY_TILE, Q_TILE_SIZE): dSᵀ of both consumers, for as many steps
     dS_tiles: gl.shared_memory_descriptor
-    # (2, SENT_ROWS, SENT_COLUMNS), each consumer's on its way to memory
+    # (2, SENT_ROWS, SENT_COLUMNS): each consumer's part of dQ on its way to memory
     dQ_tiles: gl.shared_memory_descriptor
     L_slots: gl.shared_memory_descriptor  # (SLOTS, Q_TILE_SIZE)
     delta_slots: gl.shared_memory_descriptor  # the same
     kv_full: gl.shared_memory_descriptor  # one barrier
     full: gl.shared_memory_descriptor  # a barrier a slot
     empty: gl.shared_memory_descriptor  # a barrier a slot
-    words_slots: gl.shared_memory_descriptor  # (SLOTS, 1), number of the tile of a mask's bits
+    words_slots: gl.shared_memory_descriptor  # (SLOTS, 1): number of the tile of a mask's bits
 
 
 @gluon.jit
 def _await_preprocess(walked, PLAN: gl.constexpr):
-    """Wait for L, delta, a mask's words, the zeros that dQ is added to, and the turns.
+    """Wait for what earlier kernels write: L, delta, a mask's words, dQ's zeros and turns.
 
-    Parts behind whole walks need not: the main kernel lets them start, in `_produce`, when it has
-    waited itself.
+    Parts behind whole walks need not wait: the main kernel lets them start, in `_produce`, only
+    after it has waited itself.
     """
     if PLAN.split:
         if walked.WHOLE == 0:
@@ -235,13 +243,14 @@ def _await_preprocess(walked, PLAN: gl.constexpr):
 def _produce(
     shared, problem, walked, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """The producer warp: K and V once, then each step's Q, dO, L and delta, as slots become free."""
+    """Run the producer warp: copy K and V once, and Q, dO, L and delta of each step."""
     Q_TILE_SIZE: gl.constexpr = PLAN.query_tile
     IS_LISTED: gl.constexpr = PLAN.query_block > 0
     ROWS_LAYOUT: gl.constexpr = gl.BlockedLayout([Q_TILE_SIZE // 32], [32], [1], [0])
     tile = own_tile(problem, walked, PLAN)
     batch, kv_head = tile.batch_head // problem.N_KV_HEADS, tile.batch_head % problem.N_KV_HEADS
 
+    # K and V (KEY_TILE, D_TILE)
     mbarrier.expect(shared.kv_full.index(0), K_desc.block_type.nbytes + V_desc.block_type.nbytes)
     first_key = tile.number * KEY_TILE
     if IS_LISTED or PLAN.packed:
@@ -254,9 +263,12 @@ def _produce(
     tma.async_copy_global_to_shared(
         V_desc, place, shared.kv_full.index(0), as_block(V_tile, V_desc)
     )
-    # consumers, which wait for this warp, so have a mask's words and the zeros of dQ
+
+    # Consumers wait for this warp, so a mask's words and the zeros of dQ are there for them too.
     _await_preprocess(walked, PLAN)
     gdc_launch_dependents()
+
+    # Q and dO (Q_TILE_SIZE, D_TILE), L and delta (Q_TILE_SIZE,) of each step
     done = 0
     for number in range(num_walks(PLAN)):
         walk = walk_of(number, tile, problem, walked, PLAN)
@@ -266,6 +278,8 @@ def _produce(
         )
         for j in range(walk.steps):
             first_query, words = place_of_step(j, walk, tile, problem, walked, PLAN)
+
+            # L and delta to registers, while the slot is in use
             rows = first_query + gl.arange(0, Q_TILE_SIZE, ROWS_LAYOUT)
             if _has_thread_rows(PLAN.head_tile, PLAN.is_causal):
                 rows = rows // 16 * 16 + rows // 2 % 2 * 8 + rows // 4 % 4 * 2 + rows % 2
@@ -277,6 +291,8 @@ def _produce(
             else:
                 L = gl.load(rows_of_head + rows)
                 delta = gl.load(rows_of_head + tile.head_rows + rows)
+
+            # all four to the slot, once it is empty
             step = done + j
             slot = step % SLOTS
             mbarrier.wait(shared.empty.index(slot), ((step // SLOTS) & 1) ^ 1)
@@ -288,7 +304,8 @@ def _produce(
                 Q_desc, place, shared.full.index(slot), as_block(shared.Q_slots.index(slot), Q_desc)
             )  # fmt: skip
             tma.async_copy_global_to_shared(
-                dO_desc, place, shared.full.index(slot), as_block(shared.dO_slots.index(slot), dO_desc)
+                dO_desc, place, shared.full.index(slot),
+                as_block(shared.dO_slots.index(slot), dO_desc),
             )  # fmt: skip
             shared.L_slots.index(slot).store(L)
             shared.delta_slots.index(slot).store(delta)
@@ -296,25 +313,25 @@ def _produce(
                 shared.words_slots.index(slot).store(gl.full([1], words, gl.int32, WORDS_LAYOUT))
             mbarrier.arrive(shared.full.index(slot), count=1)
         done += walk.steps
-    if PLAN.split:
-        gdc_wait()  # for the kernel of whole walks: what waits for this one reads its results too
+    if PLAN.split:  # what waits for this kernel reads the results of the one of whole walks too
+        gdc_wait()
 
 
 @gluon.jit
 def _send(
     shared, problem, walked, dQ_desc, turns_ptr, CONSUMER: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """The warp that adds a consumer's parts of dQ into memory, if ordered each when its turn has
-    come.
+    """Run a sender warp: add a consumer's part of dQ into memory, step after step.
 
-    The first part in order is stored: what it would be added to was never written.
+    If PLAN.ordered, each part waits for its turn, and the first in order is stored, as the memory
+    that it would be added to was never written.
     """
     D_TILE: gl.constexpr = PLAN.head_tile
     tile = own_tile(problem, walked, PLAN)
     dQ_tile = shared.dQ_tiles.index(CONSUMER)
     _await_preprocess(walked, PLAN)
     arrive_at(DQ_IS_SENT + CONSUMER, SENDER)
-    if PLAN.dq_way == LATE:  # the first step forms the dQ of no step
+    if PLAN.dq_way == LATE:  # what the first step hands over is the dQ of no step
         wait_at(DQ_IS_WRITTEN + CONSUMER, SENDER)
         arrive_at(DQ_IS_SENT + CONSUMER, SENDER)
     for number in range(num_walks(PLAN)):
@@ -322,6 +339,8 @@ def _send(
         head_row = row_of_member(walk.member, tile, PLAN)
         for j in range(walk.steps):
             first_query, _ = place_of_step(j, walk, tile, problem, walked, PLAN)
+
+            # where the part goes
             row = head_row + first_query
             if PLAN.ordered:
                 is_second, turn = turn_of_tile(
@@ -331,6 +350,8 @@ def _send(
                 row += problem.SECOND_SUMS * is_second
             dQ_block = [0, 0, row * (D_TILE // SENT_COLUMNS) + CONSUMER * SENT_ROWS, 0]
             turns = turns_ptr + row // HALF * 2 + CONSUMER
+
+            # the part, once it is written and may go
             if PLAN.ordered:
                 wait_for_turn(turns, turn)
             wait_at(DQ_IS_WRITTEN + CONSUMER, SENDER)
@@ -349,10 +370,10 @@ def _send(
 
 @gluon.jit
 def _to_thread_rows(x, THREAD_ROWS: gl.constexpr):
-    """L or delta, one number a column, in the order of shared memory; `_has_thread_rows` says
-    whether that is another.
+    """Return x, L or delta with a number a column, in the order in which shared memory holds it.
 
-    Four of a thread's numbers are then one load, in place of two.
+    If THREAD_ROWS (`_has_thread_rows`), four numbers of a thread are neighbours there, and one load
+    in place of two.
     """
     if THREAD_ROWS:
         parts = gl.permute(gl.reshape(x, [x.shape[0] // 16, 2, 4, 2]), (0, 2, 1, 3))
@@ -363,7 +384,10 @@ def _to_thread_rows(x, THREAD_ROWS: gl.constexpr):
 
 @gluon.jit
 def _to_columns(x, LAYOUT: gl.constexpr, THREAD_ROWS: gl.constexpr):
-    """Back from the order of shared memory, in the layout of an accumulator's columns."""
+    """Return x from the order of shared memory in LAYOUT, that of an accumulator's columns.
+
+    The inverse of `_to_thread_rows`.
+    """
     if THREAD_ROWS:
         parts = gl.permute(gl.reshape(x, [x.shape[0] // 16, 4, 2, 2]), (0, 2, 1, 3))
         return gl.convert_layout(gl.reshape(parts, [x.shape[0]]), LAYOUT, assert_trivial=True)
@@ -373,8 +397,11 @@ def _to_columns(x, LAYOUT: gl.constexpr, THREAD_ROWS: gl.constexpr):
 
 @gluon.jit
 def _start_dQ(shared, dS_slot, CONSUMER: gl.constexpr, COLUMNS: gl.constexpr):
-    """A consumer's part of dQ = dS K, in flight."""
-    both_dS_T = shared.dS_tiles.index(dS_slot)
+    """Return a consumer's part of dQ = dS K, in flight: half of the columns, or of the rows.
+
+    It is (HALF, HALF), or (HALF, 32) for consumer 1 of 96 columns.
+    """
+    both_dS_T = shared.dS_tiles.index(dS_slot)  # (KEY_TILE, Q_TILE_SIZE)
     if COLUMNS > 64:
         WIDTH: gl.constexpr = min(COLUMNS - CONSUMER * HALF, HALF)
         zeros = gl.zeros([HALF, WIDTH], gl.float32, mma_layout(WIDTH))
@@ -390,12 +417,11 @@ def _start_dQ(shared, dS_slot, CONSUMER: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _in_thread_order(dQ):
-    """A consumer's (64, columns) part of dQ in the order of threads: each stores 16 bytes beside
-    the next.
+    """Return a consumer's (64, columns) sums as rows of 32 numbers, in the order of threads.
 
-    From (warp, half of its rows, row, 8 columns, pair of them, of the pair) to (8 columns, warp,
-    row, pair, half, of the pair). No number moves between registers, and the 128-bit stores meet no
-    bank conflict.
+    Each thread then stores 16 bytes beside the next thread's. The axes go from (warp, half of its
+    rows, row, 8 columns, pair of them, of the pair) to (8 columns, warp, row, pair, half, of the
+    pair). No number moves between registers, and the 128-bit stores meet no bank conflict.
     """
     parts = gl.permute(gl.reshape(dQ, [4, 2, 8, dQ.shape[1] // 8, 4, 2]), (3, 0, 2, 4, 1, 5))
     return gl.reshape(parts, [2 * dQ.shape[1], SENT_COLUMNS])
@@ -403,8 +429,9 @@ def _in_thread_order(dQ):
 
 @gluon.jit
 def _store_dQ(shared, dQ, CONSUMER: gl.constexpr):
-    """A consumer's part of dQ to shared memory; if that is of 32 columns, before the zeros that lie
-    there.
+    """Store a consumer's part of dQ in its tile of shared memory.
+
+    A part of 32 columns takes the first half of the tile, before the zeros that lie in the second.
     """
     dQ_tile = shared.dQ_tiles.index(CONSUMER)
     if dQ.shape[1] < HALF:
@@ -415,7 +442,7 @@ def _store_dQ(shared, dQ, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _hand_over_dQ(shared, dQ, CONSUMER: gl.constexpr):
-    """dQ to shared memory, and word of it to the warp that sends it."""
+    """Store a consumer's part of dQ in shared memory, and tell its sender warp."""
     wait_at(DQ_IS_SENT + CONSUMER, SENDER)
     _store_dQ(shared, dQ, CONSUMER)
     arrive_at(DQ_IS_WRITTEN + CONSUMER, SENDER)
@@ -423,7 +450,7 @@ def _hand_over_dQ(shared, dQ, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _hide(P_T, first_query, first_key, N_KEYS, DIAGONAL: gl.constexpr):
-    """Pᵀ with zeros where the key does not exist or, if DIAGONAL, comes after the query."""
+    """Return Pᵀ with zeros where the key does not exist or, if DIAGONAL, comes after the query."""
     key_rows = first_key + gl.arange(0, P_T.shape[0], gl.SliceLayout(1, P_T.type.layout))
     if DIAGONAL:
         query_rows = first_query + gl.arange(0, P_T.shape[1], gl.SliceLayout(0, P_T.type.layout))
@@ -435,8 +462,9 @@ def _hide(P_T, first_query, first_key, N_KEYS, DIAGONAL: gl.constexpr):
 
 @gluon.jit
 def _load_words(S_T, shared, slot, first_key, walked, PLAN: gl.constexpr):
-    """The bits of a consumer's keys in a partial tile, so that each thread has those of its scores
-    in Sᵀ.
+    """Return the mask bits of a consumer's keys in a partial tile, laid out as Sᵀ is.
+
+    Returns (CONSUMER_KEYS, Q_TILE_SIZE / 32) words of 32 queries each.
     """
     WORDS: gl.constexpr = PLAN.query_tile // 32
     LAYOUT: gl.constexpr = gl.SliceLayout(2, by_words(S_T).type.layout)
@@ -449,7 +477,10 @@ def _load_words(S_T, shared, slot, first_key, walked, PLAN: gl.constexpr):
 
 @gluon.jit
 def _start_scores(shared, step, zero, CONSUMER: gl.constexpr, COLUMNS: gl.constexpr):
-    """Sᵀ = K Qᵀ of a step, in flight, once the step's slot is full. `zero` is 0, see `_consume`."""
+    """Return a step's Sᵀ = K Qᵀ in flight, after the step's slot is full.
+
+    It is (CONSUMER_KEYS, Q_TILE_SIZE). `zero` is 0, and `_consume` says why it is an argument.
+    """
     K = shared.KV_tiles.index(zero).slice(CONSUMER * CONSUMER_KEYS, CONSUMER_KEYS, dim=0)
     slot = step % SLOTS
     mbarrier.wait(shared.full.index(slot), (step // SLOTS) & 1)
@@ -458,14 +489,15 @@ def _start_scores(shared, step, zero, CONSUMER: gl.constexpr, COLUMNS: gl.conste
 
 @gluon.jit
 def _step(
-    shared, problem, walked, dQ_desc, dK, dV, S_T, step, last_step, head_row, first_query, first_key, num_keys,
+    shared, problem, walked, dQ_desc, dK, dV, S_T,
+    step, last_step, head_row, first_query, first_key, num_keys,
     CONSUMER: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, DIAGONAL: gl.constexpr,
 ):  # fmt: skip
-    """Fold one query tile into this consumer's dK and dV, and add its half of the tile's dQ.
+    """Return (dK, dV, the next step's Sᵀ) after one query tile, and pass on the tile's dQ.
 
-    Sᵀ has come with the step before, and this step makes the next one's, under dQ and its way out.
-    The last step makes its own again, which nobody uses: a branch around a matmul in flight would
-    cost its asynchrony.
+    The module's docstring has the order. The last step computes its own Sᵀ again, which is not
+    used: a branch around a matmul in flight would make it synchronous. dK and dV are tuples of
+    their parts by columns.
     """
     dtype: gl.constexpr = shared.Q_slots.dtype
     Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
@@ -476,8 +508,9 @@ def _step(
     FIRST_ROW: gl.constexpr = CONSUMER * CONSUMER_KEYS
     V = shared.KV_tiles.index(1).slice(FIRST_ROW, CONSUMER_KEYS, dim=0)
     slot = step % SLOTS
-    Q, dO = shared.Q_slots.index(slot), shared.dO_slots.index(slot)
+    Q, dO = shared.Q_slots.index(slot), shared.dO_slots.index(slot)  # (Q_TILE_SIZE, D_TILE)
 
+    # Pᵀ, under dPᵀ = V dOᵀ; both are (CONSUMER_KEYS, Q_TILE_SIZE)
     dP_T = over_columns(in_parts(V, COLUMNS), dO, COLUMNS)
     THREAD_ROWS: gl.constexpr = _has_thread_rows(D_TILE, PLAN.is_causal)
     QUERIES: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
@@ -490,20 +523,24 @@ def _step(
         P_T = zero_unattended(P_T, words)
     elif MASKED:
         P_T = _hide(P_T, first_query, first_key + FIRST_ROW, num_keys, DIAGONAL)
+
+    # dSᵀ
     dP_T, P_T = warpgroup_mma_wait(0, [dP_T, P_T])
     delta = _to_columns(
         shared.delta_slots.index(slot).load(stored.type.layout), QUERIES, THREAD_ROWS
     )
     dS_T = (P_T * (dP_T - delta[None, :])).to(dtype)
 
-    # Tiles take turns: the other consumer may still multiply the last step's, or if dQ is late the
-    # one's before.
+    # dSᵀ to shared memory, and dV. Steps take turns with the tiles: the other consumer may still
+    # multiply the tile of the step before, or if dQ is late that of two steps before.
     dS_slot = step % shared.dS_tiles.shape[0]
     if PLAN.dq_way == LATE:
         wait_at(DS_IS_READY + (1 - CONSUMER) * 2 + ((step + 1) & 1), CONSUMERS)
     shared.dS_tiles.index(dS_slot).slice(FIRST_ROW, CONSUMER_KEYS, dim=0).store(dS_T)
     dV = add_product(dV, P_T.to(dtype), dO, COLUMNS)
     fence_async_shared()
+
+    # dQ, of this step or if late of the one before, and dK
     if PLAN.dq_way == LATE:
         arrive_at(DS_IS_READY + CONSUMER * 2 + (step & 1), CONSUMERS)
         dQ = _start_dQ(shared, (step + 2) % 3, CONSUMER, COLUMNS)
@@ -515,6 +552,8 @@ def _step(
     dK = add_product(dK, dS_T, Q, COLUMNS)
     dV = await_sums(dV, PARTS)
     dQ = warpgroup_mma_wait(PARTS, [dQ])
+
+    # dQ to memory, the next scores under it
     if PLAN.dq_way == ALONE:
         _store_dQ(shared, dQ, CONSUMER)
         dQ_block = [
@@ -537,12 +576,12 @@ def _step(
 def _consume(
     shared, problem, walked, dQ_desc, dK_desc, dV_desc, CONSUMER: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """A consumer warp group: dK and dV of 64 keys, and its half of dQ."""
+    """Run a consumer warp group: sum dK and dV of its 64 keys, and form its half of dQ."""
     MASKED_STEPS: gl.constexpr = least_steps(PLAN) if PLAN.is_causal else 0
     tile = own_tile(problem, walked, PLAN)
     first_key = tile.number * KEY_TILE
     dK, dV = zero_sums(PLAN.columns), zero_sums(PLAN.columns)
-    if PLAN.columns - CONSUMER * HALF == 32:
+    if PLAN.columns - CONSUMER * HALF == 32:  # zeros for the columns of dQ that are left out
         rest = shared.dQ_tiles.index(CONSUMER).slice(64, 64, dim=0)
         rest.store(_in_thread_order(gl.zeros([HALF, 32], gl.float32, mma_layout(32))))
 
@@ -555,11 +594,14 @@ def _consume(
         last_step = max(last_step, PLAN.group * least_steps(PLAN) - 1)
     if PLAN.dq_way == LATE:
         arrive_at(DS_IS_READY + CONSUMER * 2 + 1, CONSUMERS)  # of the step before the first
+
     # The compiler would keep the addresses of K's parts in registers through the loops, were they
-    # the same here: so this K is at an index that it does not know to be 0.
+    # the same here: so this K is at an index that the compiler does not know to be 0.
     S_T = warpgroup_mma_wait(
         0, [_start_scores(shared, 0, min(last_step, 0), CONSUMER, PLAN.columns)]
     )
+
+    # the steps: masked ones, then the rest
     if PLAN.query_block:
         for step in range(tile.masked):
             dK, dV, S_T = _step(
@@ -578,32 +620,38 @@ def _consume(
             for j in range(MASKED_STEPS):  # in a walk's later parts the mask hides nothing
                 first_query, _ = place_of_step(j, walk, tile, problem, walked, PLAN)
                 dK, dV, S_T = _step(
-                    shared, problem, walked, dQ_desc, dK, dV, S_T, member * walk.steps + j, last_step, head_row,
+                    shared, problem, walked, dQ_desc, dK, dV, S_T,
+                    member * walk.steps + j, last_step, head_row,
                     first_query, first_key, tile.sequence.num_keys, CONSUMER, PLAN, True, True,
                 )  # fmt: skip
             for j in range(MASKED_STEPS, walk.steps):
                 first_query, _ = place_of_step(j, walk, tile, problem, walked, PLAN)
                 dK, dV, S_T = _step(
-                    shared, problem, walked, dQ_desc, dK, dV, S_T, member * walk.steps + j, last_step, head_row,
-                    first_query, first_key, tile.sequence.num_keys, CONSUMER, PLAN, not PLAN.whole_key_tiles, False,
+                    shared, problem, walked, dQ_desc, dK, dV, S_T,
+                    member * walk.steps + j, last_step, head_row,
+                    first_query, first_key, tile.sequence.num_keys, CONSUMER, PLAN,
+                    not PLAN.whole_key_tiles, False,
                 )  # fmt: skip
 
+    # the last step's dQ, if late
     if PLAN.dq_way == LATE:
         wait_at(DS_IS_READY + (1 - CONSUMER) * 2 + (last_step & 1), CONSUMERS)
         dQ = _start_dQ(shared, last_step % shared.dS_tiles.shape[0], CONSUMER, PLAN.columns)
         _hand_over_dQ(shared, warpgroup_mma_wait(0, [dQ]), CONSUMER)
     if PLAN.dq_way != ALONE:
         wait_at(DQ_IS_SENT + CONSUMER, SENDER)
+
+    # dK and dV
     if PLAN.split:
         _store_part(dK, dV, walked, CONSUMER, PLAN)
     else:
         _store_gradients(shared, problem, dK_desc, dV_desc, dK, dV, tile, CONSUMER, PLAN)
-    tma.store_wait(0)  # the shared memory of a program that has ended is another's
+    tma.store_wait(0)  # copies end before the program does, and with it its shared memory
 
 
 @gluon.jit
 def _store_part(dK, dV, walked, CONSUMER: gl.constexpr, PLAN: gl.constexpr):
-    """dK and dV of a part of the walks, in float32, for `light.join` to add up."""
+    """Store dK and dV of a part of the walks in float32, for `light.join` to add up."""
     dK, dV = _in_thread_order(dK[0]), _in_thread_order(dV[0])
     rows = gl.arange(0, dK.shape[0], gl.SliceLayout(1, dK.type.layout))
     columns = gl.arange(0, SENT_COLUMNS, gl.SliceLayout(0, dK.type.layout))
@@ -618,9 +666,9 @@ def _store_part(dK, dV, walked, CONSUMER: gl.constexpr, PLAN: gl.constexpr):
 def _store_gradients(
     shared, problem, dK_desc, dV_desc, dK, dV, tile, CONSUMER: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """dK and dV of a tile of keys, in the inputs' dtype."""
+    """Scale dK and store dK and dV of a consumer's keys, in the inputs' dtype."""
     dtype: gl.constexpr = shared.Q_slots.dtype
-    # Nobody reads K and V any more: their memory takes dK and dV on the way out.
+    # Once both consumers have read K and V, their memory takes dK and dV on the way out.
     meet_consumers(TILES_ARE_READ)
     own_tiles = shared.KV_tiles._reinterpret(
         dtype, [4, CONSUMER_KEYS, PLAN.head_tile], shared.KV_tiles.layout
@@ -631,8 +679,7 @@ def _store_gradients(
     store_sums(dV_tile, dV, 1.0)
     fence_async_shared()
     own_key = tile.number * KEY_TILE + CONSUMER * CONSUMER_KEYS
-    if PLAN.packed:
-        # behind the end, where nothing is written
+    if PLAN.packed:  # a tile without keys goes behind the end, where nothing is written
         own_key = gl.where(tile.exists, own_key, tile.sequence.num_keys)
     own_block = key_place(tile.batch_head, own_key, 0, tile.sequence, PLAN)
     tma.async_copy_shared_to_global(dK_desc, own_block, as_block(dK_tile, dK_desc))
@@ -641,9 +688,10 @@ def _store_gradients(
 
 @gluon.jit
 def _run(
-    Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, turns_ptr, problem, walked, PLAN: gl.constexpr
+    Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, turns_ptr,
+    problem, walked, PLAN: gl.constexpr
 ):  # fmt: skip
-    """Share out shared memory and registers, and start the partitions."""
+    """Allocate shared memory and barriers, and start producer, consumers and senders."""
     dtype: gl.constexpr = Q_desc.dtype
     Q_TILE_SIZE: gl.constexpr = PLAN.query_tile
     D_TILE: gl.constexpr = PLAN.head_tile
@@ -655,6 +703,7 @@ def _run(
     DS_SLOTS: gl.constexpr = 3 if PLAN.dq_way == LATE else 2
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+
     if PLAN.query_block:
         words_slots = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], ROWS)
     else:
@@ -672,14 +721,16 @@ def _run(
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
         words_slots,
     )
+
     mbarrier.init(shared.kv_full.index(0), count=1)
     for slot in gl.static_range(SLOTS):
         # the bytes of Q and dO; the producer's stores of L and delta
         mbarrier.init(shared.full.index(slot), count=2)
         mbarrier.init(shared.empty.index(slot), count=2)  # the two consumers
     fence_async_shared()
-    # Warps of the second consumer, of the producer and of the senders, and their registers a
-    # thread; the first consumer has what is left, 240.
+
+    # After the partitions: warps of the second consumer, of the producer and of the senders, and
+    # their registers a thread. The first consumer has what is left, 240.
     if PLAN.dq_way == ALONE:
         gl.warp_specialize([
             (_consume, (shared, problem, walked, dQ_desc, dK_desc, dV_desc, 0, PLAN)),
@@ -702,28 +753,18 @@ def hopper_backward_kernel(
     N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV (1, batch · kv_heads, keys, D), and all but the scale of dQ, in blocks of 64 rows
-    and columns.
+    """Compute dK, dV (1, batch · kv_heads, keys, D) and the unscaled sums of dQ of dense attention.
 
-    Keys that no query sees are neither read nor written. `rows` (batch · heads, 2, rows) holds L in
-    base 2, and delta; `turns`, if PLAN.ordered, a zero for each consumer's part of 64 rows of dQ's
-    accumulator, whose rows from SECOND_SUMS on are those of second laps.
+    dQ's sums are in blocks of 64 rows and columns, in the order of threads. Keys that no query sees
+    are neither read nor written. `rows` (batch · heads, 2, rows) holds L in base 2, and delta.
+    `turns`, if PLAN.ordered, holds a zero for each consumer's part of 64 rows of dQ's accumulator;
+    the accumulator's rows from SECOND_SUMS on are those of second laps.
     """
     problem = Problem(N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2)
     _run(
-        Q_desc,
-        K_desc,
-        V_desc,
-        dO_desc,
-        dQ_desc,
-        dK_desc,
-        dV_desc,
-        rows_ptr,
-        turns_ptr,
-        problem,
-        None,
-        PLAN,
-    )
+        Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, turns_ptr, problem,
+        None, PLAN,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "WHOLE", "SHARE"])
@@ -732,25 +773,17 @@ def hopper_split_backward_kernel(
     N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2, WHOLE, SHARE,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """The same of divided walks, whose sums `join` adds up; if there are WHOLE ones their kernel
-    comes before this.
+    """Compute the parts of dK and dV of divided walks, which `join` adds up, and add to dQ's sums.
+
+    As `hopper_backward_kernel`, except that dK and dV go to `sums_ptr` (`backward_walk.Parts`). If
+    WHOLE > 0, the kernel of the WHOLE tiles comes before this one.
     """
     problem = Problem(N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2)
     parts = Parts(sums_ptr, WHOLE, SHARE)
     _run(
-        Q_desc,
-        K_desc,
-        V_desc,
-        dO_desc,
-        dQ_desc,
-        dK_desc,
-        dV_desc,
-        rows_ptr,
-        rows_ptr,
-        problem,
-        parts,
-        PLAN,
-    )
+        Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, rows_ptr, problem,
+        parts, PLAN,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "MASK_BATCHES", "MASK_HEADS", "WIDTH", "FULL_WIDTH"])
@@ -761,53 +794,38 @@ def hopper_listed_backward_kernel(
     MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """The same, where the query tiles of a tile of keys stand in the lists of a `BlockMask`."""
+    """Compute what `hopper_backward_kernel` does, walking the lists of a `BlockMask`.
+
+    A tile of keys visits the query tiles that its lists name (`backward_walk.Lists`).
+    """
     problem = Problem(N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2)
     walked = Lists(
         num_partial_ptr, partial_ptr, patterns_ptr, num_full_ptr, full_ptr, words_ptr,
         MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH,
     )  # fmt: skip
     _run(
-        Q_desc,
-        K_desc,
-        V_desc,
-        dO_desc,
-        dQ_desc,
-        dK_desc,
-        dV_desc,
-        rows_ptr,
-        rows_ptr,
-        problem,
-        walked,
-        PLAN,
-    )
+        Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, rows_ptr, problem,
+        walked, PLAN,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "N_DOCUMENTS"])
 def hopper_packed_backward_kernel(
-    Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2, N_DOCUMENTS,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV (keys, kv_heads, D) of packed documents; of `rows` (heads, 2, rows) the first
-    N_QUERIES are used.
+    """Compute dK, dV (keys, kv_heads, D) and the unscaled sums of dQ of packed documents.
+
+    Of `rows` (heads, 2, rows) the first N_QUERIES rows of a head are used.
     """
     problem = Problem(N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2)
     documents = Documents(cu_seqlens_q_ptr, cu_seqlens_k_ptr, N_DOCUMENTS)
     _run(
-        Q_desc,
-        K_desc,
-        V_desc,
-        dO_desc,
-        dQ_desc,
-        dK_desc,
-        dV_desc,
-        rows_ptr,
-        rows_ptr,
-        problem,
-        documents,
-        PLAN,
-    )
+        Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, rows_ptr, problem,
+        documents, PLAN,
+    )  # fmt: skip
 
 
 def hopper_backward(
@@ -823,18 +841,19 @@ def hopper_backward(
     scale: float,
     lists: TileLists | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Contiguous gradients of q, k, v in their dtype, bfloat16 or float16; head_dim at most 256,
-    nothing empty.
+    """Return contiguous gradients of q, k and v in their dtype, bfloat16 or float16.
 
-    `lse` is contiguous, the others have any strides, and what TMA cannot read is copied first. dK
-    and dV are bit-reproducible; dQ too if `deterministic`, which takes longer. `lists`, with
-    neither `deterministic` nor `is_causal`, are those of a `BlockMask` whose tiles hold whole tiles
-    of the kernel's.
+    head_dim is at most 256, and no dimension is empty. `lse` is contiguous; the other tensors may
+    have any strides, and what TMA cannot read is copied first. dK and dV are bit-reproducible, and
+    dQ too if `deterministic`, which takes longer. `lists`, with neither `deterministic` nor
+    `is_causal`, are those of a `BlockMask` whose tiles are whole multiples of the kernel's.
     """
     head_dim = q.shape[-1]
-    if head_tile(head_dim) not in QUERY_TILES:  # it has one order of additions
+    if head_tile(head_dim) not in QUERY_TILES:  # always deterministic
         return hopper_wide_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale)
     q, k, v, output, grad_output = (readable(x) for x in (q, k, v, output, grad_output))
+
+    # sizes, in rows and in tiles
     batch, heads, num_queries, width = q.shape
     kv_heads, num_keys = k.shape[1:3]
     group, query_tile, key_tile = heads // kv_heads, QUERY_TILES[head_tile(width)], KEY_TILE.value
@@ -849,13 +868,16 @@ def hopper_backward(
     if is_causal or lists is not None:
         share = L2_SHARE_BYTES if is_causal else HALF_L2_SHARE_BYTES
         heads_together = min(batch * kv_heads, _heads_together(q, group, num_rows, share))
-    # that have sums of dQ of their own: `turn_of_tile`
+
+    # the plan; laps have sums of dQ of their own (`turn_of_tile`)
     laps = 2 if deterministic and not is_causal else 1
     way = dq_way(head_tile(width), is_causal, num_queries, deterministic, listed=lists is not None)
     plan = BackwardPlan(
-        head_tile(width), columns_of(width), query_tile, group, is_causal, whole_key_tiles, way, deterministic,
-        *block_size,
+        head_tile(width), columns_of(width), query_tile, group, is_causal, whole_key_tiles, way,
+        deterministic, *block_size,
     )  # fmt: skip
+
+    # which walks are divided: none, unless the call allows it
     division = Division(num_key_tiles * batch * kv_heads, 1, 0)
     in_one_piece = columns_of(width) == head_tile(width)  # the sums of a consumer
     if (
@@ -865,10 +887,12 @@ def hopper_backward(
         and (not is_causal or num_queries <= num_keys)
     ):
         division = divide_walks(
-            key_tiles=num_key_tiles, batch_heads=batch * kv_heads, steps=num_rows // query_tile, group=group,
-            head_tile=head_tile(width), is_causal=is_causal, num_multiprocessors=num_multiprocessors(q.device),
+            key_tiles=num_key_tiles, batch_heads=batch * kv_heads,
+            steps=num_rows // query_tile, group=group, head_tile=head_tile(width),
+            is_causal=is_causal, num_multiprocessors=num_multiprocessors(q.device),
         )  # fmt: skip
 
+    # results and scratch memory
     grad_q = empty_like(q)
     grad_k, grad_v = gradients_of_keys(k, num_key_tiles * key_tile)
     rows, sums = _scratch(batch * heads, num_rows, q, laps)
@@ -880,17 +904,25 @@ def hopper_backward(
         if deterministic
         else None
     )
+
     log_launch("backward", f"hopper_backward_{query_tile}x{key_tile}", q, num_queries, num_keys)
     with stage("preprocess"):
         preprocess(output, lse, grad_output, grad_lse, rows, None if deterministic else sums, turns)
         words = None if lists is None else transposed_words(lists.token_bits, query_tile)
+
     with stage("dkv"):  # and dQ's sums
         # programs count batch and heads of dK and dV as one
         one_batch = (1, batch * kv_heads, num_keys, width)
         tiles = (
-            tile_descriptor(q, query_tile), tile_descriptor(k, key_tile), tile_descriptor(v, key_tile),
-            tile_descriptor(grad_output, query_tile), tile_descriptor(sums, SENT_ROWS.value, SENT_COLUMNS.value),
-            *(tile_descriptor(x.view(one_batch), CONSUMER_KEYS.value) for x in (grad_k, grad_v)), rows,
+            tile_descriptor(q, query_tile),
+            tile_descriptor(k, key_tile), tile_descriptor(v, key_tile),
+            tile_descriptor(grad_output, query_tile),
+            tile_descriptor(sums, SENT_ROWS.value, SENT_COLUMNS.value),
+            *(
+                tile_descriptor(x.view(one_batch), CONSUMER_KEYS.value)
+                for x in (grad_k, grad_v)
+            ),
+            rows,
         )  # fmt: skip
         second_sums = batch * heads * num_rows
         numbers = (
@@ -914,11 +946,13 @@ def hopper_backward(
             if division.programs:
                 launch(
                     hopper_split_backward_kernel, (division.programs,), (*tiles, part_sums),
-                    (*numbers, division.whole, division.share), _options(plan._replace(split=True), q),
+                    (*numbers, division.whole, division.share),
+                    _options(plan._replace(split=True), q),
                 )  # fmt: skip
         else:
             walked = (
-                lists.q_num_blocks, lists.q_indices, lists.q_tokens, lists.full_q_num_blocks, lists.full_q_indices
+                lists.q_num_blocks, lists.q_indices, lists.q_tokens,
+                lists.full_q_num_blocks, lists.full_q_indices,
             )  # fmt: skip
             sizes = (
                 *lists.q_num_blocks.shape[:2],
@@ -932,9 +966,10 @@ def hopper_backward(
                 (*numbers, *sizes),
                 options,
             )
+
     with stage("dq"):
-        # A walk of a second lap ends before its first block, which is that of the last key tile at
-        # most.
+        # A second lap ends before the first block of its walk, so it never reaches the block of the
+        # last key tile.
         second_rows = (
             (min(num_key_tiles, num_rows // key_tile) - 1) * key_tile if laps == 2 else None
         )
@@ -958,11 +993,15 @@ def hopper_packed_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`hopper_backward` of each document's queries to its keys; by the longest length the way of dQ
-    is chosen.
+    """Return contiguous gradients of packed q, k and v; each document attends to itself alone.
+
+    As `hopper_backward` for each document's queries and keys. `max_seqlen_q`, the largest number of
+    queries of a document, decides how dQ is formed (`dq_way`).
     """
     head_dim = q.shape[-1]
     q, k, v, output, grad_output = (readable(x) for x in (q, k, v, output, grad_output))
+
+    # sizes, in rows and in tiles
     (num_queries, heads, width), (num_keys, kv_heads, _) = q.shape, k.shape
     group, query_tile, key_tile = heads // kv_heads, QUERY_TILES[head_tile(width)], KEY_TILE.value
     documents = len(cu_seqlens_q) - 1
@@ -987,7 +1026,7 @@ def hopper_packed_backward(
     log_launch(
         "packed_backward", f"hopper_backward_{query_tile}x{key_tile}", q, max_seqlen_q, num_keys
     )
-    with stage("preprocess"):  # of which no row needs its document: one sequence of all
+    with stage("preprocess"):  # rows do not depend on their document: all are one sequence
         as_one, grad_as_one = (x.transpose(0, 1)[None] for x in (output, grad_output))
         preprocess(as_one, lse, grad_as_one, grad_lse, rows, sums, None)
     with stage("dkv"):  # and dQ's sums
@@ -999,8 +1038,13 @@ def hopper_packed_backward(
             rows, cu_seqlens_q, cu_seqlens_k,
         )  # fmt: skip
         launch(
-            hopper_packed_backward_kernel, ((num_keys // key_tile + documents + 1) * kv_heads,), tensors,
-            (kv_heads, heads_together, heads * num_rows, num_queries, num_keys, scale * LOG2_E.value, documents),
+            hopper_packed_backward_kernel,
+            ((num_keys // key_tile + documents + 1) * kv_heads,),
+            tensors,
+            (
+                kv_heads, heads_together, heads * num_rows, num_queries, num_keys,
+                scale * LOG2_E.value, documents,
+            ),
             _options(plan, q),
         )  # fmt: skip
     with stage("dq"):
@@ -1017,8 +1061,10 @@ def dq_way(
     listed: bool = False,
     packed: bool = False,
 ) -> int:
-    """The fastest way of dQ to memory, as measured; where additions come in order, of those by
-    senders.
+    """Return how dQ is formed and sent: ALONE, BY_SENDERS or LATE, the fastest way as measured.
+
+    If `deterministic`, the way has sender warps, which keep the order of additions. `num_queries`
+    of packed documents are those of the longest.
     """
     if head_tile == 64 or listed:
         return LATE.value
@@ -1030,7 +1076,7 @@ def dq_way(
 
 
 def _options(plan: BackwardPlan, q: Tensor) -> dict[str, Hashable]:
-    """The main kernel's; it starts while the kernel before it ends."""
+    """Return the main kernel's launch options; it starts while the kernel before it ends."""
     return {
         "PLAN": plan,
         "num_warps": CONSUMER_WARPS,
@@ -1039,19 +1085,23 @@ def _options(plan: BackwardPlan, q: Tensor) -> dict[str, Hashable]:
 
 
 def _heads_together(q: Tensor, group: int, num_rows: int, share: int) -> int:
-    """Key heads whose streamed rows fill `share` bytes of the L2 cache: Q, dO, and dQ in float32."""
+    """Return how many key heads fill `share` bytes of L2 with Q, dO and float32 dQ."""
     return max(1, share // (group * num_rows * head_tile(q.shape[-1]) * (2 * q.element_size() + 4)))
 
 
 def _scratch(heads: int, num_rows: int, q: Tensor, laps: int = 1) -> tuple[Tensor, Tensor]:
-    """Room for L and delta, and for each lap's sums of dQ in the rows in which it is sent."""
+    """Return uninitialised (rows, sums): memory for L and delta, and for dQ's sums as sent.
+
+    `rows` is (heads, 2, num_rows), `sums` (1, 1, sent rows, SENT_COLUMNS) with room for each lap;
+    both are float32.
+    """
     sent_rows = laps * heads * num_rows * head_tile(q.shape[-1]) // SENT_COLUMNS.value
     rows = empty((heads, 2, num_rows), torch.float32, q.device)
     return rows, empty((1, 1, sent_rows, SENT_COLUMNS.value), torch.float32, q.device)
 
 
 def _cut(grads: tuple[Tensor, Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Without the columns that inputs were padded by."""
+    """Return the gradients without the columns by which inputs were padded."""
     grad_q, grad_k, grad_v = (
         x if x.shape[-1] == head_dim else x[..., :head_dim].contiguous() for x in grads
     )

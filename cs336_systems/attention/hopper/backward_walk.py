@@ -2,13 +2,14 @@
 
 Arithmetic on integers, which producer, consumers and senders do alike. Four walks share the rest:
 
-  dense    the query tiles that see the keys: without a mask from the program's own position around the end, so that
-           programs that run at one time add to different rows of dQ; a causal one from the diagonal
-           on
+  dense    the query tiles that see the keys. Without a mask the walk starts at the program's own
+           position and wraps around the end, so that programs that run at one time add to different
+           rows of dQ; a causal one goes from the diagonal on.
   parts    of dense walks, each a program's
-  lists    of a `BlockMask`'s column of tiles: the partial ones, then the full ones; those of each query head of a group
-  packed   the dense walk within the document that a program finds by its slot; dQ's accumulator has the rows of the
-           slots that documents' queries would have
+  lists    of a `BlockMask`'s column of tiles: the partial ones of each query head of a group, then
+           the full ones of each
+  packed   the dense walk within the document that a program finds by its slot. dQ's accumulator has
+           the rows of the slots that documents' queries would have.
 
 The tests run the functions without an underscore as Python.
 """
@@ -30,8 +31,8 @@ from cs336_systems.attention.hopper.walk import (
 
 KEY_TILE = gl.constexpr(128)  # the two consumers' 64 rows of a wgmma each
 # Rows of L, delta and dQ's accumulator are padded to a multiple of this, the number of query rows
-# that the diagonal of one key tile cuts: a causal program then has at least those steps, and runs
-# them without a bound.
+# that the diagonal cuts in one key tile. A causal program then has at least the steps of these
+# rows, and runs them without a check.
 QUERY_PADDING = KEY_TILE
 
 
@@ -39,18 +40,18 @@ class BackwardPlan(NamedTuple):
     """What the main kernel is compiled for, beside the element type."""
 
     head_tile: int
-    columns: int  # of it that are multiplied: all, or 96 of 128
+    columns: int  # of a head tile's, those that are multiplied: all, or 96 of 128
     query_tile: int
     group: int  # query heads that share a key head
     is_causal: bool
     whole_key_tiles: bool  # no query sees keys that do not exist
     dq_way: int  # ALONE, BY_SENDERS or LATE
     ordered: bool  # dQ is added in one order
-    # Rows and columns of a mask's tiles, whose lists are walked; 0 where the walk is dense.
+    # rows and columns of a block mask's tiles; 0 where no lists are walked
     query_block: int = 0
     key_block: int = 0
     packed: bool = False
-    split: bool = False  # walks are divided, as `Parts` says
+    split: bool = False  # walks are divided (`Parts`)
 
 
 class Problem(NamedTuple):
@@ -58,7 +59,7 @@ class Problem(NamedTuple):
 
     N_KV_HEADS: gl.tensor
     HEADS_TOGETHER: gl.tensor  # see `tile_of_program`
-    # row of dQ's accumulator where that of second laps begins, see `turn_of_tile`
+    # row of dQ's accumulator where second laps have theirs, see `turn_of_tile`
     SECOND_SUMS: gl.tensor
     N_QUERIES: gl.tensor
     N_KEYS: gl.tensor
@@ -66,15 +67,13 @@ class Problem(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """The lists of a `BlockMask` that columns of its tiles walk, and the sizes by which a program
-    finds its own.
-    """
+    """The lists of a `BlockMask` that columns of its tiles walk, and the sizes that find a list."""
 
-    num_partial: gl.tensor
-    partial: gl.tensor  # (masks, columns of tiles, WIDTH): numbers of partial tiles
-    patterns: gl.tensor  # the same: their numbers in `words`
-    num_full: gl.tensor
-    full: gl.tensor  # (masks, columns of tiles, FULL_WIDTH)
+    num_partial: gl.tensor  # (masks, columns of tiles): lengths of the lists `partial`
+    partial: gl.tensor  # (masks, columns of tiles, WIDTH): rows of partial tiles
+    patterns: gl.tensor  # the same shape: numbers of the partial tiles' bits in `words`
+    num_full: gl.tensor  # (masks, columns of tiles): lengths of the lists `full`
+    full: gl.tensor  # (masks, columns of tiles, FULL_WIDTH): rows of full tiles
     # (patterns, query_block / query_tile, key_block, query_tile / 32): bits of a key's queries
     words: gl.tensor
     MASK_BATCHES: gl.tensor
@@ -84,51 +83,52 @@ class Lists(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Divided walks, a program for each part: see `part_of_program`."""
+    """Divided walks, with a program for each part (`part_of_program`)."""
 
     # (programs, consumers, dK and dV, 64 * head tile), float32, in the order of threads
     sums: gl.tensor
-    WHOLE: gl.tensor  # tiles of keys whose walks are not divided
-    # parts of a walk; of a causal one the most blocks of KEY_TILE queries that a part has
+    WHOLE: gl.tensor  # number of tiles of keys, the first ones, whose walks are not divided
+    # parts of a walk; if causal, the most blocks of KEY_TILE queries that a part has
     SHARE: gl.tensor
 
 
 class Tile(NamedTuple):
-    """A program's tile of keys."""
+    """A program's tile of keys, with the sizes of its walks."""
 
-    number: gl.tensor  # of a head's or a document's tiles of keys
+    number: gl.tensor  # of the tile, in its head or its document
     batch_head: gl.tensor  # index into batch and key heads
-    sequence: gl.tensor  # that it is of
-    query_tiles: gl.tensor  # of the sequence, those of its padding included
-    head_rows: gl.tensor  # of dQ's accumulator, a head
-    first_row: gl.tensor  # of them the sequence's first
-    # of all its walks; 0 where no query sees the keys, under a mask or of documents
+    sequence: gl.tensor  # the `Sequence` that the tile belongs to
+    query_tiles: gl.tensor  # tiles of the sequence's queries and of their padding
+    head_rows: gl.tensor  # rows of a head in dQ's accumulator
+    first_row: gl.tensor  # the sequence's first row among `head_rows`
+    # steps of all walks; 0 where no query sees the keys, along lists or of documents
     steps: gl.tensor
-    masked: gl.tensor  # steps with the bits of a partial tile: the first so many
-    exists: gl.tensor  # whether there are keys
-    part: gl.tensor  # the program's of `parts` of each of the walks
-    parts: gl.tensor
+    masked: gl.tensor  # number of steps, the first ones, with the bits of a partial tile
+    exists: gl.tensor  # whether the tile has keys
+    part: gl.tensor  # number of the program's part of each walk
+    parts: gl.tensor  # number of parts of each walk; 1 where walks are whole
 
 
 class Walk(NamedTuple):
-    """The steps of a tile of keys over the queries of one head of the group, along lists half of
-    them.
+    """The steps of a tile of keys over the queries of one head of the group.
+
+    Along lists a walk has the steps of one list, so a head has two walks.
     """
 
-    member: gl.tensor
-    first_tile: gl.tensor
+    member: gl.tensor  # number of the query head in the group
+    first_tile: gl.tensor  # of queries; 0 along lists
     steps: gl.tensor
     list_number: gl.tensor
-    is_partial: gl.tensor  # whether that is a list of partial tiles
+    is_partial: gl.tensor  # whether the list is of partial tiles
 
 
 @gluon.jit
 def tile_of_program(program, num_programs, num_tiles, HEADS_TOGETHER):
-    """(key tile, index into batch and key heads) of a program.
+    """Return (key tile, index into batch and key heads) of a program.
 
-    HEADS_TOGETHER heads at a time, whose rows the L2 cache holds; among them one tile index after
-    the other, so that the longest causal tiles, those of the first keys, start first and the short
-    ones fill the tail.
+    HEADS_TOGETHER heads at a time, whose rows the L2 cache holds. Among these heads one tile index
+    comes after the other, so that the longest causal tiles, those of the first keys, start first
+    and the short ones fill the tail.
     """
     first_head = program // (HEADS_TOGETHER * num_tiles) * HEADS_TOGETHER
     width = min(HEADS_TOGETHER, num_programs // num_tiles - first_head)
@@ -141,12 +141,11 @@ parts_before = gluon.jit(division.parts_before)
 
 @gluon.jit
 def part_of_program(program, num_tiles, WHOLE, SHARE, IS_CAUSAL: gl.constexpr):
-    """(key tile, index into batch and key heads, part, parts of each walk) of a program, of
-    `num_tiles` tiles a head.
+    """Return (key tile, index into batch and key heads, part, parts of each walk) of a program.
 
-    Without a mask walks are equally long: the tiles behind the WHOLE first ones have SHARE programs
-    each. Causal ones of 1, 2, ... blocks of KEY_TILE queries have as many programs as it takes for
-    parts of at most SHARE blocks.
+    A head has `num_tiles` tiles. Without a mask walks are equally long: the tiles behind the WHOLE
+    first ones have SHARE programs each. Causal walks of 1, 2, ... blocks of KEY_TILE queries have
+    as many programs as it takes for parts of at most SHARE blocks.
     """
     if IS_CAUSAL:
         programs = parts_before(num_tiles + 1, SHARE)
@@ -164,8 +163,9 @@ def part_of_program(program, num_tiles, WHOLE, SHARE, IS_CAUSAL: gl.constexpr):
 
 @gluon.jit
 def part_of_walk(steps, part, parts):
-    """(steps of a walk before a part, its own), which are at least one, as there are not more parts
-    than steps.
+    """Return (steps of a walk before a part, steps of the part).
+
+    A part has at least one step, as there are not more parts than steps.
     """
     done = steps * part // parts
     return done, steps * (part + 1) // parts - done
@@ -173,7 +173,7 @@ def part_of_walk(steps, part, parts):
 
 @gluon.jit
 def key_tiles(N_QUERIES, N_KEYS, IS_CAUSAL: gl.constexpr):
-    """Key tiles of a head that some query sees: the first so many."""
+    """Return how many key tiles of a head some query sees; they are the first ones."""
     rows = N_KEYS
     if IS_CAUSAL:
         rows = min(N_KEYS, N_QUERIES)
@@ -182,21 +182,22 @@ def key_tiles(N_QUERIES, N_KEYS, IS_CAUSAL: gl.constexpr):
 
 @gluon.constexpr_function
 def query_padding(query_block):
-    """What a head's rows are padded to a multiple of: along lists the last tile of a mask has all
-    its rows.
+    """Return the multiple to which a head's rows are padded.
+
+    Along lists, the last tile of a mask has all its rows.
     """
     return max(QUERY_PADDING.value, query_block)
 
 
 @gluon.jit
 def query_tiles(N_QUERIES, Q_TILE_SIZE: gl.constexpr, PADDING: gl.constexpr):
-    """Query tiles of a head, those of its padding included."""
+    """Return how many query tiles a head has, those of its padding included."""
     return (N_QUERIES + PADDING - 1) // PADDING * (PADDING // Q_TILE_SIZE)
 
 
 @gluon.jit
 def walk_of_tile(tile_number, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """(first query tile, steps) of a key tile's walk over the `tiles` query tiles of a head."""
+    """Return (first query tile, steps) of a key tile's walk over a head's `tiles` query tiles."""
     first_tile = tile_number * (KEY_TILE // Q_TILE_SIZE)
     if IS_CAUSAL:
         return first_tile, tiles - first_tile
@@ -206,7 +207,7 @@ def walk_of_tile(tile_number, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.co
 
 @gluon.jit
 def query_of_step(step, first_tile, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """The first query of a step of the walk."""
+    """Return the first query of a walk's step; without a mask the walk wraps around the end."""
     tile = first_tile + step
     if not IS_CAUSAL:
         tile -= tiles * (tile >= tiles)
@@ -215,27 +216,30 @@ def query_of_step(step, first_tile, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL:
 
 @gluon.jit
 def tiles_in_first_lap(number, query_block, query_blocks):
-    """Of the first `number` key tiles, those that come to a block of queries before their walk
-    wraps around the end.
+    """Return how many of the first `number` key tiles visit a block of queries in their first lap.
+
+    A walk's first lap ends where it wraps around the end.
     """
     return number // query_blocks * (query_block + 1) + min(number % query_blocks, query_block + 1)
 
 
 @gluon.jit
 def turn_of_tile(query_block, query_blocks, tile_number, num_tiles, IS_CAUSAL: gl.constexpr):
-    """(whether a key tile comes to a block of KEY_TILE queries in its second lap, how many add to
-    that lap's sums before it), where the order of additions is fixed.
+    """Return (whether a key tile visits a block in its second lap, how many tiles add before it).
 
-    The second lap is what a walk without a mask does once it has wrapped around the end; it has
-    sums of its own, and `convert` adds up both. Within a lap the order is that of programs, whose
-    tiles are numbered from the last one down. So a program waits for programs with a lower index
-    alone. These have started, as a GPU starts programs in the order of their indices: however few
-    multiprocessors are free, the lowest program that has not ended can go on.
+    For a fixed order of additions to dQ; blocks have KEY_TILE queries. The second lap is the part
+    of a walk without a mask after it has wrapped around the end. It has sums of its own, and
+    `convert` adds up both.
 
-    Nor does a program wait where all start at once and keep pace. Its walk starts a block before
-    that of the program ahead of it: so it comes to each block a step later in the first lap, and
-    likewise in the second. Were both laps one sum, the first programs of a head would have to wait
-    in their second lap for the last ones in their first.
+    Within a lap the order is that of programs, whose tiles are numbered from the last one down. So
+    a program waits only for programs with a lower index. These have started, as a GPU starts
+    programs in the order of their indices: however few multiprocessors are free, the lowest program
+    that has not ended can go on.
+
+    A program does not wait either where all start at once and keep pace. Its walk starts a block
+    before that of the program ahead of it. So it comes to each block a step later in the first lap,
+    and likewise in the second. Were both laps one sum, the first programs of a head would have to
+    wait in their second lap for the last ones in their first.
     """
     if IS_CAUSAL:
         return False, min(query_block, num_tiles - 1) - tile_number
@@ -249,8 +253,9 @@ def turn_of_tile(query_block, query_blocks, tile_number, num_tiles, IS_CAUSAL: g
 
 @gluon.constexpr_function
 def num_walks(PLAN):
-    """Walks of a program: one a head of the group; along lists the partial tiles of all, then the
-    full ones of all.
+    """Return how many walks a program has: one for each head of the group, two along lists.
+
+    Along lists, the partial tiles of all heads come first, then the full ones of all.
     """
     return PLAN.group * (2 if PLAN.query_block else 1)
 
@@ -259,8 +264,9 @@ def num_walks(PLAN):
 def list_of_keys(
     tile_number, batch_head, member, N_KEYS, N_KV_HEADS, MASK_BATCHES, MASK_HEADS, GROUP, K_BLOCK
 ):
-    """Number of the list that a tile of keys walks for a head of its group; a mask of one batch or
-    head serves all.
+    """Return the number of the list that a tile of keys walks for one head of its group.
+
+    A mask of one batch entry or one head serves all.
     """
     batch, head = batch_head // N_KV_HEADS, batch_head % N_KV_HEADS * GROUP + member
     columns = (N_KEYS + K_BLOCK - 1) // K_BLOCK
@@ -271,10 +277,11 @@ def list_of_keys(
 
 @gluon.jit
 def _walk_of_list(number, tile_number, batch_head, problem, walked, PLAN: gl.constexpr):
+    """Return the `number`-th walk of a tile of keys along a mask's lists; it may have no steps."""
     member, is_partial = number % PLAN.group, number < PLAN.group
     column = list_of_keys(
-        tile_number, batch_head, member, problem.N_KEYS, problem.N_KV_HEADS, walked.MASK_BATCHES, walked.MASK_HEADS,
-        PLAN.group, PLAN.key_block,
+        tile_number, batch_head, member, problem.N_KEYS, problem.N_KV_HEADS,
+        walked.MASK_BATCHES, walked.MASK_HEADS, PLAN.group, PLAN.key_block,
     )  # fmt: skip
     tiles = gl.load(walked.num_partial + column, mask=is_partial, other=0)
     tiles += gl.load(walked.num_full + column, mask=is_partial == 0, other=0)
@@ -285,7 +292,10 @@ def _walk_of_list(number, tile_number, batch_head, problem, walked, PLAN: gl.con
 
 @gluon.jit
 def own_tile(problem, walked, PLAN: gl.constexpr):
-    """The tile of this program; if ordered from the last one down, see `turn_of_tile`."""
+    """Return the tile of keys of this program.
+
+    If PLAN.ordered, programs have tiles from the last one down (`turn_of_tile`).
+    """
     if PLAN.packed:
         slots = slots_of_documents(problem.N_KEYS, walked.N_DOCUMENTS, KEY_TILE)
         slot, batch_head = tile_of_program(
@@ -294,6 +304,8 @@ def own_tile(problem, walked, PLAN: gl.constexpr):
         document, tile_number = document_of_slot(
             slot, walked.cu_seqlens_k, walked.N_DOCUMENTS, problem.N_KEYS, KEY_TILE
         )
+
+        # the document, and the steps over its queries
         sequence = sequence_of(document, tile_number, batch_head, problem, walked, "keys")
         exists = (tile_number >= 0) & (tile_number * KEY_TILE < sequence.num_keys)
         tiles = query_tiles(sequence.num_queries, PLAN.query_tile, QUERY_PADDING)
@@ -307,6 +319,7 @@ def own_tile(problem, walked, PLAN: gl.constexpr):
             tile_number, batch_head, sequence, tiles, head_rows, first_row, steps, 0, exists, 0, 1
         )
     else:
+        # which tile
         num_tiles = key_tiles(problem.N_QUERIES, problem.N_KEYS, PLAN.is_causal)
         program, part, parts = gl.program_id(0), 0, 1
         if PLAN.split:
@@ -317,10 +330,12 @@ def own_tile(problem, walked, PLAN: gl.constexpr):
             tile_number, batch_head = tile_of_program(
                 program, gl.num_programs(0), num_tiles, problem.HEADS_TOGETHER
             )
-        else:  # one head after the other, and of some heads programs for some of the tiles
+        else:  # one head after the other; the last tiles may be those of divided walks
             tile_number, batch_head = program % num_tiles, program // num_tiles
         if PLAN.ordered:
             tile_number = num_tiles - 1 - tile_number
+
+        # how many steps
         tiles = query_tiles(problem.N_QUERIES, PLAN.query_tile, query_padding(PLAN.query_block))
         masked = 0
         if PLAN.query_block:
@@ -343,8 +358,10 @@ def own_tile(problem, walked, PLAN: gl.constexpr):
 
 @gluon.jit
 def walk_of(number, tile, problem, walked, PLAN: gl.constexpr):
-    """The `number`-th walk of a tile. Where no query sees its keys, the last one has the steps that
-    a program at least runs, whose queries, keys and values are read from behind the end, as zeros.
+    """Return the `number`-th walk of a tile of keys.
+
+    Where no query sees the keys, the last walk has the least steps that a program runs. Their
+    queries, keys and values are read from behind the end, as zeros.
     """
     if PLAN.query_block:
         walk = _walk_of_list(number, tile.number, tile.batch_head, problem, walked, PLAN)
@@ -364,25 +381,23 @@ def walk_of(number, tile, problem, walked, PLAN: gl.constexpr):
 
 @gluon.jit
 def row_of_member(member, tile, PLAN: gl.constexpr):
-    """The first row of dQ's accumulator for the queries that a head of the group has in the tile's
-    sequence.
-    """
+    """Return the first row of dQ's accumulator for a head of the group, in the tile's sequence."""
     head = tile.batch_head * PLAN.group + member
     if PLAN.packed:
         return head * tile.head_rows + tile.first_row
-    else:  # in two products, or the causal kernels at head dim 128 spill in their loops
+    else:  # with `head_rows` in place of two factors, causal kernels of head dim 128 spill in loops
         return head * tile.query_tiles * PLAN.query_tile
 
 
 @gluon.constexpr_function
 def least_steps(PLAN):
-    """Steps of a walk without which no program runs: the masked ones of a causal tile."""
+    """Return the least steps of a program's walk: a causal tile's masked ones, else 1."""
     return KEY_TILE.value // PLAN.query_tile if PLAN.is_causal else 1
 
 
 @gluon.jit
 def place_of_step(step, walk, tile, problem, walked, PLAN: gl.constexpr):
-    """(first query of a step of a walk, number of its tile of bits if that is partial)."""
+    """Return (first query of a step of a walk, number of its tile of bits, if that is partial)."""
     if PLAN.query_block:
         PARTS: gl.constexpr = PLAN.query_block // PLAN.query_tile
         entry, part = step // PARTS, step % PARTS

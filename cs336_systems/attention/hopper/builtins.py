@@ -1,18 +1,20 @@
-"""Instructions that Gluon has no function for, each as one, and the axes along which threads share
-an accumulator.
+"""Instructions that Gluon has no function for, and the axes of an accumulator's threads.
 
 warp_fence        keeps what follows behind the arithmetic on its operand
-mma_layout        where a warp group's wgmma leaves a tile
+mma_layout        the layout in which a warp group's wgmma leaves a tile
 as_block          a tile of shared memory in the shape that TMA moves
-by_threads        an accumulator with axes for the threads that share a row, and for what each of them holds
-raise_maxima      the rows' maxima, joined between threads only where one of the warp has to rise
-rescale_rows      multiplies an accumulator by its rows' factors, if any of the warp's differs from 1
+by_threads        an accumulator with an axis for the threads that share a row, and two for the
+                  numbers of each
+raise_maxima      the rows' maxima, joined between threads only if one of the warp has to rise
+rescale_rows      an accumulator times its rows' factors, if any of the warp's differs from 1
 hide_columns      -inf in the columns past a row's last one
 keep_attended     -inf in the columns whose bit is 0
+zero_unattended   0 in the columns whose bit is 0
 tma_add           adds a tile into memory
 meet_consumers    a barrier of two warp groups
-wait_at           one side of a barrier: go on once all its threads are here or have passed `arrive_at`
-arrive_at         the other: be counted, and go on at once
+wait_at           one side of a barrier: go on once all its threads are here or have passed
+                  `arrive_at`
+arrive_at         the other side: be counted, and go on at once
 wait_for_turn     go on once a counter in memory has come to a number
 pass_turn         count it up, once what TMA was asked to add is in memory
 meet_warps        a barrier of the warps of one partition
@@ -30,7 +32,7 @@ from triton.experimental.gluon.language._core import builtin
 
 @gluon.constexpr_function
 def mma_layout(columns):
-    """Where a warp group's wgmma leaves a (64, columns) tile in registers."""
+    """Return the register layout in which a warp group's wgmma leaves a (64, columns) tile."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
     )
@@ -38,16 +40,13 @@ def mma_layout(columns):
 
 @gluon.jit
 def as_block(tile, desc):
-    """A (rows, columns) tile of shared memory as TMA sees it, a tile of (batch, heads, rows,
-    columns).
-    """
+    """Return a (rows, columns) tile of shared memory in the shape of `desc`'s blocks."""
     return tile._reinterpret(desc.dtype, desc.block_shape, desc.layout)
 
 
-# Each thread of a warp group holds two rows of a 64-row tile, g and g + 8 of its warp's 16: sums
-# come in pairs.
-# The mask is 0xffffffff whatever the sums are, as no population count reaches 64, which ptxas does
-# not deduce.
+# Each thread of a warp group holds two rows of a 64-row tile, g and g + 8 of its warp's 16, so sums
+# come in pairs. The mask is 0xffffffff whatever the sums are, as no population count reaches 64;
+# but ptxas does not deduce that.
 _WARP_FENCE = gl.constexpr("""{
 .reg .b32 mask;
 or.b32 mask, $2, $3;
@@ -62,12 +61,11 @@ mov.b32 $1, $3;
 
 @gluon.jit
 def warp_fence(row_sums):
-    """`row_sums`, once the whole warp has them: a barrier of the warp whose mask is computed from
-    the sums.
+    """Return `row_sums` unchanged, after a barrier of the warp that depends on the sums.
 
     Waiting for wgmma is no memory access, so ptxas moves it up past exponentials that do not depend
-    on it, and the overlap of the two is lost. It does not move it past a barrier, nor this barrier
-    past what its mask depends on.
+    on it, and the overlap of the two is lost. ptxas does not move the wait past a barrier, nor this
+    barrier past what its mask is computed from.
     """
     return gl.inline_asm_elementwise(
         _WARP_FENCE, "=r,=r,r,r", [row_sums], dtype=gl.float32, is_pure=False, pack=2
@@ -76,18 +74,19 @@ def warp_fence(row_sums):
 
 @gluon.jit
 def by_threads(x):
-    """An accumulator (64, n) of wgmma, or anything in its layout, as (64, n / 8, 4, 2).
+    """Return an accumulator (64, n) of wgmma, or a tensor in its layout, as (64, n / 8, 4, 2).
 
-    Four threads share a row, by the third axis; along the second and the fourth all is one
-    thread's.
+    The third axis has the four threads that share a row; along the second and the fourth all
+    numbers are one thread's.
     """
     return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
 
 
 @gluon.jit
 def along_rows(x, accumulator):
-    """x (64, 4), one number for each thread and row, in the shape and layout of
-    `by_threads(accumulator)`.
+    """Return x (64, 4), a number for each row and thread, broadcast to `by_threads(accumulator)`.
+
+    The result has the shape and layout of that `accumulator`.
     """
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, accumulator.type.layout))
     return gl.broadcast(
@@ -96,12 +95,15 @@ def along_rows(x, accumulator):
 
 
 def _raise_asm(lag: float) -> str:
-    """$0, $1: the maxima $4, $5 of a thread's two rows, or those of the rows' scores, of which it
-    has $2, $3 itself.
+    """Return the assembly of `raise_maxima`, with `lag` as a constant.
+
+    $0 and $1 are the results for a thread's two rows: their maxima so far, $4 and $5, or the
+    largest scores of the rows, of which the thread has $2 and $3 itself.
     """
     limit = "0f" + struct.pack(">f", lag).hex()
     join = "\n".join(
-        f"shfl.sync.bfly.b32 other, {row}, {distance}, 0x1f, 0xffffffff; max.f32 {row}, {row}, other;"
+        f"shfl.sync.bfly.b32 other, {row}, {distance}, 0x1f, 0xffffffff; "
+        f"max.f32 {row}, {row}, other;"
         for distance in (1, 2)
         for row in ("first", "second")
     )
@@ -127,8 +129,8 @@ UNCHANGED:
 }}"""
 
 
-# How far, in base 2, a score may exceed the running maximum before that is raised. P is then up to
-# 2^8, which float16 holds, with the relative rounding that it has anywhere, and sums of it are
+# How far, in base 2, a score may exceed the running maximum before the maximum is raised. P is then
+# up to 2^8, which float16 holds with the same relative rounding as any number, and its sums are
 # float32.
 LAG = 8.0
 _RAISE = gl.constexpr(_raise_asm(LAG))
@@ -136,23 +138,23 @@ _RAISE = gl.constexpr(_raise_asm(LAG))
 
 @gluon.jit
 def raise_maxima(own, m):
-    """The running maxima m (64, 4) of all rows, raised to the row's largest score where that
-    exceeds them by over LAG.
+    """Return the running maxima m (64, 4), raised to the largest scores that exceed them by LAG.
 
-    `own` (64, 4) is the largest score that each thread has of a row; m, and what is returned, is
-    the same for the four threads of a row. A vote of the warp and a branch that all of it takes,
-    mostly over the shuffles that join the four.
+    `own` (64, 4) is the largest score that each thread has of a row. m and the result are the same
+    for the four threads of a row. The warp votes whether any maximum rises. If none does, which is
+    mostly so, all of it branches over the shuffles that join the four threads.
     """
     return gl.inline_asm_elementwise(
-        _RAISE, "=&f,=&f,f,f,f,f", [own, gl.convert_layout(m, own.type.layout)], dtype=gl.float32, is_pure=False, pack=2
+        _RAISE, "=&f,=&f,f,f,f,f", [own, gl.convert_layout(m, own.type.layout)],
+        dtype=gl.float32, is_pure=False, pack=2,
     )  # fmt: skip
 
 
 @gluon.constexpr_function
 def _rescale_asm(n):
-    """A thread's `n` accumulators times the factors of its two rows, of which the first and the
-    third are one each.
+    """Return the assembly that multiplies a thread's `n` accumulators by its two rows' factors.
 
+    The factors come with each accumulator, and the first and the third are one of each row.
     Operands are numbered outputs first, then all inputs, those tied to an output too: the factors
     start at 2n.
     """
@@ -170,40 +172,45 @@ UNCHANGED:
 
 @gluon.constexpr_function
 def _constraints_in_place(n, kind):
-    """`n` float32 that are replaced by results, and as many inputs more of a kind: `f` float32, `r`
-    int32.
+    """Return the constraints of `n` float32 operands changed in place, and `n` inputs more.
+
+    The further inputs are of a `kind`: `f` float32, `r` int32.
     """
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + [kind] * n)
 
 
 @gluon.constexpr_function
 def _numbers_of_a_thread(columns):
-    """Of an accumulator of a warp group; of a wide one what an instruction may take at once."""
+    """Return how many numbers of a warp group's accumulator one instruction takes of a thread.
+
+    These are all that the thread has, columns / 2, but at most 64.
+    """
     return min(columns // 2, 64)
 
 
 @gluon.jit
 def rescale_rows(accumulator, factor):
-    """accumulator (64, 32 to 256) times factor (64, 4), its rows' for each thread, unless all rows
-    of the warp have 1.
+    """Return accumulator (64, 32 to 256) times its rows' factors, unless all of a warp are 1.
 
-    A vote and a branch that the whole warp takes: 3 instructions in place of 64 multiplications.
+    `factor` (64, 4) has a number for each row and thread. A vote and a branch that the whole warp
+    takes: 3 instructions in place of 64 multiplications.
     """
     factor = gl.reshape(along_rows(factor, by_threads(accumulator)), accumulator.shape)
     factor = gl.convert_layout(factor, accumulator.type.layout)
     N: gl.constexpr = _numbers_of_a_thread(accumulator.shape[1])
     return gl.inline_asm_elementwise(
-        _rescale_asm(N), _constraints_in_place(N, "f"), [accumulator, factor], dtype=gl.float32, is_pure=True, pack=N
+        _rescale_asm(N), _constraints_in_place(N, "f"), [accumulator, factor],
+        dtype=gl.float32, is_pure=True, pack=N,
     )  # fmt: skip
 
 
 @gluon.constexpr_function
 def _hide_asm(n):
-    """A thread's `n` scores, or -inf where a column comes after its row's last one.
+    """Return the assembly that sets those of a thread's `n` scores to -inf whose column is hidden.
 
-    The columns are 0, 1, 8, 9, 16, ... past the thread's first, each pair in both rows. What is
-    right of the thread's first column comes with each score, and is taken from the first one of
-    each row.
+    The columns are 0, 1, 8, 9, 16, ... past the thread's first, each pair in both rows. Each score
+    comes with the number of columns that its row sees to the right of the thread's first column,
+    which is taken from the first score of each row.
     """
     lines = []
     for i in range(n):
@@ -216,27 +223,30 @@ def _hide_asm(n):
 
 @gluon.jit
 def hide_columns(S, last_column):
-    """Scores (64, 64 or 128) with -inf where a column comes after its row's `last_column`.
+    """Return scores S (64, 64 or 128) with -inf where a column comes after its row's `last_column`.
 
-    A comparison with a constant and a selection for each score, one behind the other. As `gl.where`
+    A comparison with a constant and a selection for each score follow one another. With `gl.where`
     all comparisons come first, and for want of so many predicates ptxas packs them into bits and
     takes those apart again.
     """
     columns = gl.arange(0, S.shape[1], gl.SliceLayout(0, S.type.layout))[None, :]
-    right = last_column[:, None] - columns  # so many columns to the right of this one are seen
+    right = (
+        last_column[:, None] - columns
+    )  # number of columns to the right of this one that are seen
     N: gl.constexpr = _numbers_of_a_thread(S.shape[1])
     return gl.inline_asm_elementwise(
-        _hide_asm(N), _constraints_in_place(N, "r"), [S, right], dtype=gl.float32, is_pure=True, pack=N
+        _hide_asm(N), _constraints_in_place(N, "r"), [S, right],
+        dtype=gl.float32, is_pure=True, pack=N,
     )  # fmt: skip
 
 
 @gluon.constexpr_function
 def _keep_asm(n, otherwise):
-    """A thread's `n` numbers, or `otherwise` where their bit is 0.
+    """Return the assembly that sets those of a thread's `n` numbers to `otherwise` whose bit is 0.
 
     A word has the bits of 32 columns of a row, of which a thread has 0, 1, 8, 9, ... past its first
-    one. It comes with each of its numbers, shifted to the thread's first column, and is taken from
-    the first of them.
+    one. The word comes with each of its numbers, shifted to the thread's first column, and is taken
+    from the first of them.
     """
     lines = []
     for i in range(n):
@@ -248,25 +258,25 @@ def _keep_asm(n, otherwise):
 
 @gluon.jit
 def by_words(S):
-    """Scores (64, n), or anything in their layout, as (64, n / 32, 32): an axis for the words of a
-    mask's bits.
-    """
+    """Return scores S (64, n), or a tensor in their layout, as (64, n / 32 words, 32)."""
     return gl.reshape(S, [S.shape[0], S.shape[1] // 32, 32])
 
 
 @gluon.jit
 def load_words(words, S):
-    """A mask's bits (64, n / 32) from shared memory, so that each thread has those of its scores in
-    S (64, n).
+    """Load a mask's bits (64, n / 32) from shared memory, to the threads that hold their scores.
+
+    `words` is in shared memory. S (64, n) gives the layout of the scores.
     """
     return words.load(gl.SliceLayout(2, by_words(S).type.layout))
 
 
 @gluon.jit
 def _by_numbers(words, S):
-    """Words of `load_words` with each of S's numbers, shifted to the thread's first column.
+    """Return the word of each number of S, shifted to its thread's first column.
 
-    A thread's columns differ from another's in bits 1 and 2 alone.
+    `words` (64, n / 32) are those of `load_words`; S and the result are (64, n). A thread's first
+    column differs from another thread's only in bits 1 and 2.
     """
     key = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, by_words(S).type.layout)))[
         None, None, :
@@ -277,32 +287,32 @@ def _by_numbers(words, S):
 
 @gluon.jit
 def _where_attended(x, words, OTHERWISE: gl.constexpr):
+    """Return x with OTHERWISE, a float32 constant of PTX, where its bit in `words` is 0."""
     N: gl.constexpr = _numbers_of_a_thread(x.shape[1])
     return gl.inline_asm_elementwise(
-        _keep_asm(N, OTHERWISE), _constraints_in_place(N, "r"), [x, _by_numbers(words, x)], dtype=gl.float32,
-        is_pure=True, pack=N,
+        _keep_asm(N, OTHERWISE), _constraints_in_place(N, "r"), [x, _by_numbers(words, x)],
+        dtype=gl.float32, is_pure=True, pack=N,
     )  # fmt: skip
 
 
 @gluon.jit
 def keep_attended(S, words):
-    """Scores (64, 128) with -inf where their bit in `words` (64, 4), of `load_words`, is 0."""
+    """Return scores S (64, 128) with -inf where their bit in `words` (64, 4) is 0."""
     return _where_attended(S, words, "0fFF800000")
 
 
 @gluon.jit
 def zero_unattended(P, words):
-    """Probabilities (64, 64 or 128) with 0 where their bit in `words` (64, 2 or 4) is 0."""
+    """Return P (64, 64 or 128) with 0 where their bit in `words` (64, 2 or 4) is 0."""
     return _where_attended(P, words, "0f00000000")
 
 
 @builtin
 def tma_add(desc, coordinates, tile, _semantic=None):
-    """Start adding a tile of shared memory into memory, element by element and atomically;
-    `tma.store_wait` waits.
+    """Start adding a tile of shared memory into memory, atomically; `tma.store_wait` waits for it.
 
-    To adding what `tma.async_copy_shared_to_global` is to storing: Gluon has the instruction, and
-    no name for it.
+    Addition is element by element. Apart from that, it works as `tma.async_copy_shared_to_global`
+    does: Gluon has the instruction, and no name for it.
     """
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(
@@ -312,29 +322,31 @@ def tma_add(desc, coordinates, tile, _semantic=None):
 
 @gluon.jit
 def meet_consumers(BARRIER: gl.constexpr):
-    """Two warp groups, 256 threads, wait for each other at a named barrier of the hardware."""
+    """Make two warp groups, 256 threads, wait for each other at a named barrier of the hardware."""
     gl.inline_asm_elementwise(
-        f"bar.sync {BARRIER}, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+        f"bar.sync {BARRIER}, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)],
+        dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
 def wait_at(barrier, THREADS: gl.constexpr):
-    """Go on once THREADS threads, these included, are at the named barrier or have passed
-    `arrive_at` there.
+    """Wait until THREADS threads, these included, are at the named barrier or have arrived there.
+
+    A thread arrives without waiting by `arrive_at`.
     """
     gl.inline_asm_elementwise(
-        f"bar.sync $1, {THREADS}; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False,
-        pack=1,
+        f"bar.sync $1, {THREADS}; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(barrier)],
+        dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
 def arrive_at(barrier, THREADS: gl.constexpr):
-    """Be counted at the named barrier, and go on at once."""
+    """Count these threads at the named barrier of THREADS threads, and go on at once."""
     gl.inline_asm_elementwise(
-        f"bar.arrive $1, {THREADS}; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False,
-        pack=1,
+        f"bar.arrive $1, {THREADS}; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(barrier)],
+        dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -363,9 +375,7 @@ mov.u32 $0, 0;
 
 @gluon.jit
 def wait_for_turn(turns, turn):
-    """A warp goes on once the counter at `turns` has come to `turn`, and sees what was added
-    before.
-    """
+    """Make a warp wait until the counter at `turns` is `turn`, and see what was added before."""
     gl.inline_asm_elementwise(
         _WAIT_FOR_TURN, "=r,l,r", [turns, gl.to_tensor(turn)], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
@@ -373,16 +383,13 @@ def wait_for_turn(turns, turn):
 
 @gluon.jit
 def pass_turn(turns):
-    """A warp counts up the counter at `turns`, once all that it asked TMA to add is in memory for
-    everyone.
-    """
+    """Make a warp add 1 to the counter at `turns`, once all its TMA additions are in memory."""
     gl.inline_asm_elementwise(_PASS_TURN, "=r,l", [turns], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @builtin
 def meet_warps(_semantic=None):
-    """The warps of a partition wait for each other, at the barrier that the compiler places too
-    where it needs one.
+    """Make the warps of a partition wait for each other, at the barrier that the compiler uses too.
 
     Gluon has renamed this from `thread_barrier` in 3.6 to `barrier` in 3.7.
     """

@@ -1,10 +1,9 @@
-"""Matmuls over the columns of heads: 64, 128 or 256 at once, 96 in parts of 64 and 32, as shapes
-are powers of two.
+"""Matmuls over the columns of heads: 64, 128 or 256 at once, or 96 in parts of 64 and 32.
 
-At head dims from 65 to 96 tiles have 128 columns, of which TMA fills the last with zeros. The
-scores leave out 32 of them, in the backward dP, dK and dV too, whose sums are tuples of their parts
-by columns: one, or of 96 columns two. The forward's P V has all 128: in parts it took longer
-(docs/log.md).
+Shapes are powers of two. At head dims from 65 to 96 tiles have 128 columns, of which TMA fills the
+last with zeros. The scores leave out 32 of them. In the backward dP, dK and dV do too, and the sums
+are tuples of their parts by columns: one part, or of 96 columns two. The forward's P V has all 128
+columns: in parts it took longer (docs/log.md).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ ROWS = gl.constexpr(64)  # of a warp group's product
 
 @gluon.jit
 def in_parts(tile, COLUMNS: gl.constexpr):
-    """A tile of shared memory as a tuple of its parts."""
+    """Return a tile of shared memory as a tuple of parts by columns: two of 96, else one."""
     if COLUMNS == 96:
         return tile.slice(0, 64, dim=1), tile.slice(64, 32, dim=1)
     else:
@@ -29,7 +28,7 @@ def in_parts(tile, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def load_parts(parts, LAYOUT: gl.constexpr):
-    """The parts in registers."""
+    """Return the parts of a tile of shared memory in registers, in LAYOUT."""
     if len(parts) == 2:
         return parts[0].load(LAYOUT), parts[1].load(LAYOUT)
     else:
@@ -38,9 +37,9 @@ def load_parts(parts, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def over_columns(A, B, COLUMNS: gl.constexpr):
-    """A Bᵀ in flight, of a tuple of parts and a tile."""
+    """Return A Bᵀ (ROWS, rows of B) in flight; A is a tuple of parts, B a tile of shared memory."""
     KEYS: gl.constexpr = B.shape[0]
-    zeros = gl.zeros([ROWS, KEYS], gl.float32, mma_layout(KEYS))  # of which only the layout is used
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, mma_layout(KEYS))  # only the layout is used
     B = in_parts(B, COLUMNS)
     AB = warpgroup_mma(A[0], B[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
     if COLUMNS == 96:
@@ -51,6 +50,7 @@ def over_columns(A, B, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def zero_sums(COLUMNS: gl.constexpr):
+    """Return sums of zero (ROWS, COLUMNS), as a tuple of parts by columns."""
     if COLUMNS == 96:
         left = gl.zeros([ROWS, 64], gl.float32, mma_layout(64))
         return left, gl.zeros([ROWS, 32], gl.float32, mma_layout(32))
@@ -60,13 +60,14 @@ def zero_sums(COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _as_operand(A, sums):
+    """Return A in registers as the left operand of a product that is added to `sums`."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums.type.layout, k_width=2)
     return gl.convert_layout(A, LAYOUT)
 
 
 @gluon.jit
 def add_product(sums, A, B, COLUMNS: gl.constexpr):
-    """`sums` with A B added, in flight; A is in registers, B a tile."""
+    """Return `sums` + A B in flight; A is in registers, B a tile of shared memory."""
     B = in_parts(B, COLUMNS)
     left = warpgroup_mma(_as_operand(A, sums[0]), B[0], sums[0], is_async=True)
     if COLUMNS == 96:
@@ -77,7 +78,7 @@ def add_product(sums, A, B, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def await_sums(sums, PENDING: gl.constexpr):
-    """`sums`, once at most PENDING matmuls are in flight."""
+    """Wait until at most PENDING matmuls are in flight, then return `sums`."""
     if len(sums) == 2:
         return warpgroup_mma_wait(PENDING, [sums[0], sums[1]])
     else:
@@ -86,7 +87,7 @@ def await_sums(sums, PENDING: gl.constexpr):
 
 @gluon.jit
 def store_sums(tile, sums, scale):
-    """`scale` times `sums` to a tile of shared memory."""
+    """Store `scale` times `sums` in a tile of shared memory, in the tile's dtype."""
     if len(sums) == 2:
         tile.slice(0, 64, dim=1).store((sums[0] * scale).to(tile.dtype))
         tile.slice(64, 32, dim=1).store((sums[1] * scale).to(tile.dtype))

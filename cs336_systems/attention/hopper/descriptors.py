@@ -1,9 +1,9 @@
 """What the copy engine (TMA) is told about a tensor.
 
-Kernels here read and write (batch, heads, rows, head_dim) tensors through descriptors of rank 4.
-The engine then counts rows within a head: rows past the end arrive as zeros and are not written,
+The Hopper kernels read and write (batch, heads, rows, head_dim) tensors through descriptors of rank
+4. The engine then counts rows within a head: rows past the end arrive as zeros and are not written,
 and nothing runs over into the next head. Columns past head_dim are treated alike, so a head of 40
-or 90 takes the kernels for 64 or 96.
+or 90 columns takes the kernels for 64 or 96.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from cs336_systems.attention.tiles.kernel_config import TMA_ALIGNMENT_BYTES, head_tile
 from cs336_systems.attention.triton.launch import describable, described_strides, rows_are_aligned
 
-ROWS_OF_DOCUMENTS = 2**30
+ROWS_OF_DOCUMENTS = 2**30  # length of the rows' dimension, see `document_descriptor`
 ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 def readable(x: Tensor) -> Tensor:
-    """x if TMA can read it, else a contiguous copy with head_dim padded by zeros to rows of whole
-    16 bytes.
+    """Return x if TMA can read it, else a contiguous copy with head_dim padded to whole 16 bytes.
 
-    Expanded dimensions (stride 0, such as the gradient of a sum) and transposed ones are what is
-    copied.
+    The padding is zeros. Expanded dimensions (stride 0, such as the gradient of a sum) and
+    transposed ones are what is copied.
     """
     if describable(x) and rows_are_aligned(x):  # results are contiguous, whatever rows x lies in
         return x
@@ -38,17 +37,16 @@ def readable(x: Tensor) -> Tensor:
 
 
 def padded_width(x: Tensor) -> int:
-    """x's head_dim, up to the next multiple that makes rows of whole 16 bytes."""
+    """Return x's head_dim, rounded up so that a row has a multiple of 16 bytes."""
     step = TMA_ALIGNMENT_BYTES // x.element_size()
     return -(-x.shape[-1] // step) * step
 
 
 def tile_descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """How TMA moves (rows, columns) tiles of x (batch, heads, rows, head_dim); columns: x's head
-    tile by default.
+    """Return the descriptor by which TMA moves (rows, columns) tiles of x.
 
-    Tiles lie in shared memory in the widest swizzle that their rows allow, which is what wgmma
-    reads.
+    x is (batch, heads, rows, head_dim); `columns` is x's head tile by default. Tiles lie in shared
+    memory in the widest swizzle that their rows allow, which is what wgmma reads.
     """
     block = [1, 1, rows, head_tile(x.shape[-1]) if columns is None else columns]
     layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENT_TYPES[x.dtype])
@@ -58,8 +56,9 @@ def tile_descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorD
 
 
 def words_descriptor(words: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """How TMA copies (rows, columns) pieces of a mask's bits (rows of all patterns, words), int32
-    and contiguous.
+    """Return the descriptor by which TMA copies (rows, columns) pieces of a mask's bits.
+
+    `words` (rows of all patterns, words) is int32 and contiguous.
     """
     if words.data_ptr() % TMA_ALIGNMENT_BYTES:
         words = words.clone()
@@ -69,13 +68,13 @@ def words_descriptor(words: Tensor, rows: int, columns: int) -> TensorDescriptor
 
 
 def document_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """How TMA moves (rows, head_dim) tiles of documents, packed as (total, heads, head_dim).
+    """Return the descriptor by which TMA moves (rows, head_dim) tiles of packed documents.
 
-    Row r of the document of n rows from row f on is at [N, f + n, head, N - n + r, 0]. N,
-    ROWS_OF_DOCUMENTS, is the length of the fourth dimension: rows past the document's end are past
-    the dimension's, so they arrive as zeros and are not written. N times the first stride, in
-    bytes, is a multiple of 2^64 less N rows, and addresses are counted modulo 2^64. Source:
-    `triton.tools.ragged_tma`.
+    x is (total, heads, head_dim). Row r of the document of n rows from row f on is at [N, f + n,
+    head, N - n + r, 0]. N, ROWS_OF_DOCUMENTS, is the length of the fourth dimension: rows past the
+    document's end are past the dimension's, so they arrive as zeros and are not written. N times
+    the first stride, in bytes, is a multiple of 2^64 less N rows, and addresses are counted modulo
+    2^64. Source: `triton.tools.ragged_tma`.
     """
     block = [1, 1, 1, rows, head_tile(x.shape[-1])]
     total, heads, head_dim = x.shape

@@ -1,10 +1,13 @@
 """The Hopper stage as operators: refuse what the kernels cannot do, choose a kernel, launch.
 
 `OPERATORS` has what `flash_attention(backend="hopper")` calls, without and with a block mask, and
-what `flash_attention_varlen` does. The backward adds dQ up in memory as its programs arrive there,
-with `deterministic` each in its turn; dense heads above 128 have kernels that add nothing in
-memory. It is Triton's of masks and documents with `deterministic`, of documents at head dims above
-128, and where a mask's tiles, or documents on average, are of fewer rows than the kernel's.
+what `flash_attention_varlen` calls. The backward adds dQ up in memory as its programs arrive there,
+with `deterministic` each in its turn. Dense heads above 128 columns have kernels that add nothing
+in memory.
+
+Triton's kernels compute some gradients: of masks and documents with `deterministic`, of documents
+at head dims above 128, and where a mask's tiles, or documents on average, have fewer rows than the
+kernel's.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from cs336_systems.attention.triton.passes import triton_backward
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    refuse_hopper(q)  # for those who call an operator itself
+    """Return (O, log-sum-exp) of a call on q's device, from the Hopper kernel for its kind."""
+    refuse_hopper(q)  # an operator may be called directly
     with on_device_of(q):
         if call.documents is not None:
             ends_q, ends_k, longest_q, longest_k = call.documents
@@ -49,6 +53,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
 
 
 def _backward(saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, from the Hopper kernels or from Triton's."""
     if _is_for_triton(saved.q, call):
         return triton_backward(saved, call)
     refuse_hopper(saved.q)
@@ -66,6 +71,8 @@ def _backward(saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         grads = hopper_backward(
             q, seen_k, seen_v, *rest, call.deterministic, call.is_causal, call.scale
         )
+
+    # zeros for the keys that no query sees
     if seen_k is k:
         return grads
     hidden = (0, 0, 0, k.shape[2] - seen_k.shape[2])
@@ -74,34 +81,39 @@ def _backward(saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _is_for_triton(q: Tensor, call: Call) -> bool:
-    """Whether these gradients are those of Triton's kernels, as the module says."""
+    """Return whether Triton's kernels compute a call's gradients (see the module)."""
     tile = head_tile(q.shape[-1])
     if call.lists is not None:
         return call.deterministic or call.lists.block_size[0] % QUERY_TILES[tile] != 0
     if call.documents is not None:
-        # Where documents are short, padding would be more than they.
+        # Documents are so short that more rows would be padding than theirs.
         is_short = len(call.documents.cu_seqlens_q) * QUERY_PADDING.value > len(q)
         return call.deterministic or is_short or tile not in QUERY_TILES
     return False
 
 
 def _visible(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values x without those that come after all of q's queries, which a causal mask hides.
+    """Return keys or values x without those that a causal mask hides from all queries in q.
 
-    The kernels would multiply them by probabilities of zero, which a NaN survives.
+    The kernels would multiply the hidden values by probabilities of zero, which a NaN survives.
     """
     length = q.shape[2]
     return x[:, :, :length] if x.shape[2] > length else x
 
 
 def kernel_names(q: Tensor, k: Tensor, *, is_causal: bool) -> str:
-    """What runs for q and k (batch, heads, seq, head_dim) on their GPU: both passes' tiles, the
-    forward's order.
+    """Return the names of the forward and backward kernels that run for q and k.
+
+    The names have the kernels' tiles and the forward's order.
+
+    q and k are (batch, heads, seq, head_dim), on the GPU for which the forward is chosen.
     """
     batch, heads, num_queries, head_dim = q.shape
     plan = plan_forward(
-        head_dim=padded_width(q), is_causal=is_causal, num_queries=num_queries, num_keys=k.shape[2],
-        batch_heads=batch * heads, group=heads // k.shape[1], num_multiprocessors=num_multiprocessors(q.device),
+        head_dim=padded_width(q), is_causal=is_causal,
+        num_queries=num_queries, num_keys=k.shape[2],
+        batch_heads=batch * heads, group=heads // k.shape[1],
+        num_multiprocessors=num_multiprocessors(q.device),
     )  # fmt: skip
     if head_tile(head_dim) in QUERY_TILES:
         backward = f"hopper_backward_{QUERY_TILES[head_tile(head_dim)]}x{KEY_TILE.value}"

@@ -1,69 +1,72 @@
 """The forward for Hopper: one warp copies, one to three warp groups compute.
 
 A program computes a tile of queries of one head, 64 rows for each of its computing warp groups
-(consumers), and may go on to further tiles. Key tiles are walked from the last visible one to the
-first, so only the first ones need a mask.
+(consumers), and may go on to further tiles. It walks key tiles from the last visible one to the
+first, so only the first steps need a mask. A walk of n key tiles takes n + 1 steps, and a causal
+consumer may skip the first scores (see below):
 
-                  step 0        step 1          step 2         ...   step n
-  copier          Q, K(0)       K(1), V(0)      K(2), V(1)     ...   V(n-1)            n key tiles in n + 1 steps
-  consumer        S = Q K(0)'   S = Q K(1)'     S = Q K(2)'    ...                      or skips K(0), see below
-                                O += P(0) V(0)  O += P(1) V(1) ...   O += P(n-1) V(n-1)
-                  P(0)          P(1)            P(2)           ...   O / l, L
+            step 0        step 1          step 2         ...   step n
+  copier    Q, K(0)       K(1), V(0)      K(2), V(1)     ...   V(n-1)
+  consumer  S = Q K(0)'   S = Q K(1)'     S = Q K(2)'    ...
+                          O += P(0) V(0)  O += P(1) V(1) ...   O += P(n-1) V(n-1)
+            P(0)          P(1)            P(2)           ...   O / l, L
 
 One slot of the ring holds what one step multiplies, K(j) and V(j-1): one barrier to wait for and
 one to release. Steps are counted over all tiles of a program, and step i uses slot i mod the number
-of slots.
-Each slot has `full`, on which the copies' bytes arrive, and `empty`, on which every consumer
-arrives; each consumer's 64 rows of Q have such a pair too. `tests/hopper_protocol.py` has the
-protocol as a model.
+of slots. Each slot has a barrier `full`, on which the copies' bytes arrive, and a barrier `empty`,
+on which every consumer arrives. Each consumer's 64 rows of Q have such a pair too.
+`tests/hopper_protocol.py` has the protocol as a model.
 
 The schedules of large grids, by columns of a head tile:
-  64   three consumers, 192 x 128. A step waits for both products, then takes the softmax, while the other consumers'
-       products run. Exponentials take as long as products here, and a third consumer hides more of
-       them. Nothing makes them take turns but that the tensor cores serve one at a time:
+
+  64   Three consumers, 192 x 128. A step waits for both products, then takes the softmax, while the
+       other consumers' products run. Exponentials take as long as products here, and a third
+       consumer hides more of them. The consumers alternate only because the tensor cores serve one
+       at a time:
          consumer 0   products   softmax               products   softmax
          consumer 1              products   softmax               products
          consumer 2                         products   softmax
-  128  two consumers, 128 x 128, 240 registers a thread, Q among them. A step waits for S alone, and
-  P(j-1) V(j-1) runs
-       under the softmax. O is rescaled only when a row's maximum has grown by more than 2^8, and
-       only then do the four threads that share a row speak to each other: each sums its own share
-       until the tile ends.
+  128  Two consumers, 128 x 128, 240 registers a thread, which hold Q too. A step waits for S alone,
+       and P(j-1) V(j-1) runs under the softmax. O is rescaled only when a row's maximum has grown
+       by more than 2^8, and only then do the four threads that share a row exchange numbers: each
+       sums its own share until the tile ends.
          tensor cores   S(1)   P(0) V(0)         S(2)   P(1) V(1)
          consumer              softmax of S(1)          softmax of S(2)
        At head dims from 65 to 96 the scores leave out the last 32 columns, which are zeros
        (`columns.py`).
-  256  the same, 128 x 64, but for Q, for which O leaves no registers: it stays in shared memory,
-  which has no room for
-       O beside it. So O leaves from Q's, and the next tile's Q comes after it.
-Their tiles are long ones, and few calls of short sequences have as many as the GPU has
-multiprocessors. So there are schedules of one consumer, 64 rows, with the same steps; at 64 columns
-two programs share a multiprocessor, and each covers the other as consumers do.
-`schedule.plan_forward` estimates which ends first.
+  256  Two consumers, 128 x 64, as at 128 columns, except that Q stays in shared memory, as O leaves
+       no registers for it. Shared memory has no room for O beside Q, so O leaves from Q's memory,
+       and the next tile's Q comes after it.
 
-Under a causal mask a tile of more rows than a key tile has keys ends with keys that its first 64
-rows, at 192 rows of every other tile its first 128, do not see: those consumers skip the first
-scores, at 192 x 128 3 to 4 % of the time at 4096 tokens.
+These tiles are long, and few calls of short sequences have as many tiles as the GPU has
+multiprocessors. So there are also schedules of one consumer, 64 rows, with the same steps. At 64
+columns two such programs share a multiprocessor, and each covers the other as consumers do.
+`schedule.plan_forward` estimates which schedule ends first.
 
-At 64 columns O of a row that sees one key is that key's value, as P is 1 then: the tiles that the
-diagonal or the end cuts, in which rows may see few keys, take `_exact_softmax`. At 128 and more P
-of the largest score is 1 but for the rounding of the scaled maximum, which is 2^-8 where scores are
-1e5.
+Under a causal mask, where a tile of queries has more rows than a key tile has keys, the last keys
+of its walk come after all rows of some consumers: those of the first 64 rows or, at 192 rows in
+every other tile, of the first 128. These consumers skip the first scores, which saves 3 to 4 % of
+the time at 192 x 128 and 4096 tokens.
 
-Tiles of queries end where the queries end; rows to spare are in the first tile, which is the
-shortest causal one. The order of tiles is `schedule.plan_forward`'s: one program a tile, or
+At 64 columns, O of a row that sees one key is exactly that key's value, as P is 1 then: the tiles
+that the diagonal or the end cuts, in which rows may see few keys, take `_exact_softmax`. At 128
+columns and more, P of the largest score is 1 but for the rounding of the scaled maximum, which is
+2^-8 where scores are 1e5.
+
+Tiles of queries end where the queries end. Rows to spare are in the first tile, which is the
+shortest causal one. `schedule.plan_forward` chooses the order of tiles: one program a tile, or
 programs that stay and take tiles in pairs or from a counter, whose copier starts on the next tile
 as soon as a slot is free.
 
 Walks that would leave multiprocessors idle are divided: without a mask those of the last round of
-tiles, as it would take as long as any, or all of a small call, causal ones too. Each part leaves
-the state of its online softmax, and `flash_merge_kernel` of the Triton forward that splits keys
-ends what they began.
+tiles, which would take as long as any other round, or all walks of a small call; of causal calls
+all walks, if they are few. Each part stores the state of its online softmax, and
+`flash_merge_kernel` of the Triton forward that splits keys merges the parts.
 
-Four kernels differ in their walk alone (`walk.py`), by what is `walked`: dense (None), `Parts` of
-dense walks, `Lists` of a `BlockMask`, packed `Documents`. Of a mask's partial tiles the copier
-brings the bits beside the keys, and `_hide_keys` applies them; a dead tile is never read, and a
-tile without a key takes one step of zeros.
+Four kernels differ only in their walk (`walk.py`), which is chosen by the type of `walked`: dense
+(None), `Parts` of dense walks, `Lists` of a `BlockMask`, packed `Documents`. For a mask's partial
+tiles the copier brings the bits beside the keys, and `_hide_keys` applies them. A dead tile is
+never read, and a tile without a key takes one step of zeros.
 
 Sources: FlashAttention-3 (Shah et al. 2024) for warp specialisation and overlap, FlashAttention-4
 for rescaling lazily.
@@ -150,32 +153,35 @@ NUMBERS = ["N_QUERIES", "N_KEYS", "N_HEADS", "GROUP", "BATCH_HEADS", "HEADS_TOGE
 
 @gluon.constexpr_function
 def _item_layout(num_warps):
+    """Return the layout of a one-element tensor, a work item's number, over `num_warps` warps."""
     return gl.BlockedLayout([1], [32], [num_warps], [0])
 
 
 class _Shared(NamedTuple):
-    """What copier and consumers share: tiles in shared memory and the barriers that guard them."""
+    """Tiles in shared memory that copier and consumers share, and the barriers that guard them."""
 
     Q_tiles: gl.shared_memory_descriptor  # (consumers, ROWS, D_TILE)
-    O_tiles: gl.shared_memory_descriptor  # the same; of wide heads the same memory
+    O_tiles: gl.shared_memory_descriptor  # the same shape; for wide heads Q_tiles itself
     K_ring: gl.shared_memory_descriptor  # (slots, K_TILE_SIZE, D_TILE)
     V_ring: gl.shared_memory_descriptor  # the same
-    q_full: gl.shared_memory_descriptor  # a barrier a consumer
+    q_full: gl.shared_memory_descriptor  # a barrier for each consumer
     q_empty: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor  # a barrier a slot
+    full: gl.shared_memory_descriptor  # a barrier for each slot of the rings
     empty: gl.shared_memory_descriptor
     # (slots, consumers * ROWS, 4): bits of a partial tile of a mask
     words_ring: gl.shared_memory_descriptor
     # (ITEM_SLOTS, 1): the work items that the copier has fetched
     items: gl.shared_memory_descriptor
-    item_full: gl.shared_memory_descriptor  # a barrier a slot of them
+    item_full: gl.shared_memory_descriptor  # a barrier for each slot of `items`
     item_empty: gl.shared_memory_descriptor
 
 
 @gluon.jit
 def _copy_words(words, is_partial, OTHERS: gl.constexpr, shared, walked, slot):
-    """Announce a slot's bytes, OTHERS of keys and values; the bits of a partial tile are copied
-    with them.
+    """Announce the bytes of a ring slot, and start the copy of a partial tile's mask bits into it.
+
+    OTHERS is the number of bytes of the keys and values whose copies the caller starts. `words` are
+    the coordinates of the bits in `walked.words`. Unless `is_partial`, no bits are copied.
     """
     WORDS: gl.constexpr = walked.words.block_type.nbytes
     mbarrier.expect(shared.full.index(slot), OTHERS + WORDS, pred=is_partial)
@@ -187,8 +193,10 @@ def _copy_words(words, is_partial, OTHERS: gl.constexpr, shared, walked, slot):
 
 @gluon.jit
 def _copy_tiles(Q_desc, K_desc, V_desc, counter_ptr, shared, problem, walked, PLAN: gl.constexpr):
-    """The copier: fill the ring as the consumers empty it, and if PLAN.dynamic fetch the program's
-    next work item.
+    """Run the copier warp: bring Q, K and V of the program's tiles as consumers empty the slots.
+
+    If PLAN.dynamic, the copier also takes the program's next work item from the counter, and hands
+    it to the consumers.
     """
     CONSUMERS: gl.constexpr = PLAN.consumers
     K_TILE_SIZE: gl.constexpr = PLAN.key_tile
@@ -201,8 +209,9 @@ def _copy_tiles(Q_desc, K_desc, V_desc, counter_ptr, shared, problem, walked, PL
     item = gl.program_id(0)
     while item < num_items:
         next_item = item + gl.num_programs(0)
-        if PLAN.dynamic:  # asked for early, as the answer takes its time
+        if PLAN.dynamic:  # early, to hide the latency of the atomic
             next_item = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+
         num_sides, sequence = open_item(item, num_tiles, problem, walked, PLAN)
         for side in range(num_sides):
             tile = tile_of_work(item, side, num_tiles, sequence, problem, walked, PLAN)
@@ -210,16 +219,17 @@ def _copy_tiles(Q_desc, K_desc, V_desc, counter_ptr, shared, problem, walked, PL
             head = tile.batch_head % problem.N_HEADS
             kv_head = head // problem.GROUP
 
-            # step 0: K(0), and Q while it is on its way
+            # step 0: K(0), and Q while K(0) is on its way
             if IS_LISTED:
                 first_key, words = listed_tile(0, tile, problem, walked, PLAN, True)
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.empty.index(slot), phase ^ 1)
             if IS_LISTED:
                 _copy_words(words, tile.masked > 0, K_desc.block_type.nbytes, shared, walked, slot)
-            else:  # a tile that nobody sees is read from behind the end, as zeros
+            else:
                 mbarrier.expect(shared.full.index(slot), K_desc.block_type.nbytes)
                 first_key = tile.first_key + (tile.live - 1) * K_TILE_SIZE
+                # a tile that no query sees is read from behind the end, as zeros
                 first_key = gl.where(tile.key_tiles > tile.live, sequence.num_keys, first_key)
             tma.async_copy_global_to_shared(
                 K_desc, key_place(kv_head, first_key, batch, sequence, PLAN),
@@ -260,7 +270,7 @@ def _copy_tiles(Q_desc, K_desc, V_desc, counter_ptr, shared, problem, walked, PL
                 )  # fmt: skip
                 step += 1
 
-            # step n: V(n - 1), the sequence's first
+            # step n: V(n - 1), the sequence's first values
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.empty.index(slot), phase ^ 1)
             mbarrier.expect(shared.full.index(slot), V_desc.block_type.nbytes)
@@ -270,7 +280,8 @@ def _copy_tiles(Q_desc, K_desc, V_desc, counter_ptr, shared, problem, walked, PL
             )  # fmt: skip
             step += 1
             tiles_done += 1
-        if PLAN.dynamic:
+
+        if PLAN.dynamic:  # hand the next item to the consumers
             slot, phase = ring_slot(items_done, ITEM_SLOTS)
             mbarrier.wait(shared.item_empty.index(slot), phase ^ 1)
             shared.items.index(slot).store(gl.full([1], next_item, gl.int32, _item_layout(1)))
@@ -281,7 +292,10 @@ def _copy_tiles(Q_desc, K_desc, V_desc, counter_ptr, shared, problem, walked, PL
 
 @gluon.jit
 def _words_of(consumer: gl.constexpr, shared, slot, zero, PLAN: gl.constexpr):
-    """The bits of a consumer's rows of a partial tile; without lists nothing."""
+    """Return the mask bits of a consumer's 64 rows in a ring slot; 0 where the walk has no lists.
+
+    `zero` (ROWS, K_TILE_SIZE) gives the layout of the scores that the bits are for.
+    """
     if PLAN.key_block:
         own = shared.words_ring.index(slot).slice(consumer * ROWS, ROWS, dim=0)
         return load_words(own, zero)
@@ -291,8 +305,11 @@ def _words_of(consumer: gl.constexpr, shared, slot, zero, PLAN: gl.constexpr):
 
 @gluon.jit
 def _hide_keys(S, last_key, first_key, words, PLAN: gl.constexpr):
-    """Scores of the keys from `first_key` on, -inf where the bit is 0, or past the last visible
-    key: one for each row, or one for all.
+    """Return the scores S with -inf where the mask hides the key.
+
+    S is (ROWS, K_TILE_SIZE), for the keys from `first_key` on. Along lists, a score is hidden where
+    its bit in `words` is 0. Otherwise it is hidden where its key comes after `last_key`: a number
+    for each row under a causal mask or in divided walks, one number for all rows else.
     """
     if PLAN.key_block:
         return keep_attended(S, words)
@@ -305,10 +322,12 @@ def _hide_keys(S, last_key, first_key, words, PLAN: gl.constexpr):
 
 @gluon.jit
 def _exact_softmax(S, m, l, scale_log2):
-    """Take raw scores into the running maximum m, raw too, and sum l; also the factor for what came
-    before.
+    """Return (P, factor, m, l) after a step of the online softmax whose running maxima are raw.
 
-    P of a row's largest score is 1, and that of another as exact as the difference of the two
+    S (ROWS, K_TILE_SIZE) are raw scores, m (ROWS,) their running maxima, raw too, and l (ROWS,) the
+    running sums of P. What earlier steps have summed is to be multiplied by `factor` (ROWS,).
+
+    P of a row's largest score is 1, and that of another score as exact as the difference of the two
     scores.
     """
     m_new = gl.maximum(m, gl.max(S, axis=1))
@@ -319,7 +338,10 @@ def _exact_softmax(S, m, l, scale_log2):
 
 @gluon.jit
 def _in_base_2(m, scale_log2):
-    """A raw maximum as `_softmax` takes it: scaled, and what the rounding of that has left out."""
+    """Return raw maxima m in base 2, m · scale_log2 rounded, and what the rounding has left out.
+
+    `_softmax` takes both. Of a row that has seen no key, whose m is LOWEST, the rest is 0.
+    """
     scaled = m * scale_log2
     rest = gl.fma(m, gl.full(m.shape, scale_log2, gl.float32, m.type.layout), -scaled)
     return scaled, gl.where(m == LOWEST, 0.0, rest)
@@ -327,13 +349,14 @@ def _in_base_2(m, scale_log2):
 
 @gluon.jit
 def _softmax(S, m, rest, l, scale_log2):
-    """As `_exact_softmax` at one instruction less a score; m is in base 2, and what came before
-    relative to m + rest.
+    """Return (P, factor, m, l) as `_exact_softmax` does, with one instruction less for each score.
+
+    m is in base 2, and what came before is relative to m + rest.
 
     A scaled score minus the scaled maximum is one multiply-add, whose product is not rounded though
     the maximum's was: P of the largest score is near 1 and not 1, by 2^-8 where scores are 1e5, and
     bfloat16 rounds it to something that l has not summed. Among many keys that is one rounding of
-    many; rows with few keys have them in the tiles that the diagonal or the end cuts, and those
+    many. Rows with few keys have them in the tiles that the diagonal or the end cuts, and those
     take the exact form.
     """
     m_new = gl.maximum(m, gl.max(S, axis=1) * scale_log2)
@@ -344,14 +367,14 @@ def _softmax(S, m, rest, l, scale_log2):
 
 @gluon.jit
 def _lazy_softmax(S, m, l, scale_log2):
-    """As `_softmax` without its `rest`, and m stays where it is until a score exceeds it by more
-    than LAG.
+    """Return (P, factor, m, l) as `_softmax` does, raising m only where a score exceeds it by LAG.
 
-    The factor is then 1 in almost every step. m, l and the factor are (ROWS, 4), a number for each
-    of the four threads that share a row: l is what a thread has summed itself, so that nothing is
-    passed between threads while no maximum rises.
+    The factor is then 1 in almost every step. m (in base 2), l and the factor are (ROWS, 4), a
+    number for each of the four threads that share a row: l is what a thread has summed itself, so
+    threads exchange nothing while no maximum rises. m is in base 2 from the first step on, so
+    there is no `rest`.
     """
-    scores = by_threads(S)
+    scores = by_threads(S)  # (ROWS, K_TILE_SIZE / 8, 4, 2)
     m_new = raise_maxima(gl.max(gl.max(scores, axis=3), axis=1) * scale_log2, m)
     P = gl.exp2(scores * scale_log2 - along_rows(m_new, scores))
     factor = gl.exp2(m - m_new)
@@ -361,8 +384,9 @@ def _lazy_softmax(S, m, l, scale_log2):
 
 @gluon.jit
 def _issue(Q, P, O, shared, slot, phase, COLUMNS: gl.constexpr):
-    """Start both products of a step as soon as its slot is full: the scores, and O with the last
-    step's P.
+    """Wait until a step's slot is full, then return S = Q Kᵀ and O + P V, both in flight.
+
+    P is that of the step before, as the slot holds the values of the key tile before.
     """
     mbarrier.wait(shared.full.index(slot), phase)
     S = over_columns(Q, shared.K_ring.index(slot), COLUMNS)
@@ -375,8 +399,9 @@ def _first_step(
     Q, m, l, tile, last_key, first_key, zero, shared, problem, slot,
     consumer: gl.constexpr, P_LAYOUT: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """P of a tile's first scores, for the next step to multiply by the values; m (raw, or lazy in
-    base 2) and l.
+    """Return (P, m, l) of step 0, which has scores but no product with values.
+
+    The next step multiplies P by the values. m is raw, or in base 2 if PLAN.softmax_overlaps.
     """
     words = _words_of(consumer, shared, slot, zero, PLAN)
     S = warpgroup_mma_wait(0, [over_columns(Q, shared.K_ring.index(slot), PLAN.columns)])
@@ -395,17 +420,18 @@ def _step(
     Q, P, O, m, rest, l, last_key, first_key, zero, shared, problem, step,
     consumer: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Both products of a step and the softmax of its scores.
+    """Return (P, O, m, l) after one step: both products, and the softmax of the step's scores.
 
-    Overlapped: the softmax while the product with the last step's P runs. Otherwise behind both,
-    while another consumer's or program's run; m is then raw if MASKED, else in base 2.
+    If PLAN.softmax_overlaps, the softmax runs while the product with the last step's P does.
+    Otherwise it comes after both products, while those of another consumer or program run; m is
+    then raw if MASKED, else in base 2.
     """
     slot, phase = ring_slot(step, PLAN.slots)
-    S, O = _issue(Q, P, O, shared, slot, phase, PLAN.columns)
+    S, O = _issue(Q, P, O, shared, slot, phase, PLAN.columns)  # (ROWS, K_TILE_SIZE), (ROWS, D_TILE)
     if MASKED:
         words = _words_of(consumer, shared, slot, zero, PLAN)
     if PLAN.softmax_overlaps:
-        S = warpgroup_mma_wait(1, [S])
+        S = warpgroup_mma_wait(1, [S])  # O is still in flight
         if MASKED:
             S = _hide_keys(S, last_key, first_key, words, PLAN)
         scores, factor, m, l = _lazy_softmax(S, m, l, problem.scale_log2)
@@ -427,17 +453,25 @@ def _step(
 
 @gluon.jit
 def _store_part(O, m, rest, l, first_row, tile, problem, walked, D_TILE: gl.constexpr):
-    """Leave the online softmax's state at a part's end for `flash_merge_kernel`, where
-    `split.parts_of` says.
+    """Store O, m and l of a part of a walk, in float32, for `flash_merge_kernel` to merge.
+
+    `split.parts_of` describes the memory: O of all parts, then m, then l. O and l are relative to m
+    + rest on entry, and are stored relative to m.
     """
     factor = gl.exp2(rest)
+
+    # the row of `states` where this consumer's rows of the part begin
     first = (tile.part * walked.NUM_ROWS).to(gl.int64) - walked.FIRST_ROW
     first += tile.batch_head.to(gl.int64) * problem.N_QUERIES + first_row
+
+    # m and l (ROWS,)
     m_states = walked.states + walked.NUM_PARTS.to(gl.int64) * walked.NUM_ROWS * D_TILE
     l_states = m_states + walked.NUM_PARTS.to(gl.int64) * walked.NUM_ROWS
     row = gl.arange(0, ROWS, m.type.layout)
     gl.store(m_states + first + row, m, mask=row < problem.N_QUERIES - first_row)
     gl.store(l_states + first + row, l * factor, mask=row < problem.N_QUERIES - first_row)
+
+    # O (ROWS, D_TILE)
     LAYOUT: gl.constexpr = O.type.layout
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, D_TILE, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -451,10 +485,13 @@ def _store_part(O, m, rest, l, first_row, tile, problem, walked, D_TILE: gl.cons
 
 @gluon.jit
 def _store_tile(
-    O, L, inverse, first_row, rows, tile, sequence, O_desc, O_tile, L_ptr, problem, D_TILE: gl.constexpr,
-    PLAN: gl.constexpr,
+    O, L, inverse, first_row, rows, tile, sequence, O_desc, O_tile, L_ptr, problem,
+    D_TILE: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Rows past the last query are cut off."""
+    """Store a consumer's rows of a finished tile: O times `inverse`, through shared memory, and L.
+
+    Rows past the last query are not written.
+    """
     O = O * gl.convert_layout(inverse, gl.SliceLayout(1, O.type.layout))[:, None]
     tma.store_wait(0)  # the last tile's O has left shared memory
     O_tile.store(gl.reshape(O.to(O_desc.dtype), [ROWS, D_TILE]))
@@ -469,7 +506,7 @@ def _store_tile(
 
 @gluon.jit
 def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN: gl.constexpr):
-    """A consumer: rows [consumer * ROWS, (consumer + 1) * ROWS) of each tile of queries."""
+    """Run a consumer: compute rows [consumer * ROWS, (consumer + 1) * ROWS) of each query tile."""
     D_TILE: gl.constexpr = PLAN.head_tile
     IS_WIDE: gl.constexpr = D_TILE > 128  # Q is read from shared memory, and O leaves from there
     K_TILE_SIZE: gl.constexpr = PLAN.key_tile
@@ -484,8 +521,9 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
     zero = gl.zeros([ROWS, K_TILE_SIZE], gl.float32, S_LAYOUT)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     THREAD_LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_threads(zero).type.layout))
-    Q_tile = shared.Q_tiles.index(consumer)
-    O_tile = shared.O_tiles.index(consumer)
+    Q_tile = shared.Q_tiles.index(consumer)  # (ROWS, D_TILE)
+    O_tile = shared.O_tiles.index(consumer)  # (ROWS, D_TILE)
+
     step = 0
     tiles_done = 0
     items_done = 0
@@ -501,6 +539,8 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
                 last_key = gl.minimum(rows, last_key)
             elif PLAN.split:
                 last_key = gl.full([ROWS], last_key, gl.int32, ROW_LAYOUT)
+
+            # the state of the online softmax
             if PLAN.softmax_overlaps:
                 m = gl.full([ROWS, 4], LOWEST, gl.float32, THREAD_LAYOUT)
                 l = gl.full([ROWS, 4], 0.0, gl.float32, THREAD_LAYOUT)
@@ -520,38 +560,16 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
             first_key = tile.first_key + (tile.key_tiles - 1) * K_TILE_SIZE
             if MASKED_TILES == 1:
                 P, m, l = _first_step(
-                    Q,
-                    m,
-                    l,
-                    tile,
-                    last_key,
-                    first_key,
-                    zero,
-                    shared,
-                    problem,
-                    slot,
-                    consumer,
-                    P_LAYOUT,
-                    PLAN,
-                )
-            else:  # more rows than a key tile has keys: the first consumers' may see none of these
+                    Q, m, l, tile, last_key, first_key, zero, shared, problem, slot, consumer,
+                    P_LAYOUT, PLAN,
+                )  # fmt: skip
+            else:  # the tile has more rows than a key tile has keys: some consumers see no key here
                 P = gl.zeros([ROWS, K_TILE_SIZE], O_desc.dtype, P_LAYOUT)
                 if sees_tile(first_row, first_key):
                     P, m, l = _first_step(
-                        Q,
-                        m,
-                        l,
-                        tile,
-                        last_key,
-                        first_key,
-                        zero,
-                        shared,
-                        problem,
-                        slot,
-                        consumer,
-                        P_LAYOUT,
-                        PLAN,
-                    )
+                        Q, m, l, tile, last_key, first_key, zero, shared, problem, slot, consumer,
+                        P_LAYOUT, PLAN,
+                    )  # fmt: skip
                 else:
                     mbarrier.arrive(shared.empty.index(slot), count=1)
             step += 1
@@ -567,23 +585,12 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
                 for j in gl.static_range(1, MASKED_TILES):
                     first_key = (tile.key_tiles - 1 - j) * K_TILE_SIZE
                     P, O, m, l = _step(
-                        Q,
-                        P,
-                        O,
-                        m,
-                        rest,
-                        l,
-                        last_key,
-                        first_key,
-                        zero,
-                        shared,
-                        problem,
-                        step,
-                        consumer,
-                        PLAN,
-                        True,
-                    )
+                        Q, P, O, m, rest, l, last_key, first_key, zero, shared, problem, step,
+                        consumer, PLAN, True,
+                    )  # fmt: skip
                     step += 1
+
+            # the other steps, whose keys all rows see
             if not PLAN.softmax_overlaps:
                 m, rest = _in_base_2(m, problem.scale_log2)
             for _ in range(max(tile.masked, 1), tile.key_tiles):
@@ -592,7 +599,8 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
                 )
                 rest = gl.zeros_like(rest)
                 step += 1
-            if not IS_WIDE:
+
+            if not IS_WIDE:  # the copier may bring the next tile's Q
                 mbarrier.arrive(shared.q_empty.index(consumer), count=1)
             tiles_done += 1
 
@@ -605,11 +613,13 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
                 l = gl.convert_layout(gl.sum(l, axis=1), ROW_LAYOUT)
             L = (m + (rest + gl.log2(l))) * LN_2
             inverse = 1.0 / l
-            if IS_LISTED or PLAN.packed:  # a row without a key
+            if IS_LISTED or PLAN.packed:  # a row may see no key
                 inverse = gl.where(l > 0, inverse, 0.0)
             O = warpgroup_mma_wait(0, [O_pending])
             mbarrier.arrive(shared.empty.index(slot), count=1)
             step += 1
+
+            # O and L, or the state of a part
             stored = (first_row, rows, tile, sequence, O_desc, O_tile, L_ptr, problem)
             if PLAN.split:
                 if tile.part >= 0:
@@ -618,9 +628,11 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
                     _store_tile(O, L, inverse, *stored, D_TILE, PLAN)
             else:
                 _store_tile(O, L, inverse, *stored, D_TILE, PLAN)
-            if IS_WIDE:
+            if IS_WIDE:  # O leaves from Q's memory, so the next tile's Q waits for it
                 tma.store_wait(0)
                 mbarrier.arrive(shared.q_empty.index(consumer), count=1)
+
+        # the next work item, from the copier or by counting
         if PLAN.dynamic:
             slot, phase = ring_slot(items_done, ITEM_SLOTS)
             mbarrier.wait(shared.item_full.index(slot), phase)
@@ -634,7 +646,7 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
 
 @gluon.jit
 def _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, walked, PLAN: gl.constexpr):
-    """Share out shared memory and registers, and start the copier and the consumers."""
+    """Allocate shared memory and barriers, and start the copier and the consumers."""
     CONSUMERS: gl.constexpr = PLAN.consumers
     SLOTS: gl.constexpr = PLAN.slots
     K_TILE_SIZE: gl.constexpr = PLAN.key_tile
@@ -643,6 +655,8 @@ def _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, walked, PL
     dtype: gl.constexpr = Q_desc.dtype
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D_TILE], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+
+    # memory that only some walks and orders need
     if PLAN.key_block:
         words_ring = gl.allocate_shared_memory(
             gl.int32, [SLOTS, CONSUMERS * ROWS, K_TILE_SIZE // KEYS_PER_WORD], walked.words.layout
@@ -659,6 +673,8 @@ def _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, walked, PL
         for slot in gl.static_range(ITEM_SLOTS):
             mbarrier.init(item_full.index(slot), count=1)
             mbarrier.init(item_empty.index(slot), count=CONSUMERS)
+
+    # tiles and barriers of every call
     Q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT)
     if not IS_WIDE:
         O_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT)
@@ -685,6 +701,8 @@ def _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, walked, PL
         mbarrier.init(shared.full.index(slot), count=1)
         mbarrier.init(shared.empty.index(slot), count=CONSUMERS)
     fence_async_shared()
+
+    # partitions, then for all but the first their warps and registers a thread
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_attend, (0, O_desc, L_ptr, shared, problem, walked, PLAN)),
@@ -711,8 +729,10 @@ def hopper_forward_kernel(
     N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """O (batch, heads, queries, D) and L (batch, heads, queries), both contiguous; PLAN:
-    `schedule.KernelPlan`.
+    """Compute O (batch, heads, queries, D) and L (batch, heads, queries) of dense attention.
+
+    O and L are contiguous, L in float32 and natural log. PLAN is a `schedule.KernelPlan`.
+    `counter_ptr` points to an int32 zero if PLAN.dynamic, and is not read otherwise.
     """
     problem = Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
     _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, None, PLAN)
@@ -725,8 +745,9 @@ def hopper_split_forward_kernel(
     WHOLE, SHARE, NUM_PARTS, FIRST_ROW, NUM_ROWS,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """The same, where walks are divided among programs; what parts have come to is in `states_ptr`
-    (`walk.Parts`).
+    """Compute O and L as `hopper_forward_kernel` does, with walks divided among programs.
+
+    Of divided walks the states of the parts go to `states_ptr` (`walk.Parts`), and not O and L.
     """
     problem = Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
     walked = Parts(states_ptr, WHOLE, SHARE, NUM_PARTS, FIRST_ROW, NUM_ROWS)
@@ -743,7 +764,10 @@ def hopper_listed_forward_kernel(
     MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, WORD_ROWS,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """The same, where the key tiles of a tile of queries stand in the lists of a `BlockMask`."""
+    """Compute O and L as `hopper_forward_kernel` does, walking the lists of a `BlockMask`.
+
+    A tile of queries visits the key tiles that its list names (`walk.Lists`).
+    """
     problem = Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
     walked = Lists(
         num_partial_ptr, partial_ptr, patterns_ptr, num_full_ptr, full_ptr, words_desc,
@@ -758,7 +782,7 @@ def hopper_packed_forward_kernel(
     N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2, N_DOCUMENTS,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """O (queries, heads, D) and L (heads, queries) of packed documents."""
+    """Compute O (queries, heads, D) and L (heads, queries) of packed documents."""
     problem = Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
     documents = Documents(cu_seqlens_q_ptr, cu_seqlens_k_ptr, N_DOCUMENTS)
     _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, documents, PLAN)
@@ -766,11 +790,12 @@ def hopper_packed_forward_kernel(
 
 @triton.jit
 def hopper_counter_kernel(counter_ptr):
+    """Store 0 in the counter from which programs of a dynamic order take work items."""
     tl.store(counter_ptr, 0)
 
 
 def _counter(plan: ForwardPlan, otherwise: Tensor) -> Tensor:
-    """A zero, from which a dynamic order counts; others read none, and anything will do."""
+    """Return an int32 zero if `plan` has a dynamic order, else `otherwise`, which is not read."""
     if plan.order != "dynamic":
         return otherwise
     counter = empty((1,), torch.int32, otherwise.device)
@@ -787,26 +812,29 @@ def hopper_forward(
     config: str = "",
     lists: TileLists | None = None,
 ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
-    """Contiguous O in q's dtype and the log-sum-exp in float32, natural log.
+    """Return contiguous O in q's dtype and the log-sum-exp of each row (float32, natural log).
 
     Inputs are validated, non-empty, of 16 bits, with a head_dim up to 256, and on the current
     device, of sm_90. `config` may name a schedule and an order of tiles (`schedule.plan_forward`);
-    other kernels' configurations in it are left alone. A row's last bits may depend on the schedule
-    and on the parts of its walk, and so on how many heads a call has and on the GPU. Parts take up
-    to 34 MiB meanwhile.
-    `lists`, without `is_causal`, are those of a `BlockMask` whose tiles hold whole tiles of the
-    kernel's.
+    other kernels' configurations in it are ignored. `lists`, without `is_causal`, are those of a
+    `BlockMask` whose tiles are whole multiples of the kernel's.
+
+    A row's last bits may depend on the schedule and on the parts of its walk, and so on how many
+    heads a call has and on the GPU. While the kernels run, parts take up to 34 MiB.
     """
     head_dim = q.shape[-1]
     q, k, v = readable(q), readable(k), readable(v)
     batch, heads, num_queries, width = q.shape
     num_keys, group = k.shape[2], heads // k.shape[1]
     plan = plan_forward(
-        head_dim=width, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, batch_heads=batch * heads,
-        group=group, num_multiprocessors=num_multiprocessors(q.device), config=config,
+        head_dim=width, is_causal=is_causal,
+        num_queries=num_queries, num_keys=num_keys, batch_heads=batch * heads, group=group,
+        num_multiprocessors=num_multiprocessors(q.device), config=config,
         block_size=None if lists is None else lists.block_size,
     )  # fmt: skip
     schedule = plan.schedule
+
+    # what every kernel takes
     output, lse = empty_results(q)
     operands = (
         (q, CONSUMER_ROWS),
@@ -820,8 +848,11 @@ def hopper_forward(
         _counter(plan, lse),
     )
     numbers: tuple[float, ...] = (
-        num_queries, num_keys, heads, group, batch * heads, plan.heads_together, scale * LOG2_E.value
+        num_queries, num_keys, heads, group, batch * heads, plan.heads_together,
+        scale * LOG2_E.value,
     )  # fmt: skip
+
+    # the kernel, and what it takes besides
     kernel = hopper_forward_kernel
     first_row = plan.first_divided_row
     num_rows = batch * heads * num_queries - first_row
@@ -834,12 +865,15 @@ def hopper_forward(
         kernel = hopper_listed_forward_kernel
         words = lists.token_bits.flatten(0, 1)
         tensors += (
-            lists.kv_num_blocks, lists.kv_indices, lists.kv_tokens, lists.full_kv_num_blocks, lists.full_kv_indices,
+            lists.kv_num_blocks, lists.kv_indices, lists.kv_tokens,
+            lists.full_kv_num_blocks, lists.full_kv_indices,
             words_descriptor(words, schedule.query_tile, schedule.key_tile // BITS),
         )  # fmt: skip
         numbers += (
-            *lists.kv_num_blocks.shape[:2], lists.kv_indices.shape[3], lists.full_kv_indices.shape[3], len(words)
+            *lists.kv_num_blocks.shape[:2],
+            lists.kv_indices.shape[3], lists.full_kv_indices.shape[3], len(words),
         )  # fmt: skip
+
     log_launch(
         "forward" if lists is None else "listed_forward",
         schedule.name(plan.order),
@@ -853,18 +887,13 @@ def hopper_forward(
             {"PLAN": plan.kernel_plan, **schedule.launch_options},
         )  # fmt: skip
         if plan.part_tiles:
-            # of which a head makes no matter
+            # without a mask the last rows are merged alike, of whichever heads they are
             last_rows = (batch * heads, num_queries) if is_causal else (1, num_rows)
             num_keys = seen_keys(num_queries, num_keys, is_causal)
             merge(
-                states,
-                output,
-                lse,
-                last_rows,
-                num_keys,
-                plan.part_tiles * schedule.key_tile,
+                states, output, lse, last_rows, num_keys, plan.part_tiles * schedule.key_tile,
                 is_causal,
-            )
+            )  # fmt: skip
     return (output if width == head_dim else output[..., :head_dim].contiguous()), lse
 
 
@@ -879,19 +908,24 @@ def hopper_packed_forward(
     scale: float,
     config: str = "",
 ) -> tuple[Float[Tensor, "total_queries heads head_dim"], Float[Tensor, "heads total_queries"]]:
-    """`hopper_forward` of each document's queries to its keys; by the longest lengths tiles are
-    chosen.
+    """Return O and the log-sum-exp of packed documents, each of which attends to itself alone.
+
+    As `hopper_forward` for each document's queries and keys. `max_seqlens` are the largest numbers
+    of queries and of keys of a document, by which the schedule is chosen.
     """
     head_dim = q.shape[-1]
     q, k, v = readable(q), readable(k), readable(v)
     (num_queries, heads, width), num_keys, group = q.shape, k.shape[0], q.shape[1] // k.shape[1]
     documents = len(cu_seqlens_q) - 1
     plan = plan_packed_forward(
-        head_dim=width, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, heads=heads, group=group,
-        documents=documents, max_seqlens=max_seqlens, num_multiprocessors=num_multiprocessors(q.device),
-        config=config,
+        head_dim=width, is_causal=is_causal,
+        num_queries=num_queries, num_keys=num_keys, heads=heads, group=group,
+        documents=documents, max_seqlens=max_seqlens,
+        num_multiprocessors=num_multiprocessors(q.device), config=config,
     )  # fmt: skip
     schedule = plan.schedule
+
+    # O, L and the tiles that TMA moves
     output, lse = empty_like(q), empty((heads, num_queries), torch.float32, q.device)
     operands = (
         (q, CONSUMER_ROWS),
@@ -899,15 +933,19 @@ def hopper_packed_forward(
         (v, schedule.key_tile),
         (output, CONSUMER_ROWS),
     )
+
     log_launch("packed_forward", schedule.name(plan.order), q, *max_seqlens)
     with stage("forward"):
         launch(
             hopper_packed_forward_kernel, (plan.num_programs,),
             (
-                *(document_descriptor(x, rows) for x, rows in operands), lse, _counter(plan, lse), cu_seqlens_q,
-                cu_seqlens_k,
+                *(document_descriptor(x, rows) for x, rows in operands),
+                lse, _counter(plan, lse), cu_seqlens_q, cu_seqlens_k,
             ),
-            (num_queries, num_keys, heads, group, heads, plan.heads_together, scale * LOG2_E.value, documents),
+            (
+                num_queries, num_keys, heads, group, heads, plan.heads_together,
+                scale * LOG2_E.value, documents,
+            ),
             {"PLAN": plan.kernel_plan, **schedule.launch_options},
         )  # fmt: skip
     return (output if width == head_dim else output[..., :head_dim].contiguous()), lse

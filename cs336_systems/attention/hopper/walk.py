@@ -1,11 +1,10 @@
-"""Which tiles of queries a program of the Hopper forward computes, and which key tiles each of them
-walks.
+"""Which query tiles a program of the Hopper forward computes, and which key tiles each one walks.
 
 Arithmetic on integers, which copier and consumers do alike. A work item is a tile of queries of one
 head, or a pair of them; a program takes one or several. Four walks share the rest:
 
   dense    from the last visible key tile to the first
-  parts    of dense walks, each an item
+  parts    of dense walks, each a work item
   lists    of a `BlockMask`'s row of tiles: the partial ones, then the full ones
   packed   the dense walk within the document that a program finds by its slot
 
@@ -24,7 +23,7 @@ from cs336_systems.attention.hopper.descriptors import ROWS_OF_DOCUMENTS
 from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS
 from cs336_systems.attention.masks.tiles import BITS
 
-ROWS = gl.constexpr(CONSUMER_ROWS)  # of a consumer: what one wgmma of a warp group computes
+ROWS = gl.constexpr(CONSUMER_ROWS)  # rows of a consumer: those of one wgmma of a warp group
 KEYS_PER_WORD = gl.constexpr(BITS)
 MOST_ROWS = gl.constexpr(ROWS_OF_DOCUMENTS)
 
@@ -42,31 +41,31 @@ class Problem(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile of queries and its walk."""
+    """A tile of queries of one head, and its walk."""
 
     batch_head: gl.tensor  # index into batch and heads
     first_query: gl.tensor
-    key_tiles: gl.tensor  # that are walked, one a step
-    live: gl.tensor  # those that some query sees, or the entries of the lists
-    masked: gl.tensor  # steps in which some query does not see some key: the first so many
-    list_number: gl.tensor
-    first_key: gl.tensor  # of its part of the keys
-    part: gl.tensor  # its number, -1 if that is all
+    key_tiles: gl.tensor  # number of key tiles that are walked, one a step
+    live: gl.tensor  # number of key tiles that some query sees; along lists, their entries
+    masked: gl.tensor  # number of steps, the first ones, in which some query does not see some key
+    list_number: gl.tensor  # 0 where no lists are walked
+    first_key: gl.tensor  # first key of the part of the walk
+    part: gl.tensor  # number of the part of the walk; -1 where the walk is whole
 
 
 class Sequence(NamedTuple):
-    """The queries and keys that a tile is of: all, or those of a packed document."""
+    """The queries and keys that a tile belongs to: those of a call, or of a packed document."""
 
-    first_row: gl.tensor  # in the tensors of queries; 0 unless packed
+    first_row: gl.tensor  # in the tensor of queries; 0 unless packed
     num_queries: gl.tensor
-    first_key: gl.tensor
+    first_key: gl.tensor  # in the tensors of keys; 0 unless packed
     num_keys: gl.tensor
-    tile: gl.tensor  # the only one that a work item has of a document
-    head: gl.tensor
+    tile: gl.tensor  # number of the work item's only tile in the document; 0 unless packed
+    head: gl.tensor  # of the work item; 0 unless packed
 
 
 class Documents(NamedTuple):
-    """Boundaries of packed documents."""
+    """Boundaries of packed documents in the queries and in the keys."""
 
     cu_seqlens_q: gl.tensor
     cu_seqlens_k: gl.tensor
@@ -74,40 +73,40 @@ class Documents(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Divided walks: WHOLE tiles of queries are items, and of the others each part of SHARE key
+    """Divided walks, whose parts are work items.
+
+    WHOLE tiles of queries are work items themselves; of the other tiles each part of SHARE key
     tiles is one.
     """
 
-    # O, m and l of NUM_PARTS parts of NUM_ROWS rows, as `split.parts_of` has them
+    # O, m and l of NUM_PARTS parts of NUM_ROWS rows, laid out as in `split.parts_of`
     states: gl.tensor
     WHOLE: gl.tensor
     SHARE: gl.tensor
     NUM_PARTS: gl.tensor
-    FIRST_ROW: gl.tensor  # of the rows of all heads
-    NUM_ROWS: gl.tensor
+    FIRST_ROW: gl.tensor  # first row of the divided tiles, counted over all heads
+    NUM_ROWS: gl.tensor  # number of rows from FIRST_ROW on
 
 
 class Lists(NamedTuple):
-    """The lists of a `BlockMask` that rows of its tiles walk, and the sizes by which a tile finds
-    its own.
-    """
+    """The lists of a `BlockMask` that rows of its tiles walk, and the sizes that find a list."""
 
-    num_partial: gl.tensor
-    partial: gl.tensor  # (masks, rows of tiles, WIDTH): numbers of partial tiles
-    patterns: gl.tensor  # the same: their numbers in `words`
-    num_full: gl.tensor
-    full: gl.tensor  # (masks, rows of tiles, FULL_WIDTH)
-    words: gl.tensor  # descriptor of (patterns * query_block, words of a row)
+    num_partial: gl.tensor  # (masks, rows of tiles): lengths of the lists `partial`
+    partial: gl.tensor  # (masks, rows of tiles, WIDTH): columns of partial tiles
+    patterns: gl.tensor  # the same shape: numbers of the partial tiles' bits in `words`
+    num_full: gl.tensor  # (masks, rows of tiles): lengths of the lists `full`
+    full: gl.tensor  # (masks, rows of tiles, FULL_WIDTH): columns of full tiles
+    words: gl.tensor  # descriptor of the bits (patterns * query_block, words of a row)
     MASK_BATCHES: gl.tensor
     MASK_HEADS: gl.tensor
     WIDTH: gl.tensor
     FULL_WIDTH: gl.tensor
-    WORD_ROWS: gl.tensor
+    WORD_ROWS: gl.tensor  # rows of `words`
 
 
 @gluon.jit
 def num_work_items(num_tiles, BATCH_HEADS, PAIRED: gl.constexpr):
-    """Tiles of queries, or pairs of them, of all heads."""
+    """Return the number of query tiles of all heads or, if PAIRED, of pairs of them."""
     if PAIRED:
         return (num_tiles + 1) // 2 * BATCH_HEADS
     else:
@@ -116,7 +115,7 @@ def num_work_items(num_tiles, BATCH_HEADS, PAIRED: gl.constexpr):
 
 @gluon.jit
 def tiles_of_item(item, num_tiles, PAIRED: gl.constexpr):
-    """How many tiles of queries a work item has."""
+    """Return how many query tiles a work item has: 1 or, if PAIRED, 2 but for a head's odd one."""
     if PAIRED:
         pairs = (num_tiles + 1) // 2
         return 1 + (item % pairs < num_tiles // 2)
@@ -134,10 +133,10 @@ def tile_of_item(
     PAIRED: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
 ):
-    """(tile, index into batch and heads) of the `side`-th tile of work item `item`.
+    """Return (tile, index into batch and heads) of the `side`-th tile of work item `item`.
 
-    PAIRED: an item is the longest tile left of a head with the shortest, so that all items take
-    equally long. Otherwise an item is one tile, HEADS_TOGETHER heads at a time, the longest causal
+    If PAIRED, an item is the longest tile left of a head with the shortest, so that all items take
+    equally long. Otherwise an item is one tile: HEADS_TOGETHER heads at a time, the longest causal
     tiles first.
     """
     if PAIRED:
@@ -158,19 +157,20 @@ def tile_of_item(
 
 @gluon.jit
 def first_query_of(tile, num_tiles, N_QUERIES, Q_TILE_SIZE: gl.constexpr, ALIGNMENT: gl.constexpr):
-    """The first row of a tile of queries, below 0 where the first tile has rows to spare.
+    """Return the first row of a query tile, below 0 if the first tile has rows to spare.
 
-    The last tile ends with the queries, up to ALIGNMENT: rows to spare are in the first, the
-    shortest causal one.
+    The last tile ends with the queries, rounded up to ALIGNMENT, so that rows to spare are in the
+    first tile, the shortest causal one.
     """
     return (N_QUERIES + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT - (num_tiles - tile) * Q_TILE_SIZE
 
 
 @gluon.jit
 def live_key_tiles(
-    first_query, N_QUERIES, N_KEYS, Q_TILE_SIZE: gl.constexpr, K_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr
+    first_query, N_QUERIES, N_KEYS,
+    Q_TILE_SIZE: gl.constexpr, K_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr
 ):  # fmt: skip
-    """Key tiles that some query of the tile sees: the first so many."""
+    """Return how many key tiles some query of the tile sees; they are the first ones."""
     end = N_KEYS
     if IS_CAUSAL:
         end = min(end, min(first_query + Q_TILE_SIZE, N_QUERIES))
@@ -179,13 +179,16 @@ def live_key_tiles(
 
 @gluon.jit
 def slots_of_documents(TOTAL, N_DOCUMENTS, TILE: gl.constexpr):
-    """Slots for tiles of any documents of so many rows in all, and of the rows behind them."""
+    """Return how many slots hold the tiles of any N_DOCUMENTS documents of TOTAL rows.
+
+    The slots cover the rows behind the last document too.
+    """
     return TOTAL // TILE + N_DOCUMENTS + 1
 
 
 @gluon.jit
 def work_of_call(problem, walked, PLAN: gl.constexpr):
-    """(tiles of queries of a head, work items of all heads)."""
+    """Return (query tiles, or packed documents' slots, of a head; work items of all heads)."""
     Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
     num_tiles = (problem.N_QUERIES + Q_TILE_SIZE - 1) // Q_TILE_SIZE
     if PLAN.packed:
@@ -198,8 +201,10 @@ def work_of_call(problem, walked, PLAN: gl.constexpr):
 
 @gluon.jit
 def part_of_item(item, num_tiles, BATCH_HEADS, WHOLE):
-    """(item of a tile, number of its part or -1) of an item of a divided call: of all tiles the
-    first parts first.
+    """Return (whole item, part) of work item `item` of a divided call; a whole walk is part -1.
+
+    The WHOLE first items are whole walks. Then come the first parts of all divided tiles, then the
+    second parts, and so on.
     """
     divided = max(num_tiles * BATCH_HEADS - WHOLE, 1)
     place = max(item - WHOLE, 0)
@@ -209,8 +214,9 @@ def part_of_item(item, num_tiles, BATCH_HEADS, WHOLE):
 
 @gluon.jit
 def range_of_part(part, live, SHARE):
-    """(first key tile, number of them) of a part of a walk of `live` key tiles; none of a part that
-    it has not.
+    """Return (first key tile, number of key tiles) of a part of a walk of `live` key tiles.
+
+    Part -1 has all of them. The number is at most 0 for a part that the walk does not have.
     """
     first = max(part, 0) * SHARE
     return first, min(live - first, SHARE + live * (part < 0))
@@ -220,8 +226,9 @@ def range_of_part(part, live, SHARE):
 def list_of_tile(
     batch_head, first_query, N_QUERIES, N_HEADS, MASK_BATCHES, MASK_HEADS, Q_BLOCK: gl.constexpr
 ):
-    """Number of the list that a tile of queries walks; a mask of one batch entry or head serves
-    all.
+    """Return the number of the list that a query tile walks.
+
+    A mask of one batch entry or one head serves all.
     """
     batch, head = batch_head // N_HEADS % MASK_BATCHES, batch_head % N_HEADS % MASK_HEADS
     rows = (N_QUERIES + Q_BLOCK - 1) // Q_BLOCK
@@ -230,11 +237,10 @@ def list_of_tile(
 
 @gluon.jit
 def steps_of_lists(num_partial, num_full, KEY_TILES: gl.constexpr):
-    """(masked steps, all steps) of a tile with lists of these lengths, KEY_TILES key tiles to a
-    tile of the mask.
+    """Return (masked steps, all steps) of a query tile whose lists have these lengths.
 
-    A tile that sees no key has one step, masked, whose keys and bits are read from behind the end,
-    as zeros.
+    A tile of the mask has KEY_TILES key tiles. A query tile that sees no key has one step, masked,
+    whose keys and bits are read from behind the end, as zeros.
     """
     steps = (num_partial + num_full) * KEY_TILES
     is_empty = steps == 0
@@ -243,8 +249,9 @@ def steps_of_lists(num_partial, num_full, KEY_TILES: gl.constexpr):
 
 @gluon.jit
 def place_in_lists(step, masked, KEY_TILES: gl.constexpr):
-    """(entry, key tile in the mask's tile) of a step: the partial tiles' list first, then that of
-    full ones.
+    """Return (list entry, key tile within the mask's tile) of a step.
+
+    The first `masked` steps follow the list of partial tiles, the others that of full ones.
     """
     place = step - masked * (step >= masked)
     return place // KEY_TILES, place % KEY_TILES
@@ -252,17 +259,19 @@ def place_in_lists(step, masked, KEY_TILES: gl.constexpr):
 
 @gluon.jit
 def _boundary(cu_seqlens, document, TOTAL):
-    """cu_seqlens[document], or the nearest row: its values are not checked where that would stall
-    the host.
+    """Return cu_seqlens[document], clamped to 0 to TOTAL.
+
+    The values are not validated where that would stall the host.
     """
     return gl.minimum(gl.maximum(gl.load(cu_seqlens + document), 0), TOTAL)
 
 
 @gluon.jit
 def document_of_slot(slot, cu_seqlens, N_DOCUMENTS, TOTAL, TILE: gl.constexpr):
-    """(document, its slot's tile) as in `triton.varlen`: document d has the slots from cu[d] //
-    TILE + d on, and N_DOCUMENTS are the rows behind the last one. The tile may lie past the
-    document's end.
+    """Return (document, tile within the document) of a slot, as in `triton.documents`.
+
+    Document d has the slots from cu[d] // TILE + d on. Document N_DOCUMENTS stands for the rows
+    behind the last one. The tile may lie past the document's end.
     """
     document, high = 0, N_DOCUMENTS
     while document < high:
@@ -276,8 +285,10 @@ def document_of_slot(slot, cu_seqlens, N_DOCUMENTS, TOTAL, TILE: gl.constexpr):
 
 @gluon.jit
 def sequence_of(document, tile, head, problem, walked, BEHIND: gl.constexpr):
-    """The rows of a document. Behind the last one there are queries without keys, or the other way
-    round: BEHIND.
+    """Return the `Sequence` of a document, given the number of the program's tile in it.
+
+    Document N_DOCUMENTS has the rows behind the last document: if BEHIND is "queries" the queries
+    there and no keys, else the keys and no queries.
     """
     first_row = _boundary(walked.cu_seqlens_q, document, problem.N_QUERIES)
     first_key = _boundary(walked.cu_seqlens_k, document, problem.N_KEYS)
@@ -300,7 +311,7 @@ def sequence_of(document, tile, head, problem, walked, BEHIND: gl.constexpr):
 
 @gluon.jit
 def open_item(item, num_tiles, problem, walked, PLAN: gl.constexpr):
-    """(tiles of queries of a work item, the sequence that they are of)."""
+    """Return (number of query tiles, `Sequence`) of a work item; the number may be 0."""
     if PLAN.packed:
         Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
         slot, head = tile_of_item(
@@ -323,9 +334,11 @@ def open_item(item, num_tiles, problem, walked, PLAN: gl.constexpr):
 
 @gluon.jit
 def tile_of_work(item, side, num_tiles, sequence, problem, walked, PLAN: gl.constexpr):
-    """A tile of queries and its walk."""
+    """Return the `side`-th query tile of a work item, with its walk."""
     Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
     IS_LISTED: gl.constexpr = PLAN.key_block > 0
+
+    # the tile
     if PLAN.packed:
         tile, batch_head = sequence.tile, sequence.head
         num_tiles = (sequence.num_queries + Q_TILE_SIZE - 1) // Q_TILE_SIZE
@@ -338,10 +351,12 @@ def tile_of_work(item, side, num_tiles, sequence, problem, walked, PLAN: gl.cons
             PLAN.is_causal or IS_LISTED,
         )  # fmt: skip
     first_query = first_query_of(tile, num_tiles, sequence.num_queries, Q_TILE_SIZE, PLAN.alignment)
+
+    # its walk
     if IS_LISTED:
         number = list_of_tile(
-            batch_head, first_query, problem.N_QUERIES, problem.N_HEADS, walked.MASK_BATCHES, walked.MASK_HEADS,
-            PLAN.query_block,
+            batch_head, first_query, problem.N_QUERIES, problem.N_HEADS,
+            walked.MASK_BATCHES, walked.MASK_HEADS, PLAN.query_block,
         )  # fmt: skip
         num_partial, num_full = (
             gl.load(walked.num_partial + number),
@@ -349,36 +364,21 @@ def tile_of_work(item, side, num_tiles, sequence, problem, walked, PLAN: gl.cons
         )
         masked, steps = steps_of_lists(num_partial, num_full, PLAN.key_block // PLAN.key_tile)
         return Tile(
-            batch_head,
-            first_query,
-            steps,
-            num_partial + num_full,
-            masked,
-            number.to(gl.int64),
-            0,
+            batch_head, first_query, steps, num_partial + num_full, masked, number.to(gl.int64), 0,
             -1,
-        )
+        )  # fmt: skip
     else:
         live = live_key_tiles(
-            first_query,
-            sequence.num_queries,
-            sequence.num_keys,
-            Q_TILE_SIZE,
-            PLAN.key_tile,
+            first_query, sequence.num_queries, sequence.num_keys, Q_TILE_SIZE, PLAN.key_tile,
             PLAN.is_causal,
-        )
-        if PLAN.split:  # where a tile has no more rows than a key tile has keys, and so a live one
+        )  # fmt: skip
+        if PLAN.split:
+            # A tile then has no more rows than a key tile has keys, so `live` is above 0.
             first, steps = range_of_part(part, live, walked.SHARE)
             return Tile(
-                batch_head,
-                first_query,
-                steps,
-                steps,
-                PLAN.masked_tiles,
-                0,
-                first * PLAN.key_tile,
+                batch_head, first_query, steps, steps, PLAN.masked_tiles, 0, first * PLAN.key_tile,
                 part,
-            )
+            )  # fmt: skip
         else:
             return Tile(
                 batch_head,
@@ -394,8 +394,9 @@ def tile_of_work(item, side, num_tiles, sequence, problem, walked, PLAN: gl.cons
 
 @gluon.jit
 def query_place(head, row, batch, sequence, PLAN: gl.constexpr):
-    """Where TMA finds a row of queries or of O; `document_descriptor` says how rows of a document
-    are counted.
+    """Return the TMA coordinates of a row of queries or of O.
+
+    `document_descriptor` has those of packed documents.
     """
     if PLAN.packed:
         end = sequence.first_row + sequence.num_queries
@@ -406,7 +407,7 @@ def query_place(head, row, batch, sequence, PLAN: gl.constexpr):
 
 @gluon.jit
 def key_place(head, key, batch, sequence, PLAN: gl.constexpr):
-    """The same of keys and values."""
+    """Return the TMA coordinates of a row of keys or values, as `query_place` does for queries."""
     if PLAN.packed:
         end = sequence.first_key + sequence.num_keys
         return [MOST_ROWS, end, head, MOST_ROWS - sequence.num_keys + key, 0]
@@ -416,10 +417,9 @@ def key_place(head, key, batch, sequence, PLAN: gl.constexpr):
 
 @gluon.jit
 def listed_tile(step, tile, problem, walked, PLAN: gl.constexpr, FIRST: gl.constexpr = False):
-    """(first key, coordinates of its bits in `mask.words`) of a step of a tile's walk along its
-    mask.
+    """Return (first key, coordinates of its mask bits in `walked.words`) of a step along lists.
 
-    FIRST: of step 0, whose loads do not wait to hear how long the lists are.
+    FIRST, for step 0, starts the loads without waiting for the lengths of the lists.
     """
     entry, part = place_in_lists(step, tile.masked, PLAN.key_block // PLAN.key_tile)
     is_partial = step < tile.masked
@@ -446,8 +446,10 @@ def listed_tile(step, tile, problem, walked, PLAN: gl.constexpr, FIRST: gl.const
 
 @gluon.jit
 def rows_of_consumer(first_query, consumer: gl.constexpr, N_QUERIES):
-    """The first of a consumer's rows in a tile; rows before the first query become rows behind the
-    last, and TMA reads them as zeros and does not write them.
+    """Return the first of a consumer's rows in a query tile.
+
+    Rows before the first query become rows behind the last one, which TMA reads as zeros and does
+    not write.
     """
     first_row = first_query + consumer * ROWS
     return gl.where(first_row < 0, N_QUERIES, first_row)
@@ -455,11 +457,11 @@ def rows_of_consumer(first_query, consumer: gl.constexpr, N_QUERIES):
 
 @gluon.jit
 def sees_tile(first_row, first_key):
-    """Whether, under a causal mask, the last of a consumer's rows sees a key tile's first key."""
+    """Return whether, under a causal mask, a consumer's last row sees a key tile's first key."""
     return first_key < first_row + ROWS
 
 
 @gluon.jit
 def ring_slot(step, SLOTS: gl.constexpr):
-    """(slot, phase) of a program's `step`-th pass through the ring."""
+    """Return (slot, phase) of a program's `step`-th pass through a ring of SLOTS."""
     return step % SLOTS, (step // SLOTS) & 1

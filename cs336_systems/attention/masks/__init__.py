@@ -1,4 +1,8 @@
-"""Masks by tiles: `BlockMask` with its constructors, and the patterns that the command line names."""
+"""Block masks: `BlockMask` with its constructors, and the patterns that the command line names.
+
+mask = BlockMask.sliding_window(4096, window=512)
+mask = parse_mask("random:0.1+causal", seqlen=4096)
+"""
 
 from cs336_systems.attention.masks.block_mask import MAX_LIST_DENSITY, BlockMask
 from cs336_systems.attention.masks.grid import neighbourhood_mask

@@ -1,15 +1,17 @@
 """`BlockMask`: which queries attend which keys, as lists of tiles that a kernel walks.
 
+    mask = BlockMask.document([1000, 0, 3096], is_causal=True)
+    flash_attention(q, k, v, block_mask=mask)
+
 The (queries, keys) plane of each batch entry and head is cut into tiles of `block_size`. A tile is
 dead (no pair attended: in no list, never read), full (every pair attended: no mask is read) or
-partial (its pairs are bits).
-For the forward and dQ, each row of tiles lists its key tiles; for dK and dV, each column lists its
-query tiles.
+partial (its pairs are bits). For the forward and dQ, each row of tiles lists its key tiles. For dK
+and dV, each column of tiles lists its query tiles.
 
 The fields of `TileLists` are the layout: int32, contiguous, on one device, for a mask of b = batch
 or 1 and h = query heads or 1 (1 broadcasts). Lists ascend, and are 0 behind the last entry. All but
-those of tokens have the names of torch's FlexAttention. Query row r of a tile attends its key
-column c where
+`kv_tokens`, `q_tokens` and `token_bits` have the names of torch's FlexAttention. Query row r of a
+tile attends its key column c where
 
     token_bits[kv_tokens[b, h, row, slot], r, c // 32] >> (c % 32) & 1
 
@@ -17,15 +19,12 @@ Tiles with equal tokens may share a pattern: a causal mask stores one triangle, 
 A tile that the end of the queries or keys cuts is never full, and its bits past the end are 0: a
 loop over full tiles needs no bounds.
 
-    mask = BlockMask.document([1000, 0, 3096], is_causal=True)
-    flash_attention(q, k, v, block_mask=mask)
-
 The kernels of `triton` and `hopper` walk the lists; the other back ends attend through
 `to_dense()`.
 
 Every constructor checks its arguments and calls `_make`, which finds the mask's pattern in
 `patterns.py` by its name, classifies the tiles and lists them. Under torch.compile that is one
-operator, whose widths the compiler does not know.
+operator, and the compiler does not know the widths of the lists.
 """
 
 from __future__ import annotations
@@ -77,23 +76,26 @@ MAX_LIST_DENSITY = 0.9
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockMask:
-    """Which queries attend which keys. `a & b` attends what both attend, `a | b` what either does.
+    """Which queries attend which keys, as lists of tiles; made by the class methods.
 
-    TileLists put together by hand must agree: kernels follow them wherever they lead. Shapes are
-    checked; values on the CPU alone, and only that tiles and patterns exist. On a GPU a look would
-    stall the host: they are trusted.
+    `a & b` attends the pairs that both masks attend, `a | b` those that at least one attends.
+
+    TileLists put together by hand must agree with each other: kernels follow them unchecked. Shapes
+    are checked. Values are checked on the CPU only: that listed tiles and patterns exist, and that
+    a line lists no tile twice. On a GPU, reading them would stall the host, and they are trusted.
+    TypeError or ValueError where a check fails.
     """
 
-    lists: TileLists  # what kernels walk
+    lists: TileLists  # walked by the kernels
     block_size: BlockSize  # query rows and key columns of a tile, powers of two from 16 on
     seq_lengths: tuple[int, int]  # queries and keys, in tokens
-    # The dense form that constructors have found, and the versions of the lists that it was found
-    # for.
+    # The dense form that a constructor has found, and the versions of the lists that it holds for.
     _found_form: tuple[DenseForm, tuple[int, ...]] | None = field(
         default=None, init=False, repr=False
     )
 
     def __post_init__(self) -> None:
+        """Check the fields, and copy lists of inference mode out of it."""
         check_block_size(self.block_size)
         if not isinstance(self.lists, TileLists):
             raise TypeError(f"BlockMask.lists must be TileLists, got {type(self.lists).__name__}")
@@ -104,7 +106,8 @@ class BlockMask:
             num_blocks(seqlen, block) for seqlen, block in zip(self.seq_lengths, self.block_size)
         ]
         whole = [seqlen // block for seqlen, block in zip(self.seq_lengths, self.block_size)]
-        # lists of key tiles, of query tiles
+
+        # the lists of key tiles in each row of tiles, then of query tiles in each column
         for side, lines, other in (("kv", tiles[0], 1), ("q", tiles[1], 0)):
             for prefix, existing in (("", tiles[other]), ("full_", whole[other])):
                 indices = self._check(
@@ -116,25 +119,27 @@ class BlockMask:
                 f"{side}_tokens", getattr(self.lists, f"{side}_indices").shape, num_patterns - 1
             )
             self._check_listed_once(side, tiles[other])
-        # Autograd saves no tensor of inference mode, and what an evaluation has made may be kept
-        # and trained with.
+
+        # Autograd saves no tensor of inference mode, and a mask made in an evaluation may be used
+        # in training later.
         if not torch.compiler.is_compiling() and self.lists.kv_num_blocks.is_inference():
             with torch.inference_mode(False):
                 object.__setattr__(self, "lists", TileLists(*(x.clone() for x in self.lists)))
 
-    if not TYPE_CHECKING:  # to which any name would be a list's
+    if not TYPE_CHECKING:  # a type checker would take any name for a list
 
         def __getattr__(self, name: str) -> Tensor:
-            """A list by its name, as of torch's FlexAttention: `mask.kv_indices`."""
+            """Return a list by its name, as torch's FlexAttention has them: `mask.kv_indices`."""
             if name in TileLists._fields:
                 return getattr(self.lists, name)
             raise AttributeError(f"BlockMask has no attribute {name!r}")
 
     def _check(self, name: str, shape: Sequence[int | None], largest: int | None = None) -> Tensor:
-        """The tensor `name`, int32 on the mask's device and of `shape`, where None is any length
-        from 1 on.
+        """Return the list `name`, or raise unless it is int32, contiguous and of `shape`.
 
-        Its values are 0 to `largest` where the host can look: kernels follow them without.
+        It must be on the mask's device. None in `shape` stands for any length from 1 on. If the
+        host can read the values, they must be from 0 to `largest`: kernels index with them
+        unchecked.
         """
         device = self.device
         tensor = check_tensor(f"BlockMask.{name}", getattr(self.lists, name), dtypes=(torch.int32,))
@@ -150,7 +155,8 @@ class BlockMask:
             )
         if tensor.device != device or not tensor.is_contiguous():
             raise ValueError(
-                f"BlockMask.{name} must be contiguous on {device}, got strides {tensor.stride()} on {tensor.device}"
+                f"BlockMask.{name} must be contiguous on {device}, "
+                f"got strides {tensor.stride()} on {tensor.device}"
             )
         if largest is not None and tensor.numel() and has_values(tensor):
             least, most = (int(x) for x in tensor.aminmax())
@@ -161,8 +167,10 @@ class BlockMask:
         return tensor
 
     def _check_listed_once(self, side: str, existing: int) -> None:
-        """Raise ValueError where the host sees a tile twice in a line: kernels would add it twice,
-        `to_dense` not.
+        """Raise ValueError if a line of tiles lists one of its `existing` tiles twice.
+
+        Kernels would add such a tile twice, and `to_dense` would not show it. Lists whose values
+        the host cannot read pass unchecked.
         """
         indices, counts = (
             [getattr(self.lists, f"{prefix}{side}_{name}") for prefix in ("", "full_")]
@@ -170,7 +178,8 @@ class BlockMask:
         )
         if not indices[0].numel() or not all(map(has_values, (*indices, *counts))):
             return
-        # the last is for slots behind a list's end
+
+        # how often each tile is listed; the last place counts slots behind a list's end
         times = indices[0].new_zeros((*indices[0].shape[:3], existing + 1))
         for listed, count in zip(indices, counts):
             is_entry = torch.arange(listed.shape[3], device=listed.device) < count[..., None]
@@ -178,10 +187,12 @@ class BlockMask:
             times.scatter_add_(3, places, torch.ones_like(listed))
         if existing and int(times[..., :existing].max()) > 1:
             raise ValueError(
-                f"BlockMask.{side}_indices and full_{side}_indices must list each tile of a line once, got one twice"
+                f"BlockMask.{side}_indices and full_{side}_indices must list each tile "
+                "of a line once, got one twice"
             )
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a file holds."""
         return {
             "lists": self.lists,
             "block_size": self.block_size,
@@ -190,8 +201,9 @@ class BlockMask:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what a copy or a file holds, checked as by hand: `torch.load` reads files that
-        anybody wrote.
+        """Restore a mask from a copy or a file, with all checks of a mask made by hand.
+
+        `torch.load` reads files of any origin.
         """
         for name in ("lists", "block_size", "seq_lengths"):
             object.__setattr__(self, name, state[name])
@@ -205,8 +217,9 @@ class BlockMask:
     def from_dense(
         cls, mask: Bool[Tensor, "... queries keys"], block_size: int | BlockSize = DEFAULT_BLOCK
     ) -> BlockMask:
-        """The tiles of a token mask, True where attended: (queries, keys), or with (batch or 1,
-        heads or 1) before.
+        """Return the mask of a bool tensor that is True where a query attends a key.
+
+        `mask` is (queries, keys) or (batch or 1, heads or 1, queries, keys).
         """
         mask = _four_dimensions("mask", mask, "queries, keys", (torch.bool,))
         return cls._make("dense", _plane(mask.shape[:2], mask.shape[2:], block_size), [mask])
@@ -220,11 +233,12 @@ class BlockMask:
         seq_lengths: tuple[int, int] | None = None,
         is_causal: bool = False,
     ) -> BlockMask:
-        """Whole tiles where `blocks`, (query_blocks, key_blocks) or with batch and heads before, is
-        True.
+        """Return the mask of whole tiles where `blocks` is True.
 
-        `seq_lengths` default to whole tiles; others must need just as many. `is_causal` also drops
-        the pairs above the diagonal, from the top left. No (queries, keys) tensor is made.
+        `blocks` is bool, (query_blocks, key_blocks) or (batch or 1, heads or 1, query_blocks,
+        key_blocks). `seq_lengths` default to whole tiles; other lengths must be cut into just as
+        many. `is_causal` also drops the pairs above the diagonal, from the top left. No (queries,
+        keys) tensor is made.
         """
         blocks = _four_dimensions("blocks", blocks, "query_blocks, key_blocks", (torch.bool,))
         lengths = check_lengths(blocks, check_block_size(block_size), seq_lengths)
@@ -243,12 +257,11 @@ class BlockMask:
         block_size: int | BlockSize = DEFAULT_BLOCK,
         device: Device = "cpu",
     ) -> BlockMask:
-        """What FlexAttention's `mask_mod(batch, head, query, key)` attends: the reverse of
-        `to_flex`.
+        """Return the mask of FlexAttention's `mask_mod(batch, head, query, key)`.
 
-        The function gets scalar index tensors under vmap, as from torch's `create_mask`, which
-        counts its parameters and takes one of five for a score's. Every pair is kept as a bool
-        meanwhile: O(queries · keys) memory.
+        This is the reverse of `to_flex`. The function gets scalar index tensors under vmap, as from
+        torch's `create_mask`. (That one counts the parameters, and takes a function of five for a
+        score's.) Every pair is a bool meanwhile: O(queries · keys) memory.
         """
         if not callable(mask_mod):
             raise TypeError(f"mask_mod must be callable, got {mask_mod!r}")
@@ -256,6 +269,8 @@ class BlockMask:
         rows, _ = check_block_size(block_size)
         leading = check_count("batch", batch, 1), check_count("heads", heads, 1)
         mask = torch.ones(*leading, *lengths, dtype=torch.bool, device=device)
+
+        # map over keys, then queries, heads and batch entries
         attends: Any = mask_mod
         for mapped in (
             (None, None, None, 0),
@@ -264,6 +279,8 @@ class BlockMask:
             (0, None, None, None),
         ):
             attends = torch.vmap(attends, in_dims=mapped)
+
+        # evaluate a row of tiles at a time
         batches, all_heads, queries, keys = (
             torch.arange(count, device=device) for count in mask.shape
         )
@@ -285,11 +302,11 @@ class BlockMask:
         block_size: int | BlockSize = DEFAULT_BLOCK,
         device: Device = "cpu",
     ) -> BlockMask:
-        """Query i attends keys j <= i; with `bottom_right` j <= i + seqlen_k - seqlen_q, as
-        decoding with a cache does.
+        """Return the mask in which query i attends keys j <= i.
 
-        Bottom right with more queries than keys leaves the first seqlen_q - seqlen_k rows without a
-        key.
+        With `bottom_right` these are j <= i + seqlen_k - seqlen_q, as in decoding with a cache.
+        With more queries than keys the first seqlen_q - seqlen_k rows then have no key. `seqlen_k`
+        defaults to `seqlen_q`.
         """
         lengths = check_seqlens(seqlen_q, seqlen_k)
         shift = lengths[1] - lengths[0] if check_flag("bottom_right", bottom_right) else 0
@@ -309,12 +326,13 @@ class BlockMask:
         block_size: int | BlockSize = DEFAULT_BLOCK,
         device: Device = "cpu",
     ) -> BlockMask:
-        """The `window` most recent keys of each query, its own included: 0 <= i - j < window.
+        """Return the mask in which query i attends its `window` most recent keys, its own included.
 
-        Without `is_causal` |i - j| < window. `bottom_right` adds seqlen_k - seqlen_q to i.
+        These are the keys with 0 <= i - j < window, without `is_causal` those with |i - j| <
+        window. `bottom_right` adds seqlen_k - seqlen_q to i. `seqlen_k` defaults to `seqlen_q`.
         """
         lengths = check_seqlens(seqlen_q, seqlen_k)
-        # no two tokens are further apart
+        # a wider window than the longest distance changes nothing
         window = min(check_count("window", window, 1, most=None), 1 + sum(lengths))
         shift = lengths[1] - lengths[0] if check_flag("bottom_right", bottom_right) else 0
         low = 0 if check_flag("is_causal", is_causal) else 1 - window
@@ -330,8 +348,9 @@ class BlockMask:
         *,
         block_size: int | BlockSize = DEFAULT_BLOCK,
     ) -> BlockMask:
-        """Query i attends the first lengths[i] of `seqlen_k` keys; lengths: (queries,) or (batch,
-        heads, queries).
+        """Return the mask in which query i attends the first lengths[i] of `seqlen_k` keys.
+
+        `lengths` is int32 or int64, (queries,) or (batch or 1, heads or 1, queries).
         """
         shapes = {1: "(queries,)", 3: "(batch or 1, heads or 1, queries)"}
         lengths = check_tensor("lengths", lengths, shapes, (torch.int32, torch.int64))
@@ -351,12 +370,13 @@ class BlockMask:
         block_size: int | BlockSize = DEFAULT_BLOCK,
         device: Device | None = None,
     ) -> BlockMask:
-        """Tokens attend their own document, by `lengths` of documents in order (0 allowed) or an id
-        for each token.
+        """Return the mask in which tokens attend the tokens of their own document.
 
-        `ids` is (tokens,) or (batch, tokens); equal ids are one document, wherever they stand.
-        `device` defaults to the CPU for lengths and to that of ids. Lengths in a tensor are read on
-        the host, which torch.compile cannot.
+        Documents are given by `lengths`, in their order (0 allowed), or by an id for each token:
+        `ids` is (tokens,) or (batch, tokens), and equal ids are one document, wherever they stand.
+        `is_causal` also drops the pairs above the diagonal. `device` defaults to the CPU for
+        lengths, and for ids to theirs. Lengths in a tensor are read on the host, which
+        torch.compile cannot trace.
         """
         check_flag("is_causal", is_causal)
         if (lengths is None) == (ids is None):
@@ -389,17 +409,19 @@ class BlockMask:
         block_size: int | BlockSize = DEFAULT_BLOCK,
         device: Device = "cpu",
     ) -> BlockMask:
-        """What `dilated_attention` computes, as a mask: its oracle. Tokens of one segment and phase
-        attend each other.
+        """Return the mask in which tokens of one segment and phase attend each other.
 
-        The phase is the position in the segment modulo `dilation_rate`. With `heads`, head h keeps
-        only the tokens of phase h % dilation_rate, and all other rows have no key: LongNet's form
-        (Ding et al. 2023, section 2.3).
+        This is the mask, and the oracle, of `dilated_attention`. The phase is the position in the
+        segment modulo `dilation_rate`. With `heads`, head h keeps only the tokens of phase
+        h % dilation_rate, and its other rows have no key: LongNet's form (Ding et al. 2023, section
+        2.3).
         """
         check_count("seqlen", seqlen)
         if heads is not None:
             check_count("heads", heads, 1)
-        # A longer segment is one; a higher rate is a phase for each token, and head.
+
+        # Longer segments than the sequence are one. Higher rates than the larger of segment and
+        # heads leave a phase of its own to each token and each head.
         segment = min(check_count("segment_length", segment_length, 1, most=None), max(1, seqlen))
         rate = min(
             check_count("dilation_rate", dilation_rate, 1, most=None), max(segment, heads or 1)
@@ -421,10 +443,10 @@ class BlockMask:
         block_size: int | BlockSize = DEFAULT_BLOCK,
         device: Device = "cpu",
     ) -> BlockMask:
-        """In each row of tiles round(density * key_blocks) random ones, at least one, of every
-        batch entry and head.
+        """Return the mask of random whole tiles, `density` of each row of tiles.
 
-        Drawn on the CPU, so that a seed means the same mask everywhere.
+        Each row of tiles of each batch entry and head keeps round(density * key_blocks) tiles, at
+        least one. They are drawn on the CPU, so that a seed means the same mask on every device.
         """
         check_draw(density, seed, batch, heads)
         plane = _plane((batch, heads), check_seqlens(seqlen_q, seqlen_k), block_size)
@@ -445,8 +467,10 @@ class BlockMask:
         block_size: int | BlockSize = DEFAULT_BLOCK,
         device: Device = "cpu",
     ) -> BlockMask:
-        """Each pair attended with probability `density`, alone: no tile is dead, so no kernel gains
-        from skipping.
+        """Return the mask in which each pair is attended independently with probability `density`.
+
+        At usual densities no tile is dead, so no kernel gains from skipping. Pairs are drawn on the
+        CPU, so that a seed means the same mask on every device.
         """
         check_draw(density, seed, batch, heads)
         plane = _plane((batch, heads), check_seqlens(seqlen_q, seqlen_k), block_size)
@@ -463,11 +487,12 @@ class BlockMask:
         seq_lengths: tuple[int, int] | None = None,
         is_causal: bool = False,
     ) -> BlockMask:
-        """In each row of tiles the `num_kept` of highest score, all of them where that is more than
-        there are.
+        """Return the mask of the `num_kept` tiles of highest score in each row of tiles.
 
-        With `is_causal` only tiles with a visible pair compete, and pairs above the diagonal are
-        dropped. Tiles of score -inf are never kept; of equal scores the earlier is.
+        `scores` is (query_blocks, key_blocks) or (batch or 1, heads or 1, query_blocks,
+        key_blocks). A row of fewer tiles keeps all. With `is_causal` only tiles with a visible pair
+        compete, and pairs above the diagonal are dropped. Tiles of score -inf are never kept; of
+        equal scores the earlier tile is. `seq_lengths` are as in `from_blocks`.
         """
         scores = _four_dimensions("scores", scores, "query_blocks, key_blocks")
         lengths = check_lengths(scores, check_block_size(block_size), seq_lengths)
@@ -485,13 +510,15 @@ class BlockMask:
         seqlen_q: int | None = None,
         is_causal: bool = True,
     ) -> BlockMask:
-        """Each query attends the `num_keys` keys of highest bias among those it may see (flash
-        dynamic-mask attention).
+        """Return the mask in which each query attends the `num_keys` keys of highest bias it sees.
 
-        `bias` is (queries or 1, keys), or with batch and heads before; a single row is shared by
-        all `seqlen_q` queries (default: as many as keys). `num_keys` may exceed the keys: then all
-        are attended. Keys of bias -inf never are. A query's keys depend on the bias of the keys
-        that it sees alone. A row of tiles is looked at at a time.
+        `bias` is (queries or 1, keys) or (batch or 1, heads or 1, queries or 1, keys). All
+        `seqlen_q` queries (default: as many as keys) share a single row. With `is_causal` a query
+        sees keys j <= i, and its choice depends on the bias of these keys alone. Of fewer than
+        `num_keys` keys all are attended, but keys of bias -inf never are. One row of tiles is
+        ranked at a time, to save memory.
+
+        Source: flash dynamic-mask attention (SmallDoge, 2025).
         """
         bias = _four_dimensions("bias", bias, "queries or 1, keys")
         rows, seqlen_k = bias.shape[2:]
@@ -508,14 +535,16 @@ class BlockMask:
     def _make(
         cls, pattern: str, plane: Plane, data: list[Tensor] | Device, *numbers: int
     ) -> BlockMask:
-        """The mask `pattern(plane, data, *numbers)` of `patterns.py`; a pattern without tensors
-        gets a device alone.
+        """Return the mask of `patterns.<pattern>(plane, data, *numbers)`.
+
+        `data` is the pattern's tensors, or a device for a pattern that reads none.
         """
         if not isinstance(data, list):
             data = [torch.empty(0, dtype=torch.int32, device=data)]
         if data[0].is_meta:
             raise ValueError(
-                "a mask must be made on a device whose tensors have values; it may move .to('meta') then"
+                "a mask must be made on a device whose tensors have values; "
+                "it may move .to('meta') then"
             )
         leading, lengths, block_size = plane
         if torch.compiler.is_compiling():
@@ -532,42 +561,46 @@ class BlockMask:
 
     @property
     def dense_form(self) -> DenseForm | None:
-        """ "full" or "causal" where the mask is exactly that: then the dense kernels serve it.
+        """ "full" or "causal" if the mask is known to be exactly that, else None.
 
-        Constructors find it out, but not under torch.compile, which knows no values. It is None of
-        lists that were put together by hand, or have been written into since.
+        The dense kernels then serve it. Constructors find the form, but not under torch.compile,
+        which knows no values. It is None for lists that were put together by hand, or that have
+        been written into since.
         """
         if self._found_form is None:
             return None
         form, versions = self._found_form
-        # The compiler guards what it has read of a mask, and does not know versions.
+        # torch.compile guards the fields that it has read of a mask, and does not know versions.
         return form if torch.compiler.is_compiling() or versions == self._versions() else None
 
     def _remember_form(self, form: DenseForm | None) -> None:
+        """Note the dense form of the lists as they are now; nothing under torch.compile."""
         found = None if form is None or torch.compiler.is_compiling() else (form, self._versions())
         object.__setattr__(self, "_found_form", found)
 
     def _versions(self) -> tuple[int, ...]:
-        """How often each list has been written into."""
+        """Return how often each list has been written into, as autograd counts it."""
         return tuple([x._version for x in self.lists])
 
     def _find_dense_form(self) -> DenseForm | None:
-        """ "full" or "causal" (top left) where every batch entry and head is exactly that: the
-        dense kernels serve it.
+        """Return "full" or "causal" (top left) if every batch entry and head is exactly that.
 
-        The widths of the lists, which the host knows, rule out nearly all others without a look at
-        the device.
+        Else return None. The host knows the widths of the lists. They rule out nearly all other
+        masks without a wait for the device.
         """
         queries, keys = self.seq_lengths
         if not math.prod(self.shape):
             return None
+
+        # widths that the lists of full tiles have in a full and in a causal mask
         whole_rows, whole_columns = queries // self.block_size[0], keys // self.block_size[1]
-        # the first query of the last whole row of tiles
-        last_row = (whole_rows - 1) * self.block_size[0]
-        full_width = whole_columns if whole_rows else 0  # of the lists of full tiles
+        last_row = (whole_rows - 1) * self.block_size[0]  # first query of the last whole row
+        full_width = whole_columns if whole_rows else 0
         causal_width = min(whole_columns, (last_row + 1) // self.block_size[1]) if whole_rows else 0
         if self.lists.full_kv_indices.shape[3] not in (max(1, full_width), max(1, causal_width)):
             return None
+
+        # numbers of attended pairs
         visible, num_masks, attended = (
             min(queries, keys),
             math.prod(self.shape[:2]),
@@ -577,58 +610,63 @@ class BlockMask:
             return "full"
         if attended != num_masks * (visible * (visible + 1) // 2 + (queries - visible) * keys):
             return None
+
+        # as many pairs as a causal mask: are they the same ones?
         plane = Plane((1, 1), self.seq_lengths, self.block_size)
         causal = patterns.band(plane, [torch.empty(0, device=self.device)], 0, queries + keys, 0)
         common = combine(self._tile_map(), causal, self.block_size, either=False)
         return "causal" if count_attended(common, self.block_size) == attended else None
 
-    # What a mask is
+    # What a mask is like
 
     @property
     def device(self) -> torch.device:
+        """Device of the lists."""
         return self.lists.kv_num_blocks.device
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(batch or 1, heads or 1, queries, keys)."""
+        """The mask's shape in tokens, (batch or 1, heads or 1, queries, keys)."""
         return (*self.lists.kv_num_blocks.shape[:2], *self.seq_lengths)
 
     @property
     def num_full(self) -> int:
-        """Full tiles over all batch entries and heads of the mask."""
+        """Number of full tiles over all batch entries and heads of the mask."""
         return int(self.lists.full_kv_num_blocks.sum())
 
     @property
     def num_partial(self) -> int:
+        """Number of partial tiles over all batch entries and heads of the mask."""
         return int(self.lists.kv_num_blocks.sum())
 
     @property
     def num_tiles(self) -> int:
-        """All tiles, dead ones included."""
+        """Number of all tiles, dead ones included."""
         return self.lists.kv_num_blocks.numel() * self.lists.q_num_blocks.shape[2]
 
     @property
     def num_dead(self) -> int:
+        """Number of tiles without an attended pair."""
         return self.num_tiles - self.num_full - self.num_partial
 
     @property
     def num_attended(self) -> int:
-        """Attended (query, key) pairs over all batch entries and heads of the mask, exactly."""
+        """Exact number of attended (query, key) pairs over all batch entries and heads."""
         return count_attended(self._tile_map(), self.block_size)
 
     @property
     def density(self) -> float:
-        """Share of pairs that are attended; 0 of none."""
+        """Share of pairs that are attended; 0 for a mask without pairs."""
         return self.num_attended / max(1, math.prod(self.shape))
 
     @property
     def block_density(self) -> float:
-        """Share of tiles that are live, full or partial; 0 of none."""
+        """Share of tiles that are live, full or partial; 0 for a mask without tiles."""
         return (self.num_full + self.num_partial) / max(1, self.num_tiles)
 
     @property
     def ideal_speed_up(self) -> float:
-        """All tiles over live ones: what skipping dead tiles can gain at most; inf if all are dead."""
+        """Ratio of all tiles to live ones, the most that skipping gains; inf if all are dead."""
         live = self.num_full + self.num_partial
         return self.num_tiles / live if live else math.inf
 
@@ -639,7 +677,7 @@ class BlockMask:
 
     @property
     def empty_rows(self) -> int:
-        """Query rows that attend no key, over all batch entries and heads of the mask."""
+        """Number of query rows that attend no key, over all batch entries and heads of the mask."""
         pattern, token_bits = self._pattern_map()
         has_keys = (token_bits != 0).any(-1)  # (patterns, query_block)
         rows = torch.zeros(
@@ -650,13 +688,16 @@ class BlockMask:
         return int((~rows.flatten(2)[..., : self.seq_lengths[0]]).sum())
 
     def to(self, device: Device) -> BlockMask:
-        """The same mask on `device`."""
+        """Return the same mask on `device`."""
         moved = replace(self, lists=TileLists(*(x.to(device) for x in self.lists)))
         moved._remember_form(self.dense_form)
         return moved
 
     def to_dense(self) -> Bool[Tensor, "b h queries keys"]:
-        """True where a query attends a key: O(queries · keys) memory, for oracles and pictures."""
+        """Return the mask as a bool tensor, True where a query attends a key.
+
+        It takes O(queries · keys) memory: for oracles, pictures and back ends that walk no lists.
+        """
         pattern, token_bits = self._pattern_map()
         dense = (
             unpack_tokens(token_bits, self.block_size[1])[pattern]
@@ -667,10 +708,10 @@ class BlockMask:
         return dense[:, :, : self.seq_lengths[0], : self.seq_lengths[1]]
 
     def to_flex(self, mask_mod: Callable[..., Tensor] | None = None) -> Any:
-        """torch's BlockMask with the same lists, for `flex_attention`.
+        """Return torch's BlockMask with the same lists, for `flex_attention`.
 
-        `mask_mod(batch, head, query, key)` must agree with the mask; without it, tokens are looked
-        up in `token_bits`.
+        `mask_mod(batch, head, query, key)` must agree with the mask. None makes one that looks
+        pairs up in `token_bits`.
         """
         if mask_mod is not None and not callable(mask_mod):
             raise TypeError(f"mask_mod must be callable or None, got {mask_mod!r}")
@@ -678,7 +719,8 @@ class BlockMask:
 
         lists, columns = self.lists, self.lists.q_num_blocks.shape[2]
 
-        def with_room(indices: Tensor) -> Tensor:  # for every tile
+        def with_room(indices: Tensor) -> Tensor:
+            """Return the lists with a slot for every tile of a row, as torch has them."""
             return torch.nn.functional.pad(indices, (0, max(0, columns - indices.shape[3])))
 
         return FlexBlockMask.from_kv_blocks(
@@ -692,24 +734,30 @@ class BlockMask:
         )
 
     def __and__(self, other: BlockMask) -> BlockMask:
-        """What both masks attend; batch and heads broadcast. Block sizes and lengths must be equal."""
+        """Return the mask of the pairs that both masks attend.
+
+        Batch and heads broadcast; ValueError unless block size, lengths and device are equal.
+        """
         return self._combine(other, either=False)
 
     def __or__(self, other: BlockMask) -> BlockMask:
-        """What at least one of the masks attends, as of `&`."""
+        """Return the mask of the pairs that at least one mask attends; the rest is as with `&`."""
         return self._combine(other, either=True)
 
     def _combine(self, other: BlockMask, either: bool) -> BlockMask:
+        """Return the mask of the pairs that both, or `either`, attend."""
         if not isinstance(other, BlockMask):
             return NotImplemented
         for name in ("block_size", "seq_lengths", "device"):
             if getattr(self, name) != getattr(other, name):
                 raise ValueError(
-                    f"masks must have one {name}, got {getattr(self, name)} and {getattr(other, name)}"
+                    f"masks must have one {name}, "
+                    f"got {getattr(self, name)} and {getattr(other, name)}"
                 )
         if any(1 != left != right != 1 for left, right in zip(self.shape[:2], other.shape[:2])):
             raise ValueError(
-                f"masks must have as many batch entries and heads, or 1, got {self.shape[:2]} and {other.shape[:2]}"
+                f"masks must have as many batch entries and heads, or 1, "
+                f"got {self.shape[:2]} and {other.shape[:2]}"
             )
         leading = [
             right if left == 1 else left for left, right in zip(self.shape[:2], other.shape[:2])
@@ -721,14 +769,15 @@ class BlockMask:
         if self.device.type == "meta":  # counts have no values there
             return f"BlockMask(shape={self.shape}, block_size={self.block_size}, device=meta)"
         return (
-            f"BlockMask(shape={self.shape}, block_size={self.block_size}, density={self.density:.4f}, "
+            f"BlockMask(shape={self.shape}, block_size={self.block_size}, "
+            f"density={self.density:.4f}, "
             f"full={self.num_full}, partial={self.num_partial}, dead={self.num_dead})"
         )
 
     def _tile_map(self) -> TileMap:
-        """The map that the lists were made of."""
+        """Return the TileMap that the lists were made of."""
         lists, columns = self.lists, self.lists.q_num_blocks.shape[2]
-        # One column more than there are, where the slots behind the last of a list end up.
+        # one column more than there are, for the slots behind a list's end
         tiles = lists.kv_indices.new_full((*lists.kv_num_blocks.shape, columns + 1), DEAD)
         for counts, indices, values in (
             (lists.kv_num_blocks, lists.kv_indices, lists.kv_tokens),
@@ -745,8 +794,9 @@ class BlockMask:
         return TileMap(tiles[..., :columns], lists.token_bits)
 
     def _pattern_map(self) -> tuple[Int[Tensor, "b h query_blocks key_blocks"], Tensor]:
-        """The pattern of each tile, and all patterns: dead and full tiles get their own, all 0 and
-        all 1.
+        """Return the number of each tile's pattern, int64, and the bits of all patterns.
+
+        Dead and full tiles have patterns too: the last but one, all 0, and the last, all 1.
         """
         tiles, token_bits = self._tile_map()
         token_bits = torch.cat(
@@ -758,7 +808,7 @@ class BlockMask:
         return pattern.long(), token_bits
 
     def _token_lookup(self) -> Callable[..., Tensor]:
-        """FlexAttention's mask_mod: a pair's bit."""
+        """Return a mask_mod for FlexAttention that looks up a pair's bit."""
         pattern, token_bits = self._pattern_map()
         (q_block, k_block), (many_batches, many_heads) = (
             self.block_size,
@@ -782,13 +832,18 @@ def make_lists(
     block_size: Sequence[int],
     numbers: Sequence[int],
 ) -> list[Tensor]:
-    """`TileLists`, as an operator returns them."""
+    """Return the tensors of `TileLists` of the mask `patterns.<pattern>(plane, data, *numbers)`.
+
+    The plane comes in parts, and the result is a list, as a registered operator takes and returns
+    them.
+    """
     plane = Plane(
         (leading[0], leading[1]), (lengths[0], lengths[1]), (block_size[0], block_size[1])
     )
     tiles, token_bits = getattr(patterns, pattern)(plane, data, *numbers)
     if not len(token_bits):
         token_bits = token_bits.new_zeros(1, *token_bits.shape[1:])
+
     lists = []
     for by_line in (tiles, tiles.mT):
         lists += [*_lists(by_line >= 0, by_line), *_lists(by_line == FULL, by_line)[:2]]
@@ -798,13 +853,15 @@ def make_lists(
 def _lists(
     chosen: Bool[Tensor, "b h rows columns"], values: Int[Tensor, "b h rows columns"]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How many columns of each row are chosen, which (ascending), and their `values`; padded with
-    zeros.
+    """Return how many columns of each row are chosen, which ones (ascending), and their `values`.
+
+    Columns and values are (b, h, rows, width), padded with zeros; width is the largest number, at
+    least 1. All are int32 and contiguous.
     """
     counts = chosen.sum(-1, dtype=torch.int32)
     width = max(1, int(counts.max())) if counts.numel() else 1
-    # The chosen fill slots from the left, and all others one slot behind the last, which is cut
-    # off.
+    # Chosen columns fill slots from the left; all others share one slot behind the last, which is
+    # cut off.
     slots = torch.where(chosen, chosen.cumsum(-1) - 1, width)
     columns = torch.arange(chosen.shape[-1], dtype=torch.int32, device=chosen.device).expand_as(
         slots
@@ -816,13 +873,14 @@ def _lists(
     return counts, indices, listed
 
 
-# What torch.compile keeps whole: the widths of the lists and the number of patterns depend on
-# values.
+# `make_lists` as an operator that torch.compile keeps whole: the widths of the lists and the number
+# of patterns depend on values.
 opaque_lists = torch.library.custom_op(
     "cs336_systems::block_mask_lists",
     make_lists,
     mutates_args=(),
-    schema="(str pattern, Tensor[] data, SymInt[] leading, SymInt[] lengths, int[] block_size, SymInt[] numbers)"
+    schema="(str pattern, Tensor[] data, SymInt[] leading, SymInt[] lengths, int[] block_size, "
+    "SymInt[] numbers)"
     " -> Tensor[]",
 )
 
@@ -836,6 +894,8 @@ def _(
     block_size: Sequence[int],
     numbers: Sequence[int],
 ) -> list[Tensor]:
+    """Return empty lists of the right shapes, with widths that the compiler does not know."""
+
     def empty(*shape: Any) -> Tensor:
         return data[0].new_empty(shape, dtype=torch.int32)
 
@@ -858,7 +918,7 @@ def _(
 def _four_dimensions(
     name: str, tensor: Tensor, sides: str, dtypes: tuple[torch.dtype, ...] = FLOATING_DTYPES
 ) -> Float[Tensor, "batch heads rows columns"]:
-    """The checked `tensor`, with batch and heads of 1 before its two `sides` if it has no others."""
+    """Return the checked `tensor` with four dimensions: batch and heads of 1 before two `sides`."""
     tensor = check_tensor(
         name, tensor, {2: f"({sides})", 4: f"(batch or 1, heads or 1, {sides})"}, dtypes
     )
@@ -866,16 +926,15 @@ def _four_dimensions(
 
 
 def _plane(leading: Sequence[int], lengths: Sequence[int], block_size: int | BlockSize) -> Plane:
-    """The plane of `lengths`, queries and keys, of each of batch · heads masks, which `leading`
-    says.
-    """
+    """Return the Plane of (batch, heads), (queries, keys) and a block size, which is checked."""
     return Plane((leading[0], leading[1]), (lengths[0], lengths[1]), check_block_size(block_size))
 
 
-# What constructors and attention calls are given
+# Checks of the arguments of constructors and attention calls
 
 
 def check_seqlens(seqlen_q: int, seqlen_k: int | None) -> tuple[int, int]:
+    """Return the checked lengths of queries and keys; the second defaults to the first."""
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     return check_count("seqlen_q", seqlen_q), check_count("seqlen_k", seqlen_k)
 
@@ -883,7 +942,11 @@ def check_seqlens(seqlen_q: int, seqlen_k: int | None) -> tuple[int, int]:
 def check_lengths(
     tiles: Tensor, block_size: BlockSize, seq_lengths: tuple[int, int] | None
 ) -> tuple[int, int]:
-    """`seq_lengths`, or those of whole tiles; they must be cut into as many tiles as `tiles` has."""
+    """Return `seq_lengths`, by default those of whole tiles.
+
+    TypeError or ValueError unless they are cut into as many tiles as the last two dimensions of
+    `tiles` have.
+    """
     shape = tuple(tiles.shape[-2:])
     if seq_lengths is None:
         return shape[0] * block_size[0], shape[1] * block_size[1]
@@ -899,7 +962,10 @@ def check_lengths(
 
 
 def check_document_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
-    """The lengths as a list of ints."""
+    """Return the lengths as a list of ints; TypeError or ValueError unless none is negative.
+
+    Their sum must be at most 2³¹ - 1.
+    """
     if isinstance(lengths, Tensor):
         lengths = check_tensor(
             "lengths", lengths, {1: "(documents,)"}, (torch.int32, torch.int64)
@@ -912,7 +978,7 @@ def check_document_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
 
 
 def check_draw(density: float, seed: int, batch: int, heads: int) -> None:
-    """What a random mask is drawn with."""
+    """Raise ValueError unless a random mask can be drawn with these arguments."""
     if isinstance(density, bool) or not isinstance(density, int | float) or not 0 <= density <= 1:
         raise ValueError(f"density must be between 0 and 1, got {density!r}")
     check_count("seed", seed, -(2**63), 2**63 - 1)
@@ -921,17 +987,20 @@ def check_draw(density: float, seed: int, batch: int, heads: int) -> None:
 
 
 def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor, *, is_causal: bool) -> None:
-    """Raise TypeError or ValueError unless `block_mask` is one for q and k, (..., heads, seq,
-    head_dim) each.
+    """Raise TypeError or ValueError unless `block_mask` fits q and k, and the call is not causal.
+
+    q and k are (..., heads, seq, head_dim).
     """
     if not isinstance(block_mask, BlockMask):
         kind = type(block_mask).__name__
         raise TypeError(
-            f"block_mask must be a BlockMask or None, got {kind}; BlockMask.from_dense takes a bool tensor"
+            f"block_mask must be a BlockMask or None, got {kind}; "
+            "BlockMask.from_dense takes a bool tensor"
         )
     if is_causal:
         raise ValueError(
-            "is_causal must be False with a mask, got True: put it into the mask, as in attn_mask.tril() or "
+            "is_causal must be False with a mask, got True: "
+            "put it into the mask, as in attn_mask.tril() or "
             "block_mask & BlockMask.causal(seqlen_q, seqlen_k, block_size=block_mask.block_size)"
         )
     if block_mask.device != q.device:
@@ -949,11 +1018,10 @@ def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor, *, is_causal: 
 
 
 def from_attn_mask(attn_mask: Bool[Tensor, "... queries keys"], q: Tensor, k: Tensor) -> BlockMask:
-    """The tiles of `attn_mask`, True where attended, which broadcasts to (..., heads, queries,
-    keys) of q and k.
+    """Return the BlockMask of an `attn_mask` as SDPA takes it, True where attended.
 
-    What batch entries or heads share is looked at once. TypeError for an additive mask of floats;
-    ValueError for other shapes.
+    It must broadcast to (..., heads, queries, keys) of q and k. Batch entries or heads that share
+    a mask cost one. TypeError for an additive mask of floats, ValueError for another shape.
     """
     if not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool:
         raise TypeError(
@@ -964,8 +1032,11 @@ def from_attn_mask(attn_mask: Bool[Tensor, "... queries keys"], q: Tensor, k: Te
     shape = (1,) * (len(wanted) - attn_mask.ndim) + tuple(attn_mask.shape)
     if len(shape) > len(wanted) or any(size not in (1, most) for size, most in zip(shape, wanted)):
         raise ValueError(
-            f"attn_mask must broadcast to (..., heads, queries, keys) = {wanted}, got {tuple(attn_mask.shape)}"
+            f"attn_mask must broadcast to (..., heads, queries, keys) = {wanted}, "
+            f"got {tuple(attn_mask.shape)}"
         )
+
+    # heads, then batch entries, that share their memory become one
     mask = attn_mask.expand(wanted)
     if mask.stride(-3) == 0:
         mask = mask[..., :1, :, :]
@@ -974,6 +1045,6 @@ def from_attn_mask(attn_mask: Bool[Tensor, "... queries keys"], q: Tensor, k: Te
     return BlockMask.from_dense(mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:]))
 
 
-# Both are checked when they are loaded: `torch.load(path)`, whose default is weights_only=True, may
-# make them.
+# `torch.load(path)`, whose default is weights_only=True, may make these classes: a mask is checked
+# when it is loaded.
 torch.serialization.add_safe_globals([BlockMask, TileLists])

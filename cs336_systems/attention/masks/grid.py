@@ -1,4 +1,4 @@
-"""Masks of neighbourhoods on a 2-D grid of tokens, in the order of rows or along Hilbert's curve.
+"""Masks of neighbourhoods on a 2-D grid of tokens, row by row or along Hilbert's curve.
 
 mask = neighbourhood_mask(64, radius=7, order="hilbert", block_size=128)
 order = hilbert_order(64)
@@ -28,11 +28,12 @@ def neighbourhood_mask(
     block_size: int | BlockSize = DEFAULT_BLOCK,
     device: Device = "cpu",
 ) -> BlockMask:
-    """Each token of an n × n grid attends those at most `radius` rows and `radius` columns away.
+    """Return the mask of an n × n grid in which a token attends those at most `radius` away.
 
-    Queries and keys stand in `order`: row after row, or along Hilbert's curve, for which n is a
-    power of two. No (tokens, tokens) tensor is made: boxes around the tokens of two tiles say which
-    tiles are looked at.
+    The distance is at most `radius` rows and at most `radius` columns. Queries and keys stand in
+    `order`: row after row, or along Hilbert's curve, for which n must be a power of two. No
+    (tokens, tokens) tensor is made: only tiles whose bounding boxes on the grid are close enough
+    are classified token by token.
     """
     check_count("n", n, 1, 2**15)
     check_count("radius", radius)

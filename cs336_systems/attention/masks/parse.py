@@ -1,5 +1,6 @@
-"""Masks by name, for the command line and the records:
-`parse_mask("random:0.1+causal", seqlen=4096)`.
+"""Masks by name, for the command line and the records.
+
+mask = parse_mask("random:0.1+causal", seqlen=4096)
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def parse_mask(
     seed: int = 0,
     device: Device = "cpu",
 ) -> BlockMask:
-    """The mask that `pattern` names, over `seqlen` queries and keys.
+    """Return the mask that `pattern` names, over `seqlen` queries and keys.
 
     full                     every pair
     causal                   keys up to the query's own position
@@ -46,11 +47,11 @@ def parse_mask(
     tokens:0.1               a tenth of the pairs, at random
     topk:256                 of each query's visible keys the 256 of highest (random) bias
     shared:256               of all keys the 256 of highest (random) bias, the same for every query
-    a+b                      what both attend
+    a+b                      the pairs that both attend
 
-    `heads` masks are drawn for the random ones; the others broadcast. What is random is drawn on
-    the CPU from `seed`, so that a pattern means one mask on every device. ValueError for a pattern
-    that is none.
+    Random patterns draw one mask for each of `heads`; the others broadcast over heads. Random
+    numbers are drawn on the CPU from `seed`, so that a pattern means one mask on every device.
+    ValueError for a string that is no pattern.
     """
     check_count("seqlen", seqlen, 1)
     check_count("heads", heads, 1)
@@ -65,7 +66,7 @@ def parse_mask(
 
 
 def random_bias(seqlen: int, heads: int, seed: int) -> Float[Tensor, "1 heads keys"]:
-    """The bias by which topk and shared choose keys."""
+    """Return the random bias by which the patterns topk and shared choose keys, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(1, heads, seqlen, dtype=torch.float32, device="cpu", generator=generator)
 
@@ -73,6 +74,7 @@ def random_bias(seqlen: int, heads: int, seed: int) -> Float[Tensor, "1 heads ke
 def _parse_part(
     part: str, seqlen: int, size: BlockSize, heads: int, seed: int, device: Device
 ) -> BlockMask:
+    """Return the mask of one pattern without +; the arguments are those of `parse_mask`."""
     name, _, argument = part.partition(":")
     kind = float if name in ("random", "tokens") else int
     try:
@@ -81,6 +83,7 @@ def _parse_part(
         ]
     except ValueError:
         numbers, name = [], "no pattern"
+
     where: dict[str, Any] = {"block_size": size, "device": device}
     match name, numbers:
         case "full", []:
@@ -95,7 +98,8 @@ def _parse_part(
         case "document", [_, *_]:
             if sum(numbers) != seqlen:
                 raise ValueError(
-                    f"the documents of {part!r} have {sum(numbers)} tokens, and the sequence has {seqlen}"
+                    f"the documents of {part!r} have {sum(numbers)} tokens, "
+                    f"and the sequence has {seqlen}"
                 )
             return BlockMask.document(numbers, **where)
         case "dilated", [segment, rate]:

@@ -1,10 +1,12 @@
-"""The masks themselves, each a function (plane, data, numbers...) -> TileMap that `make_lists`
-finds by its name.
+"""Mask patterns: functions (plane, data, numbers...) -> TileMap, which `make_lists` finds by name.
 
-None of them makes a (queries, keys) tensor but where the caller hands one in: bands (causal,
-sliding window) are classified by arithmetic on tile corners, others by looking at the tokens of
-those tiles alone that corners cannot decide, a bounded number at a time. `data` are tensors on the
-mask's device, at least one; numbers are integers.
+    plane = Plane((1, 1), (4096, 4096), (128, 128))
+    causal = band(plane, [torch.empty(0)], 0, 8192, 0)
+
+`data` are tensors on the mask's device, at least one; the numbers are integers. A pattern makes no
+(queries, keys) tensor unless its caller hands one in. Tile corners decide most tiles by arithmetic:
+for bands (causal, sliding window) all that the band's edges do not cut. The tokens of the other
+tiles are classified, a bounded number at a time.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ from cs336_systems.attention.masks.tiles import (
 
 
 def dense(plane: Plane, data: Sequence[Tensor]) -> TileMap:
-    """data: the (batch, heads, queries, keys) mask itself."""
+    """Return the map of a token mask; data: the mask, bool (batch, heads, queries, keys)."""
     return by_rows(plane, lambda queries: data[0][:, :, queries], data[0].device)
 
 
 def blocks(plane: Plane, data: Sequence[Tensor], is_causal: int) -> TileMap:
-    """data: True for whole tiles, (batch, heads, query_blocks, key_blocks); those that an end cuts
-    are partial.
+    """Return the map of whole tiles; data: bool (batch, heads, query_blocks, key_blocks).
+
+    Tiles that the end of the queries or keys cuts are partial. `is_causal` also drops the pairs
+    above the diagonal, from the top left.
     """
     live, device = data[0], data[0].device
     same = plane.raggedness(device)
@@ -46,17 +50,16 @@ def blocks(plane: Plane, data: Sequence[Tensor], is_causal: int) -> TileMap:
 
 
 def band(plane: Plane, data: Sequence[Tensor], low: int, high: int, shift: int) -> TileMap:
-    """Query i attends key j where low <= i + shift - j <= high; causal is low = 0 with high past
-    every distance.
+    """Return the map in which query i attends key j if low <= i + shift - j <= high.
 
-    A tile is a rectangle, so it attends every distance i + shift - j between those of its two
-    extreme corners.
+    A causal mask has low = 0 and a high beyond every distance. A tile is a rectangle: the
+    distances i + shift - j of its pairs are all those between the distances of two corners.
     """
     device = data[0].device
     first_q, last_q, first_k, last_k = plane.corners(device)
     nearest, farthest = first_q + shift - last_k, last_q + shift - first_k
-    # The tokens of a tile depend on the distance of its corner from the diagonal and on how the
-    # ends cut it.
+    # A tile's tokens depend only on its corner's distance from the diagonal and on how the ends cut
+    # it: tiles with equal numbers share a pattern.
     same = (first_q - first_k + plane.seq_lengths[1]) * 4 + plane.raggedness(device)
     return by_tiles(
         plane,
@@ -70,7 +73,10 @@ def band(plane: Plane, data: Sequence[Tensor], low: int, high: int, shift: int) 
 
 
 def prefix(plane: Plane, data: Sequence[Tensor]) -> TileMap:
-    """data: lengths (batch, heads, queries); query i attends the first lengths[i] keys."""
+    """Return the map in which query i attends the first lengths[i] keys.
+
+    data: the lengths, (batch, heads, queries).
+    """
     lengths = data[0]
     shortest, longest = _ranges(lengths, plane.block_size[0])
     _, _, first_k, last_k = plane.corners(lengths.device)
@@ -83,10 +89,11 @@ def prefix(plane: Plane, data: Sequence[Tensor]) -> TileMap:
 
 
 def documents(plane: Plane, data: Sequence[Tensor], is_causal: int, *lengths: int) -> TileMap:
-    """data: ids (batch, 1, tokens), unless `lengths` are given. A token attends the tokens with its
-    own id.
+    """Return the map in which a token attends the tokens with its own document id.
 
-    Tiles whose ranges of ids do not meet are dead unseen.
+    data: ids (batch, 1, tokens), or an empty tensor if `lengths` of consecutive documents are
+    given. Tiles whose ranges of ids do not meet are dead without a look at their tokens.
+    `is_causal` also drops the pairs above the diagonal.
     """
     ids = data[0]
     if not ids.numel():
@@ -110,11 +117,10 @@ def dilated(
     by_head: int,
     is_causal: int,
 ) -> TileMap:
-    """Tokens of one segment and one phase (position in the segment modulo the rate) attend each
-    other.
+    """Return the map in which tokens of one segment and one phase attend each other.
 
-    `by_head`: head h keeps the tokens of phase h % rate only; the other rows have no key (LongNet's
-    form).
+    The phase is the position in the segment modulo the rate. `by_head`: head h keeps the tokens of
+    phase h % rate only; its other rows have no key (LongNet's form).
     """
     segments = torch.arange(plane.seq_lengths[0], device=data[0].device) // segment_length
     live, _ = _by_ids(plane, segments[None, None], is_causal)
@@ -132,11 +138,15 @@ def dilated(
 
 
 def neighbourhood(plane: Plane, data: Sequence[Tensor], n: int, radius: int) -> TileMap:
-    """data: the tokens of an n × n grid in their order; those at most `radius` rows and columns
-    apart attend.
+    """Return the map in which tokens of an n × n grid attend those at most `radius` away.
+
+    They may be `radius` rows and `radius` columns apart. data: the grid position row · n + column
+    of each token, in the order of the sequence.
     """
     rows, columns = data[0] // n, data[0] % n
     live = full = torch.ones((), dtype=torch.bool, device=data[0].device)
+
+    # `live`: the bounding boxes of two tiles' tokens are near enough; `full`: all their pairs are
     for places in (rows, columns):
         (first_q, last_q), (first_k, last_k) = (
             _ranges(places[None, None], block) for block in plane.block_size
@@ -160,14 +170,17 @@ def neighbourhood(plane: Plane, data: Sequence[Tensor], n: int, radius: int) -> 
 
 
 def random_blocks(plane: Plane, data: Sequence[Tensor], num_kept: int, seed: int) -> TileMap:
-    """In each row of tiles `num_kept` random ones, drawn on the CPU."""
+    """Return the map of `num_kept` random tiles in each row of tiles, drawn on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(plane.shape, dtype=torch.float32, device="cpu", generator=generator)
     return blocks(plane, [_best(scores, num_kept).to(data[0].device)], False)
 
 
 def random_tokens(plane: Plane, data: Sequence[Tensor], seed: int) -> TileMap:
-    """data: one number, the probability of each pair, drawn on the CPU."""
+    """Return the map in which each pair is attended with a probability, drawn on the CPU.
+
+    data: one number, the probability.
+    """
     generator, density = torch.Generator().manual_seed(seed), float(data[0])
 
     def rows_of(queries: slice) -> Tensor:
@@ -179,8 +192,10 @@ def random_tokens(plane: Plane, data: Sequence[Tensor], seed: int) -> TileMap:
 
 
 def top_blocks(plane: Plane, data: Sequence[Tensor], num_kept: int, is_causal: int) -> TileMap:
-    """data: scores of tiles; in each row the `num_kept` best, under the causal mask of those with a
-    visible pair.
+    """Return the map of the `num_kept` tiles of highest score in each row of tiles.
+
+    data: the scores, (batch, heads, query_blocks, key_blocks). With `is_causal` only tiles with a
+    visible pair compete, and pairs above the diagonal are dropped.
     """
     scores = data[0]
     if is_causal:
@@ -190,11 +205,11 @@ def top_blocks(plane: Plane, data: Sequence[Tensor], num_kept: int, is_causal: i
 
 
 def top_keys(plane: Plane, data: Sequence[Tensor], num_keys: int, is_causal: int) -> TileMap:
-    """data: bias (batch, heads, queries or 1, keys); each query attends the `num_keys` best of the
-    keys that it sees.
+    """Return the map in which each query attends the `num_keys` keys of highest bias that it sees.
 
-    Of equal ones the earlier. Keys with a bias of -inf are never attended; NaN ranks highest, as
-    torch sorts it.
+    data: the bias, (batch, heads, queries or 1, keys). With `is_causal` a query sees keys up to its
+    own position. Of equal biases the earlier key is kept. Keys with a bias of -inf are never
+    attended; NaN ranks highest, as torch sorts it.
     """
     bias, seqlen_k = data[0], plane.seq_lengths[1]
     kept = min(num_keys, seqlen_k)
@@ -203,7 +218,7 @@ def top_keys(plane: Plane, data: Sequence[Tensor], num_keys: int, is_causal: int
     def ranked(
         rows: Float[Tensor, "batch heads rows keys"],
     ) -> Int[Tensor, "batch heads rows keys"]:
-        """seqlen_k for the best key down to 1; 0 for those that may not be attended."""
+        """Return each key's rank: seqlen_k for the best down to 1, and 0 for a bias of -inf."""
         order = rows.argsort(dim=-1, descending=True, stable=True)
         ranks = torch.empty_like(order).scatter_(-1, order, (seqlen_k - key).expand_as(order))
         return ranks.masked_fill(rows == -torch.inf, 0)
@@ -224,8 +239,9 @@ def top_keys(plane: Plane, data: Sequence[Tensor], num_keys: int, is_causal: int
 
 
 def combined(plane: Plane, data: Sequence[Tensor], either: int) -> TileMap:
-    """data: tiles and token bits of one mask, and of another; pairs that both attend, or `either`
-    of them.
+    """Return the map of the pairs that two masks attend: both of them, or `either` of them.
+
+    data: tiles and token bits of the one, then of the other.
     """
     return combine(TileMap(*data[:2]), TileMap(*data[2:]), plane.block_size, either=bool(either))
 
@@ -233,8 +249,10 @@ def combined(plane: Plane, data: Sequence[Tensor], either: int) -> TileMap:
 def _by_ids(
     plane: Plane, ids: Int[Tensor, "batch 1 tokens"], is_causal: int
 ) -> tuple[Tensor, Tensor]:
-    """Tiles whose ranges of ids meet, and those of one id alone; causal: those with a visible pair,
-    and with all.
+    """Return two bool masks of tiles: those with a possible attended pair, those with all attended.
+
+    The ranges of ids of a tile's queries and keys meet in the first; all its ids are equal in the
+    second. With `is_causal` the first also need a visible pair, and the second only visible pairs.
     """
     (first_q, last_q), (first_k, last_k) = (_ranges(ids, block) for block in plane.block_size)
     live = (first_q[..., :, None] <= last_k[..., None, :]) & (
@@ -250,8 +268,9 @@ def _by_ids(
 def _best(
     scores: Float[Tensor, "batch heads query_blocks key_blocks"], num_kept: int
 ) -> Bool[Tensor, "batch heads query_blocks key_blocks"]:
-    """The `num_kept` tiles of highest score in each row of tiles, of equal ones the earlier; -inf
-    is never kept.
+    """Return a bool mask of the `num_kept` tiles of highest score in each row of tiles.
+
+    Of equal scores the earlier tile is kept; -inf is never kept.
     """
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., :num_kept]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True) & (
@@ -260,10 +279,9 @@ def _best(
 
 
 def _ranges(numbers: Int[Tensor, "batch heads tokens"], block: int) -> tuple[Tensor, Tensor]:
-    """Smallest and largest number of each tile, (batch, heads, blocks); the last tile is filled
-    with its own last.
-    """
+    """Return the smallest and the largest number of each block, both (batch, heads, blocks)."""
     tokens = numbers.shape[2]
+    # fill the last block with its own last number
     missing = num_blocks(tokens, block) * block - tokens
     if missing:
         numbers = torch.cat([numbers, numbers[..., -1:].expand(-1, -1, missing)], dim=2)

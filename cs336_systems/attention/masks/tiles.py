@@ -1,5 +1,6 @@
-"""What every constructor of `BlockMask` makes first: a map of its tiles, and the token bits of the
-partial ones.
+"""Tile maps: the kind of each tile of a mask and the token bits of the partial ones.
+
+    tile_map = by_tiles(plane, live, full, attends)     # every constructor of `BlockMask` makes one
 
 A `TileMap` holds one int32 a tile: DEAD (no pair attended), FULL (every pair attended) or the row
 of `token_bits` that says which pairs are. Several tiles may share a row: the diagonal tiles of a
@@ -21,60 +22,67 @@ from torch import Tensor
 DEAD, FULL = -1, -2
 BITS = 32  # keys in a word of token bits
 MIN_BLOCK = 16  # the smallest side of a tile that tensor cores multiply
-MAX_BLOCK = 4096  # its token pairs are MAX_TOKENS; kernels take tiles of 128 at most out of it
-# token pairs that a constructor looks at together, so that its memory stays small
+MAX_BLOCK = 4096  # such a tile has MAX_TOKENS pairs; kernels take tiles of at most 128 out of it
+# (query, key) pairs that a constructor classifies at once, so that its memory stays small.
 MAX_TOKENS = 2**24
 
 BlockSize = tuple[int, int]  # query rows and key columns of a tile
 
 
 class TileMap(NamedTuple):
-    """Shape of a mask by tiles: see the module's docstring."""
+    """The kind of each tile of a mask, and the attended pairs of partial tiles as bits."""
 
-    # int32: DEAD, FULL or a row of token_bits
+    # int32: DEAD, FULL or a row of token_bits.
     tiles: Int[Tensor, "batch heads query_blocks key_blocks"]
-    # int32; bits of keys or queries past the end are 0
+    # int32; bits of keys or queries past the end are 0.
     token_bits: Int[Tensor, "patterns query_block words"]
 
 
 class TileLists(NamedTuple):
-    """The tensors of a `BlockMask`, in the order in which operators take them; a width is at least
-    1.
+    """The tensors of a `BlockMask`, in the order in which operators take them.
+
+    Each width is at least 1. b and h are batch and heads, or 1.
     """
 
     kv_num_blocks: Int[Tensor, "b h query_blocks"]  # partial tiles of a row of tiles
     kv_indices: Int[Tensor, "b h query_blocks width"]  # their key tiles
     kv_tokens: Int[Tensor, "b h query_blocks width"]  # their rows of token_bits
-    full_kv_num_blocks: Int[Tensor, "b h query_blocks"]  # the same of full tiles
+    full_kv_num_blocks: Int[Tensor, "b h query_blocks"]  # full tiles of a row of tiles
     full_kv_indices: Int[Tensor, "b h query_blocks full_width"]
-    q_num_blocks: Int[Tensor, "b h key_blocks"]  # transposed: partial tiles of a column of tiles
+    q_num_blocks: Int[Tensor, "b h key_blocks"]  # partial tiles of a column of tiles
     q_indices: Int[Tensor, "b h key_blocks width_t"]  # their query tiles
-    q_tokens: Int[Tensor, "b h key_blocks width_t"]
-    full_q_num_blocks: Int[Tensor, "b h key_blocks"]
+    q_tokens: Int[Tensor, "b h key_blocks width_t"]  # their rows of token_bits
+    full_q_num_blocks: Int[Tensor, "b h key_blocks"]  # full tiles of a column of tiles
     full_q_indices: Int[Tensor, "b h key_blocks full_width_t"]
     token_bits: Int[Tensor, "patterns query_block words"]  # at least 1 pattern; 32 keys to a word
 
     @property
     def block_size(self) -> tuple[int, int]:
-        """Query rows and key columns of a tile, the latter a multiple of 32."""
+        """Query rows and key columns of a tile.
+
+        Columns are rounded up to a multiple of 32, the keys of a word.
+        """
         return self.token_bits.shape[1], self.token_bits.shape[2] * BITS
 
 
 class Plane(NamedTuple):
-    """The (queries, keys) plane of each of batch · heads masks, and the tiles that it is cut into."""
+    """The size of a mask and its tiles: a (queries, keys) plane for each batch entry and head."""
 
     leading: tuple[int, int]  # batch and heads
-    seq_lengths: tuple[int, int]
+    seq_lengths: tuple[int, int]  # queries and keys, in tokens
     block_size: BlockSize
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(batch, heads, query_blocks, key_blocks)."""
+        """The mask's shape in tiles, (batch, heads, query_blocks, key_blocks)."""
         rows, columns = map(num_blocks, self.seq_lengths, self.block_size)
         return (*self.leading, rows, columns)
 
     def corners(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """First and last query of each tile, (query_blocks, 1), first and last key, (key_blocks,)."""
+        """Return the first and last query and the first and last key of each tile.
+
+        Those of queries are (query_blocks, 1), those of keys (key_blocks,).
+        """
         first_q, first_k = (
             torch.arange(0, seqlen, block, device=device)
             for seqlen, block in zip(self.seq_lengths, self.block_size)
@@ -84,7 +92,7 @@ class Plane(NamedTuple):
         return first_q[:, None], last_q[:, None], first_k, last_k
 
     def raggedness(self, device: torch.device) -> Int[Tensor, "query_blocks key_blocks"]:
-        """0 to 3: whether the end of the queries (2) and of the keys (1) cuts a tile."""
+        """Return for each tile 2 if the end of the queries cuts it, plus 1 if that of the keys."""
         first_q, _, first_k, _ = self.corners(device)
         cut_q = first_q + self.block_size[0] > self.seq_lengths[0]
         cut_k = first_k + self.block_size[1] > self.seq_lengths[1]
@@ -92,12 +100,15 @@ class Plane(NamedTuple):
 
 
 def num_blocks(seqlen: int, block: int) -> int:
-    """Tiles along a side of `seqlen` tokens; the last may be ragged."""
+    """Return the number of tiles along a side of `seqlen` tokens; the last may be cut."""
     return -(-seqlen // block)
 
 
 def check_block_size(block_size: int | BlockSize) -> BlockSize:
-    """(query_block, key_block), powers of two from MIN_BLOCK to MAX_BLOCK; one int is both."""
+    """Return (query_block, key_block), from a pair or one int for both.
+
+    ValueError unless they are powers of two from MIN_BLOCK to MAX_BLOCK.
+    """
     sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
     if (
@@ -106,17 +117,18 @@ def check_block_size(block_size: int | BlockSize) -> BlockSize:
         or any(not MIN_BLOCK <= n <= MAX_BLOCK or n & (n - 1) for n in sizes)
     ):
         raise ValueError(
-            f"block_size must be a power of two from {MIN_BLOCK} to {MAX_BLOCK}, or two of them, got {block_size!r}"
+            f"block_size must be a power of two from {MIN_BLOCK} to {MAX_BLOCK}, or two of them, "
+            f"got {block_size!r}"
         )
     return sizes[0], sizes[1]
 
 
 def words_per_row(key_block: int) -> int:
-    """Words of 32 bits that hold a tile's row of `key_block` keys."""
+    """Return how many words of 32 bits hold a tile's row of `key_block` keys."""
     return -(-key_block // BITS)
 
 
-# Looking at tokens
+# Classifying tiles by their tokens
 
 
 def by_tiles(
@@ -126,12 +138,13 @@ def by_tiles(
     attends: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     same: Int[Tensor, "query_blocks key_blocks"] | None = None,
 ) -> TileMap:
-    """Tiles that are not `live` are dead, those that are `full` are full unless cut; the tokens of
-    the others decide.
+    """Return the map of a mask whose tiles are known in part to be dead or full.
 
-    `attends(batch, head, query, key)` gets index tensors that broadcast to (tiles, query_block,
-    key_block) and says which pairs are attended; tokens past the end never are. Tiles with equal
-    numbers in `same` have equal tokens, which are then looked at and stored once.
+    Tiles that are not `live` become DEAD. Live ones that are `full` become FULL unless an end cuts
+    them. The tokens of all others decide. `attends(batch, head, query, key)` returns which pairs
+    are attended, for index tensors that broadcast to (tiles, query_block, key_block); tokens past
+    the end never are. Tiles with equal numbers in `same` must have equal tokens, which are then
+    classified and stored once.
     """
     device, (q_block, k_block), (seqlen_q, seqlen_k) = (
         live.device,
@@ -141,9 +154,11 @@ def by_tiles(
     ragged = plane.raggedness(device)
     full = (live & full & (ragged == 0)).expand(plane.shape)
     where = (live.expand(plane.shape) & ~full).nonzero(as_tuple=True)
+
+    # the tiles to classify: all in doubt, or the first one of each number of `same`
     if same is None:
         chosen, pattern_of = where, None
-    else:  # look at the first tile of each number
+    else:
         _, pattern_of = same[where[2:]].unique(return_inverse=True)
         order = torch.arange(len(pattern_of), device=device)
         first = torch.full(
@@ -156,7 +171,7 @@ def by_tiles(
         torch.arange(q_block, device=device)[:, None],
         torch.arange(k_block, device=device),
     )
-    step = max(1, MAX_TOKENS // (q_block * k_block))
+    step = max(1, MAX_TOKENS // (q_block * k_block))  # tiles at once
     for start in range(0, len(chosen[0]), step):
         batch, head, query_block, key_block = (
             index[start : start + step, None, None] for index in chosen
@@ -167,6 +182,7 @@ def by_tiles(
             exists
             & attends(batch, head, query.clamp(max=seqlen_q - 1), key.clamp(max=seqlen_k - 1))
         )
+
     kinds, token_bits = found.result()
     tiles = torch.where(full, FULL, DEAD).to(torch.int32)
     tiles[where] = kinds if pattern_of is None else kinds[pattern_of]
@@ -174,8 +190,10 @@ def by_tiles(
 
 
 def by_rows(plane: Plane, rows_of: Callable[[slice], Tensor], device: torch.device) -> TileMap:
-    """Every tile by its tokens: `rows_of(slice of queries)` returns their (batch, heads, queries,
-    keys) masks.
+    """Return the map of a mask that is known by its tokens alone.
+
+    `rows_of(slice of queries)` returns the bool (batch, heads, queries, keys) mask of these
+    queries; it is called for one row of tiles after the other.
     """
     (q_block, k_block), (seqlen_q, seqlen_k), columns = (
         plane.block_size,
@@ -185,6 +203,8 @@ def by_rows(plane: Plane, rows_of: Callable[[slice], Tensor], device: torch.devi
     found = _Classifier(plane.block_size, device)
     for start in range(0, seqlen_q, q_block):
         tokens = rows_of(slice(start, min(start + q_block, seqlen_q)))
+
+        # cut the row into tiles, with False past the ends
         missing = (0, columns * k_block - seqlen_k, 0, q_block - tokens.shape[2])
         tokens = (
             torch.nn.functional.pad(tokens, missing)
@@ -192,21 +212,26 @@ def by_rows(plane: Plane, rows_of: Callable[[slice], Tensor], device: torch.devi
             .transpose(2, 3)
         )
         found.add(tokens.flatten(0, 2))
+
     kinds, token_bits = found.result()
     by_row = kinds.view(plane.shape[2], *plane.leading, columns)
     return TileMap(by_row.permute(1, 2, 0, 3).contiguous(), token_bits)
 
 
 class _Classifier:
-    """Tiles by their tokens, some at a time: DEAD, FULL or the next free row of the token bits."""
+    """Classifies tiles by their tokens, some at a time, and collects the bits of partial ones.
+
+    The kind of a tile is DEAD, FULL or the next free row of the token bits.
+    """
 
     def __init__(self, block_size: BlockSize, device: torch.device) -> None:
         self.kinds = [torch.empty(0, dtype=torch.int32, device=device)]
         words = words_per_row(block_size[1])
         self.stored = [torch.empty((0, block_size[0], words), dtype=torch.int32, device=device)]
-        self.used = 0
+        self.used = 0  # rows of token bits
 
     def add(self, tokens: Bool[Tensor, "tiles query_block key_block"]) -> None:
+        """Classify these tiles, True where a pair is attended."""
         flat = tokens.flatten(1)
         kind = torch.where(flat.all(-1), FULL, DEAD).to(torch.int32)
         partial = flat.any(-1) & (kind == DEAD)
@@ -219,18 +244,25 @@ class _Classifier:
         self.stored.append(bits)
 
     def result(self) -> tuple[Int[Tensor, " tiles"], Int[Tensor, "patterns query_block words"]]:
+        """Return the kinds of all tiles, in the order in which they were added, and the bits."""
         return torch.cat(self.kinds), torch.cat(self.stored)
 
 
 def combine(first: TileMap, second: TileMap, block_size: BlockSize, either: bool) -> TileMap:
-    """Pairs that both attend, or `either`; batch and heads broadcast."""
+    """Return the map of the pairs that both maps attend, or with `either` at least one of them.
+
+    Batch and heads broadcast.
+    """
     left, right = torch.broadcast_tensors(first.tiles, second.tiles)
-    # Beside a neutral tile the other one decides, and its patterns are kept: rows of `second`
-    # follow those of `first`.
+
+    # Beside a neutral tile the other one decides, and keeps its pattern: rows of `second` follow
+    # those of `first`.
     neutral, absorbing = (DEAD, FULL) if either else (FULL, DEAD)
     offset = len(first.token_bits)
     moved = torch.where(right >= 0, right + offset, right)
     tiles = torch.where(left == neutral, moved, torch.where(right == neutral, left, absorbing))
+
+    # two partial tiles: combine each pair of patterns once
     both = (left >= 0) & (right >= 0)
     pairs, pattern_of = (
         torch.stack([left[both], right[both]]).long().unique(dim=1, return_inverse=True)
@@ -243,7 +275,8 @@ def combine(first: TileMap, second: TileMap, block_size: BlockSize, either: bool
         found.add(unpack_tokens(bits[0] | bits[1] if either else bits[0] & bits[1], block_size[1]))
     kinds, stored = found.result()
     tiles = tiles.masked_scatter(both, kinds[pattern_of]).contiguous()
-    # Keep the patterns alone that a tile refers to.
+
+    # keep only patterns that a tile refers to
     partial = tiles >= 0
     used, renumbered = tiles[partial].long().unique(return_inverse=True)
     token_bits = torch.cat([first.token_bits, second.token_bits, stored])
@@ -251,19 +284,19 @@ def combine(first: TileMap, second: TileMap, block_size: BlockSize, either: bool
 
 
 def count_attended(tile_map: TileMap, block_size: BlockSize) -> int:
-    """Attended pairs of all tiles."""
+    """Return the number of attended pairs over all tiles of the map."""
     tiles, token_bits = tile_map
     partial = count_tokens(token_bits)[tiles[tiles >= 0].long()].sum() if len(token_bits) else 0
     return int((tiles == FULL).sum()) * block_size[0] * block_size[1] + int(partial)
 
 
-# Tokens as bits
+# Attended pairs as bits
 
 
 def pack_tokens(
     tokens: Bool[Tensor, "patterns query_block key_block"],
 ) -> Int[Tensor, "patterns query_block words"]:
-    """Bits of `tokens`, 32 keys to an int32 word, the lowest bit first."""
+    """Return the bits of `tokens`, 32 keys to an int32 word, the lowest bit first."""
     patterns, rows, columns = tokens.shape
     words = words_per_row(columns)
     if columns != words * BITS:
@@ -282,14 +315,14 @@ def pack_tokens(
 def unpack_tokens(
     token_bits: Int[Tensor, "patterns query_block words"], key_block: int
 ) -> Bool[Tensor, "patterns query_block key_block"]:
-    """The inverse of `pack_tokens`."""
+    """Return the bool tokens that `pack_tokens` has packed, `key_block` keys a row."""
     shifts = torch.arange(8, dtype=torch.uint8, device=token_bits.device)
     octets = token_bits.contiguous().view(torch.uint8)
     return (octets[..., None] >> shifts & 1).bool().flatten(-2)[..., :key_block]
 
 
 def count_tokens(token_bits: Int[Tensor, "patterns query_block words"]) -> Int[Tensor, " patterns"]:
-    """Attended pairs of each pattern, int64."""
+    """Return the number of attended pairs of each pattern, int64."""
     octets = token_bits.contiguous().view(torch.uint8).flatten(1)
     counts = torch.tensor(
         [value.bit_count() for value in range(256)], dtype=torch.uint8, device=octets.device

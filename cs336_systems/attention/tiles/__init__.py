@@ -1,5 +1,8 @@
-"""Which tiles each kernel uses on which GPU, and when a forward splits the keys: pure, and testable
-without one.
+"""The tiles that each kernel uses on each GPU, and when a forward splits the keys.
+
+    config = select_config("forward", capability=(9, 0), head_dim=64, ...)    # a KernelConfig
+
+All functions are pure, and testable without a GPU.
 """
 
 from cs336_systems.attention.tiles.choice import part_size, seen_keys, select_config, target_of

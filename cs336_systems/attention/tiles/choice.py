@@ -1,28 +1,27 @@
-"""Which tiles a kernel uses: tables, one per architecture, `select_config`, which reads a row, and
-`part_size`.
+"""Tile tables, one for each architecture; `select_config` reads them, `part_size` splits keys.
 
-    select_config("forward", capability=(9, 0), head_dim=64, batch=1, heads=8, seqlen_q=4096, ...)   # a KernelConfig
-    part_size(config, ...)              # keys of each part where a forward splits them, else 0
+    config = select_config("forward", capability=(9, 0), head_dim=64, seqlen_q=4096, ...)
+    part_size(config, ...)              # keys of each part if a forward splits them, else 0
 
-People edit the tables; nothing writes them and nothing tunes at run time.
+People edit the tables; nothing writes them, and nothing tunes at run time.
 
 A row is keyed by (kernel, bytes per element, head tile) and reads
-`<query tile>x<key tile>_w<warps>_s<stages>`, with `_tma` behind it where Hopper's copy engine reads
-the tiles, which not every input allows (`triton/launch.py`), and `_tf32x3` where float32 dots run
-as three on the tensor cores. A row may begin with exceptions, the first that
-holds being taken, and ends with what holds elsewhere:
+`<query tile>x<key tile>_w<warps>_s<stages>`. `_tma` behind it says that Hopper's copy engine reads
+the tiles, which not every input allows (`triton/launch.py`); `_tf32x3` says that a float32 dot runs
+as three on the tensor cores. A row may begin with exceptions, of which the first that holds is
+taken. It ends with the entry for all other inputs:
 
     ("forward", 2, 64): (Only("64x64_w4_s3", max_programs=131), "128x64_w8_s3"),
 
-What bounds a row:
-  - 16-bit tiles on sm_90 stay at 64 rows or more: triton 3.6 can miscompile kernels with two dots
-    at 16 or 32.
-  - The kernels of a call round their scores alike: float32 rows of one head tile have one
+Bounds of a row:
+  - 16-bit tiles on sm_90 have at least 64 rows: triton 3.6 can miscompile kernels with two dots of
+    16 or 32.
+  - The kernels of a call must round their scores alike: float32 rows of one head tile have one
     precision.
   - IEEE float32 dots run on the FMA units, with operands unrolled into registers: larger tiles
     spill by the kilobyte.
-  - a streaming multiprocessor has 227 KiB of shared memory on sm_90 and sm_100, 163 KiB on sm_80,
-    99 on sm_86 and 89.
+  - A streaming multiprocessor has 227 KiB of shared memory on sm_90 and sm_100, 163 KiB on sm_80,
+    99 KiB on sm_86 and sm_89.
 """
 
 from __future__ import annotations
@@ -44,29 +43,30 @@ Key = tuple[str, int, int]  # kernel, bytes per element, head tile
 
 @dataclass(frozen=True)
 class Only:
-    """An entry of a row: `tiles` where all that is given holds."""
+    """An entry of a row: its `tiles` are for inputs that meet all conditions that are not None."""
 
-    tiles: str
+    tiles: str  # spelled as in the tables, such as 128x64_w8_s3
     is_causal: bool | None = None
     tma: bool | None = None  # whether Hopper's copy engine can read the inputs
-    max_queries: int | None = None  # seqlen_q is at most this
-    # the row's last entry would launch at most so many: less than the GPU has room for
+    max_queries: int | None = None  # the largest seqlen_q
+    # The most programs that the row's last entry would launch: fewer than the GPU has room for.
     max_programs: int | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """The configurations of one kernel for one width of element and head; the last one holds
-    everywhere.
+    """The configurations of one kernel for one element size and one head tile.
+
+    The last one has no conditions.
     """
 
     configs: tuple[KernelConfig, ...]
-    conditions: tuple[Only, ...]
+    conditions: tuple[Only, ...]  # of each configuration
 
     def choose(
         self, *, batch: int, heads: int, seqlen_q: int, seqlen_k: int, is_causal: bool, tma: bool
     ) -> KernelConfig:
-        """The configuration for a shape: the first whose condition holds."""
+        """Return the configuration for a shape: the first whose conditions hold."""
         num_programs = self.configs[-1].num_programs(
             batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k
         )
@@ -90,12 +90,12 @@ SHARED_MEMORY_LIMIT_BYTES = {
 }
 
 
-# a row as it is written below: exceptions, and last what holds elsewhere
+# A row as it is written below: exceptions, then the tiles for all other inputs.
 Spelled = str | tuple[Only | str, ...]
 
 
 def make_table(target: str, rows: dict[Key, Spelled]) -> dict[Key, Row]:
-    """The rows of `target`, parsed."""
+    """Return the parsed rows of the architecture `target`."""
     table = {}
     for key, spelled in rows.items():
         *exceptions, last = (spelled,) if isinstance(spelled, str) else spelled
@@ -111,13 +111,14 @@ def make_table(target: str, rows: dict[Key, Spelled]) -> dict[Key, Row]:
 
 
 # sm_90 (H100, H200), measured on an NVIDIA H200, triton 3.6.0, 2026-11-22.
-# In 16 bit programs of one warp group, 4 warps, win everywhere but in dq: several of them share a
+# 16 bit: programs of one warp group, 4 warps, win everywhere but in dq. Several of them share a
 # streaming multiprocessor, and one's softmax overlaps another's matmuls. Inputs that TMA cannot
-# read take the best rows without it. At head dim 128 a grid that leaves multiprocessors idle takes
-# smaller tiles, of which there are twice as many, and a causal forward also where all run at once,
-# two on each of 132: the longest ends the launch. dK/dV by pointers takes them only where all fit
-# at once, one on each of 132: on larger grids they are the slowest of four. In float32 three TF32
-# products on the tensor cores meet the contract, faster than the FMA units.
+# read take the best rows without it.
+# Head dim 128: a grid that leaves multiprocessors idle takes smaller tiles, of which there are
+# twice as many. A causal forward takes them also where all programs run at once, two on each of 132
+# multiprocessors, since the longest program ends the launch. dK/dV without TMA takes them only
+# where all fit at once, one on each of 132: on larger grids they are the slowest of four.
+# float32: three TF32 products on the tensor cores meet the contract, faster than the FMA units.
 _SM90: dict[Key, Spelled] = {
     ("forward", 2, 64): (Only("64x128_w4_s2_tma", tma=True), "64x64_w4_s3"),
     ("forward", 2, 128): (
@@ -156,8 +157,8 @@ _SM90: dict[Key, Spelled] = {
     ("dq", 4, 256): "32x32_w8_s1",
 }
 
-# The tables below are not measured. Their rows were compiled offline, with triton 3.6.0: causal and
-# not, they fit their GPU's shared memory, and those of 16 bits spill nothing
+# The tables below are not measured. Their rows were compiled offline, causal and not, with triton
+# 3.6.0: they fit their GPU's shared memory, and those of 16 bits spill nothing
 # (`cs336-systems doctor --kernels --arch sm80` shows it).
 
 # float32 on the FMA units.
@@ -218,10 +219,10 @@ _SM100: dict[Key, Spelled] = {
     **_IEEE,
 }
 
-# The interpreter's table, and that of GPUs without one. Its float32 matmuls are NumPy's, whose
-# rounding depends on the shape: with equal tiles forward and backward have the same scores, as on a
-# GPU, where NumPy's BLAS uses AVX-512; elsewhere its K Q^T may be other than the transpose of Q
-# K^T, by a rounding.
+# The table of the interpreter, and of GPUs that have no other. The interpreter's float32 matmuls
+# are NumPy's, whose rounding depends on the shape. With equal tiles forward and backward compute
+# the same scores, as on a GPU, if NumPy's BLAS uses AVX-512. Otherwise its K Q^T may differ from
+# the transpose of Q K^T by a rounding.
 _PORTABLE: dict[Key, Spelled] = _SMALL | {
     ("forward", 4, 64): "64x64_w8_s1",
     ("dkdv", 4, 64): "64x64_w8_s1",
@@ -262,13 +263,15 @@ def select_config(
     is_causal: bool = False,
     tma: bool = False,
 ) -> KernelConfig:
-    """The configuration of `kernel` (forward, dkdv or dq); a pure function of its arguments.
+    """Return the configuration of `kernel` (forward, dkdv or dq) for these inputs.
 
-    `capability` is the GPU's compute capability, None for the interpreter. A GPU without a table
-    gets the portable one, with one warning. `tma` says that Hopper's copy engine can read the
-    inputs. It, batch, heads, lengths and mask decide where a row has exceptions for them (`Only`).
+    A pure function of its arguments. `capability` is the GPU's compute capability, None for the
+    interpreter. A GPU without a table gets the portable one, with one warning. `tma` says that
+    Hopper's copy engine can read the inputs. Where a row has exceptions (`Only`), `tma`, batch,
+    heads, lengths and `is_causal` decide among them.
+
     ValueError for an unknown kernel, a head_dim over 256, a negative size or a dtype that Triton's
-    dots do not take.
+    dots do not take; TypeError for another kind of `capability`.
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
@@ -301,8 +304,9 @@ def select_config(
 
 @cache
 def target_of(capability: tuple[int, int] | None) -> str:
-    """The table for a GPU of this compute capability: portable for None and, with a warning, for
-    what has none.
+    """Return the name of the table for a GPU of this compute capability, such as sm90.
+
+    It is portable for None (the interpreter) and, with a warning, for GPUs without a table.
     """
     if capability is None:
         return "portable"
@@ -311,7 +315,8 @@ def target_of(capability: tuple[int, int] | None) -> str:
     if capability[0] == 10:
         return "sm100"
     warnings.warn(
-        f"no tile table for compute capability {capability[0]}.{capability[1]}: using the portable one",
+        f"no tile table for compute capability {capability[0]}.{capability[1]}: "
+        "using the portable one",
         stacklevel=3,
     )
     return "portable"
@@ -319,23 +324,26 @@ def target_of(capability: tuple[int, int] | None) -> str:
 
 # Splitting keys
 #
-# A forward of few queries splits the keys, each part a program's, where query tiles leave
-# multiprocessors idle. More parts end sooner, until multiprocessors are full; merging them costs a
-# second kernel and what it reads. So the time of each number of parts is estimated, and the least
-# is taken. What that needs was fitted to 122 shapes on an NVIDIA H200 (triton 3.6.0), of which it
-# misses the best by 2 % in the mean and by at most 20 %; elsewhere it is a guess.
+# If the query tiles of a forward leave multiprocessors idle, it splits the keys, and each part is a
+# program of its own. More parts end sooner, until multiprocessors are full; merging them costs a
+# second kernel and the outputs that it reads. `part_size` estimates the time of each number of
+# parts and takes the least. The estimate's constants were fitted to 122 shapes on an NVIDIA H200
+# (triton 3.6.0), where it misses the best number by 2 % of the time in the mean and by at most
+# 20 %; on other GPUs it is a guess.
 
 # TFLOP/s of a multiprocessor that has one program, and of one that has all it can hold, by bytes
 # per element and head tile. A head of 256 takes the numbers of 128.
 RATES = {(2, 64): (1.6, 2.7), (2, 128): (2.5, 4.6), (4, 64): (0.28, 0.34), (4, 128): (0.40, 0.45)}
-START_US = 3.0  # of a kernel
-MERGE_US = 2.0  # of the second kernel
-MERGE_BYTES_PER_US = 3e6  # of float32 partial outputs, written and read again
-PROGRAM_US = 1.8  # of starting and ending one more program on a multiprocessor
+START_US = 3.0  # to start a kernel
+MERGE_US = 2.0  # for the second kernel
+MERGE_BYTES_PER_US = 3e6  # float32 partial outputs, written and read again
+PROGRAM_US = 1.8  # to start and end one more program on a multiprocessor
 MAX_PARTS = 128  # about as many as multiprocessors; 256 are no faster where 128 are
-WORTHWHILE = 0.95  # of the time with whole keys: parts take memory, and the estimate errs
-MIN_KEY_TILES = 2  # of a part: less is mostly prologue
-# of queries: beyond, the GPU is full, and partial outputs would be large
+# A split must take at most this share of the time with whole keys: parts take memory, and the
+# estimate errs.
+WORTHWHILE = 0.95
+MIN_KEY_TILES = 2  # in a part; one of fewer is mostly prologue
+# Query tiles of all heads: with more, the GPU is full, and partial outputs would be large.
 MAX_TILES_PER_MULTIPROCESSOR = 2
 
 
@@ -351,10 +359,10 @@ def part_size(
     is_causal: bool,
     num_multiprocessors: int,
 ) -> int:
-    """Keys of each part, a multiple of the key tile; 0 where the keys are better left whole.
+    """Return how many keys each part has if the forward should split them, else 0.
 
-    A pure function of its arguments: `batch_heads` is the number of heads in the batch that queries
-    have.
+    The number is a multiple of the key tile; the last part may be shorter. A pure function of its
+    arguments. `batch_heads` is the number of query heads in the whole batch.
     """
     seqlen_k = seen_keys(seqlen_q, seqlen_k, is_causal)
     tiles = -(-seqlen_k // config.key_tile)
@@ -362,18 +370,22 @@ def part_size(
     query_tiles = -(-seqlen_q // config.query_tile)
     if most < 2 or query_tiles * batch_heads > MAX_TILES_PER_MULTIPROCESSOR * num_multiprocessors:
         return 0
-    lengths = [tiles] * query_tiles  # in key tiles, of each query tile
+
+    lengths = [tiles] * query_tiles  # key tiles that each query tile attends
     if is_causal:
         ends = range(config.query_tile, (query_tiles + 1) * config.query_tile, config.query_tile)
         lengths = [-(-min(seqlen_k, end) // config.key_tile) for end in ends]
+
+    # time of one key tile: in a program alone on its multiprocessor, and on a full one
     rates = RATES[bytes_per_element, min(128, head_tile(head_dim))]
     flops = 4 * config.query_tile * config.key_tile * head_tile(head_dim)
-    alone_us, together_us = (flops / (rate * 1e6) for rate in rates)  # of a tile of keys
+    alone_us, together_us = (flops / (rate * 1e6) for rate in rates)
 
     def estimate_us(size: int) -> float:
+        """Return the estimated time of a forward with parts of `size` key tiles."""
         share = batch_heads / num_multiprocessors
         time_us = START_US + max(min(size, tiles) * alone_us, sum(lengths) * share * together_us)
-        if size < tiles:
+        if size < tiles:  # keys are split: add the merge
             programs = sum(-(-length // size) for length in lengths)
             rows = programs * batch_heads * min(config.query_tile, seqlen_q)
             merged_bytes = rows * head_dim * 4 * 2
@@ -386,5 +398,5 @@ def part_size(
 
 
 def seen_keys(seqlen_q: int, seqlen_k: int, is_causal: bool) -> int:
-    """How many keys any query attends: no causal one those behind the last query."""
+    """Return how many leading keys at least one query attends: no causal one those behind it."""
     return min(seqlen_q, seqlen_k) if is_causal else seqlen_k

@@ -1,9 +1,10 @@
-"""Configurations around those of the tables: the grid that tuning searches, and the way down when
-one does not fit.
+"""Tile configurations beside the tables': the grid that tuning searches, and smaller fallbacks.
 
-Both are pure. What they propose is judged elsewhere: by the compiler (`compiler/offline.py`), by
-the oracle, and
-by a stopwatch (`cs336-systems tune flash`).
+    configs = tuning_grid("forward", arch="sm90", head_dim=64, dtype="bfloat16")
+    config = smaller_config(configs[0], bytes_per_element=2)    # None if nothing smaller is left
+
+Both functions are pure. Others judge what they propose: the compiler (`compiler/offline.py`), the
+oracle, and measured times (`cs336-systems tune flash`).
 """
 
 from __future__ import annotations
@@ -16,34 +17,34 @@ from cs336_systems.attention.tiles.kernel_config import KernelConfig, head_tile,
 from cs336_systems.config import BYTES_PER_ELEMENT
 
 WARPS = (4, 8)
-# Depths of the pipeline; 1 where not even 2 fits. In float32 its tiles cost more than the loads
-# they hide.
+# Depths of the pipeline; 1 where not even 2 fits. In float32 the pipeline's tiles may cost more
+# than the loads that they hide, so 1 is tried too.
 DEPTHS = {"16-bit": (2, 3, 4), "ieee": (1, 2, 3), "tf32x3": (1, 2, 3)}
-TMA_TARGETS = ("sm90", "sm100")  # of the architectures that have the engine, in 16 bit
+TMA_TARGETS = ("sm90", "sm100")  # architectures with a TMA engine, used in 16 bit
 THREADS_PER_WARP = 32
-# float32 values a thread may hold of its 255 registers, counting tiles alone
+# float32 values of tiles that a thread may hold in its 255 registers.
 MAX_ACCUMULATORS = 224
-COMFORTABLE_TILE = 64  # a full operand of the tensor cores; below it they idle
-# What tiles a kernel holds on chip (all along) and streams (in turn), in rows. float32 dots on the
-# FMA units unroll their operands into registers, so their tiles stay small.
+COMFORTABLE_TILE = 64  # rows of a full operand of the tensor cores; with fewer they idle
+# Rows of the tiles that a kernel holds on chip throughout, and of those that it streams in turn.
+# float32 dots on the FMA units unroll their operands into registers, so their tiles stay small.
 HELD_TILES = {"16-bit": (64, 128, 256), "ieee": (16, 32, 64), "tf32x3": (32, 64, 128)}
 STREAMED_TILES = {"16-bit": (32, 64, 128), "ieee": (16, 32, 64), "tf32x3": (16, 32, 64)}
 
 
 def smallest_tile(target: str, bytes_per_element: int) -> int:
-    """Rows that a tile must have at least: on sm_90 triton 3.6 can miscompile 16-bit dots of fewer
-    than 64.
+    """Return the fewest rows that a tile may have: 64 in 16 bit on sm_90, else 16.
+
+    On sm_90 triton 3.6 can miscompile 16-bit dots of fewer rows.
     """
     return 64 if target == "sm90" and bytes_per_element == 2 else 16
 
 
 def tuning_grid(kernel: str, *, arch: str, head_dim: int, dtype: str) -> list[KernelConfig]:
-    """Configurations of `kernel` worth compiling for `arch`, the table's own among them; no two
-    alike.
+    """Return the distinct configurations of `kernel` worth compiling for `arch`, the table's first.
 
-    In 16 bit on GPUs with a TMA engine each comes with it and without, where the engine can read
-    contiguous inputs. Left out is what the estimate of shared memory or a count of accumulators
-    already rules out.
+    In 16 bit on GPUs with a TMA engine each comes with and without it, if the engine can read
+    contiguous inputs. Configurations that need too much shared memory, by estimate, or too many
+    accumulators are left out.
     """
     bytes_per_element = BYTES_PER_ELEMENT[dtype]
     shipped = TABLES[arch][kernel, bytes_per_element, head_tile(head_dim)].configs
@@ -51,6 +52,7 @@ def tuning_grid(kernel: str, *, arch: str, head_dim: int, dtype: str) -> list[Ke
     grid = dict.fromkeys(config for config in shipped if readable or not config.tma)
 
     def fits(config: KernelConfig) -> bool:
+        """Return whether the estimate of shared memory is within the architecture's limit."""
         return (
             config.shared_memory_bytes(head_dim, bytes_per_element)
             <= SHARED_MEMORY_LIMIT_BYTES[arch]
@@ -64,6 +66,7 @@ def tuning_grid(kernel: str, *, arch: str, head_dim: int, dtype: str) -> list[Ke
             for streamed in STREAMED_TILES[kind]:
                 if min(held, streamed) < smallest_tile(arch, bytes_per_element):
                     continue
+
                 query_tile, key_tile = (streamed, held) if kernel == "dkdv" else (held, streamed)
                 for num_warps, tma in product(WARPS, engines):
                     shallow = KernelConfig(
@@ -76,6 +79,7 @@ def tuning_grid(kernel: str, *, arch: str, head_dim: int, dtype: str) -> list[Ke
                         tma=tma,
                         precision="ieee" if kind == "16-bit" else kind,
                     )
+                    # all depths that fit, or no pipeline if none does
                     if (
                         fits(shallow)
                         and accumulators_per_thread(shallow, head_dim) <= MAX_ACCUMULATORS
@@ -88,8 +92,9 @@ def tuning_grid(kernel: str, *, arch: str, head_dim: int, dtype: str) -> list[Ke
 
 
 def accumulators_per_thread(config: KernelConfig, head_dim: int) -> int:
-    """float32 values of the outputs and of one tile of scores (S, and dP in the backward) that a
-    thread holds.
+    """Return how many float32 values of outputs and scores a thread holds.
+
+    Outputs are O, dQ, or dK and dV; scores are one tile of S, and of dP in the backward.
     """
     scores = config.query_tile * config.key_tile
     queries, keys = (rows * head_tile(head_dim) for rows in (config.query_tile, config.key_tile))
@@ -102,11 +107,10 @@ def accumulators_per_thread(config: KernelConfig, head_dim: int) -> int:
 
 
 def smaller_config(config: KernelConfig, bytes_per_element: int) -> KernelConfig | None:
-    """The next configuration to try where `config` finds too little shared memory; None below the
-    smallest.
+    """Return the next smaller configuration, for a GPU with too little shared memory for `config`.
 
-    First a pipeline of two stages, then tiles of 64 rows, then no pipeline, then smaller tiles
-    still.
+    None if nothing smaller is left. The order is: a shallower pipeline down to two stages, halved
+    tiles down to 64 rows, no pipeline, smaller tiles still.
     """
     smallest = smallest_tile(config.target, bytes_per_element)
     larger = "query_tile" if config.query_tile > config.key_tile else "key_tile"

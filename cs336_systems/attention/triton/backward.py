@@ -346,22 +346,9 @@ def differentiate_queries(
         full_keys, end_keys = key_bounds(first_query, problem.N_KEYS, TILES, IS_CAUSAL)
         first_cut = full_keys
     dQ = _visit_keys(
-        dQ,
-        Q,
-        dO,
-        L_log2,
-        delta,
-        query_rows,
-        K_head,
-        V_head,
-        0,
-        full_keys,
-        full,
-        problem,
-        TILES,
-        IS_CAUSAL,
-        False,
-    )
+        dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, 0, full_keys, full, problem, TILES,
+        IS_CAUSAL, False,
+    )  # fmt: skip
     dQ = _visit_keys(
         dQ, Q, dO, L_log2, delta, query_rows, K_cut, V_cut, first_cut, end_keys, partial, problem, TILES, IS_CAUSAL,
         True,

@@ -120,21 +120,9 @@ def attend_queries(
 
     # 2. unmasked loop
     accumulator, m, l = visit_keys(
-        accumulator,
-        m,
-        l,
-        Q,
-        K_head,
-        V_head,
-        query_rows,
-        0,
-        full_keys,
-        full,
-        problem,
-        TILES,
-        IS_CAUSAL,
-        False,
-    )
+        accumulator, m, l, Q, K_head, V_head, query_rows, 0, full_keys, full, problem, TILES,
+        IS_CAUSAL, False,
+    )  # fmt: skip
     # 3. masked loop
     accumulator, m, l = visit_keys(
         accumulator, m, l, Q, K_cut, V_cut, query_rows, first_cut, end_keys, partial, problem, TILES, IS_CAUSAL, True,
@@ -143,17 +131,9 @@ def attend_queries(
 
     # 4. normalise and store
     store_queries(
-        accumulator,
-        m,
-        l,
-        O_base,
-        L_base,
-        query_rows,
-        problem.N_QUERIES,
-        stride_os,
-        TILES,
+        accumulator, m, l, O_base, L_base, query_rows, problem.N_QUERIES, stride_os, TILES,
         ROWS_WITHOUT_KEYS,
-    )
+    )  # fmt: skip
 
 
 @triton.jit

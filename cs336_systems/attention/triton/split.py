@@ -135,13 +135,9 @@ def flash_split_forward_kernel(
         # counted anew: `query_rows`, kept through the loops, would spill
         rows = tl.arange(0, Q_TILE_SIZE)
         store_rows(
-            O_parts + (row_base + first_query) * D,
-            accumulator,
-            rows,
-            N_QUERIES - first_query,
-            D,
+            O_parts + (row_base + first_query) * D, accumulator, rows, N_QUERIES - first_query, D,
             TILES,
-        )
+        )  # fmt: skip
         tl.store(m_parts + row_base + query_rows, m, mask=query_rows < N_QUERIES)
         tl.store(l_parts + row_base + query_rows, l, mask=query_rows < N_QUERIES)
 

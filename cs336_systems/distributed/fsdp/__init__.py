@@ -1,5 +1,7 @@
-"""Fully sharded data parallelism, in the order of reading: plan, unit, wrapper, call, reduce,
-agreement.
+"""Fully sharded data parallelism (ZeRO stage 3): each rank keeps its rows of every weight.
+
+Read the files in this order: `plan.py`, `unit.py`, `wrapper.py`, `unit_call.py`, `reduce.py`,
+`agreement.py`.
 """
 
 from cs336_systems.distributed.fsdp.plan import wrap_blocks

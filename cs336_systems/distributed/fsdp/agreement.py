@@ -1,11 +1,10 @@
-"""All ranks gather and reduce the same units in the same order: what compares that, and says where
-they parted.
+"""The check that all ranks gather and reduce the same units in the same order.
 
-Ranks that part would mix rows of different weights, or wait for each other until the time-out. So
-the messages of about two steps are compared one by one, before they are sent, and from then on a
-number that stands for all there were, once a step. Where ranks wait for each other in between, the
-transport fails in the end: each rank then tells the others through the store, which needs no other
-rank, what it was at.
+Ranks that differ would mix rows of different weights, or wait for each other until the time-out. So
+the messages of about the first two steps are compared one by one, before they are sent. From then
+on ranks compare a hash of all their messages, once a step. If ranks wait for each other in between,
+the transport fails in the end. Each rank then writes an account of its messages into the store,
+which works without the other ranks, and the error names the first difference.
 """
 
 from __future__ import annotations
@@ -25,37 +24,44 @@ from torch import Tensor
 from cs336_systems.distributed.collectives import all_gather_flat
 
 ACTIONS = ("gathers", "reduces")
-COMPARED_ONE_BY_ONE = 6  # times the number of units: a step sends about three messages a unit
-REMEMBERED = 10_000  # messages, to name the place where ranks parted
+# messages compared one by one, for each unit: a step sends about three messages a unit
+COMPARED_ONE_BY_ONE = 6
+REMEMBERED = 10_000  # messages that a rank keeps, to name the first difference
 POLL_S = 0.02
-# for the other ranks' accounts, after a collective has failed; then a launcher ends this rank
+# wait for the other ranks' accounts after a failed collective; a launcher soon ends this rank
 PATIENCE_S = 1.5
 RULE = "all ranks must run the same modules in the same order"
 
-Message = tuple[int, int, int]  # place in ACTIONS, place in the names of the units, weights as bits
+Message = tuple[int, int, int]  # index into ACTIONS, index of the unit, its weights as bits
 
 
 @dataclass
 class Account:
-    """What a rank has sent: the number of messages, and the last ones."""
+    """A rank's record of the messages that it has sent: how many, and the last ones."""
 
     num_messages: int
     recent: list[Message]
-    is_all: bool  # whether nothing follows: written where the rank stopped, not while it went on
+    is_all: bool  # True if the rank has stopped, so that nothing follows; False while it goes on
 
     def by_number(self) -> dict[int, Message]:
-        """The messages that are known, by their places among all."""
-        return dict(enumerate(map(tuple, self.recent), self.num_messages - len(self.recent)))  # type: ignore[arg-type]
+        """Return the messages in `recent` by their numbers among all messages, from 0."""
+        return dict(
+            enumerate(
+                map(tuple, self.recent),  # type: ignore[arg-type]
+                self.num_messages - len(self.recent),
+            )
+        )
 
 
 class Agreement:
-    """What this rank has sent, compared with the others.
+    """Records the messages of this rank, and compares them with those of the other ranks.
 
-    `with agreement:` around a collective replaces the transport's error, where ranks have parted,
-    by one that says so.
+    Put `with agreement:` around a collective: if it fails because ranks have sent different
+    messages, a RuntimeError that says so replaces the transport's error.
     """
 
-    _numbers: ClassVar[Any] = count()  # ranks wrap their models in the same order
+    # number of the wrapper, in the store's keys: ranks wrap their models in the same order
+    _numbers: ClassVar[Any] = count()
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -64,19 +70,22 @@ class Agreement:
         self._key = f"fsdp {next(self._numbers)}, account of rank"
         self._recent: deque[Message] = deque(maxlen=REMEMBERED)
         self._num_messages = self._digest = 0
-        # all ranks' digests, and when they come
+        # all ranks' digests, and on a GPU the event after which they may be read
         self._under_way: tuple[Tensor, torch.cuda.Event | None] | None = None
-        self._surprised = False
-        self._departure: Message | None = None  # in this step
-        self._is_told = False
+        self._surprised = False  # a unit has run that was not expected
+        self._departure: Message | None = None  # this step's first message after a surprise
+        self._is_told = False  # an error of the transport has been explained already
 
     def surprise(self) -> None:
-        """Note that this rank runs other units than in the pass before: the others may not."""
+        """Note that this rank runs another unit than in the previous pass; other ranks may not."""
         self._surprised = True
 
     def send(self, action: str, unit: int, weights: int = 0) -> None:
-        """Note a message that all ranks must send now; RuntimeError naming the units where the
-        first ones differ.
+        """Record a message that all ranks must send now: `action` ("gathers", "reduces") of `unit`.
+
+        `weights` tells by bits which weights of the unit are reduced. In about the first two steps
+        it also compares the message with those of the other ranks, and raises RuntimeError naming
+        the units if they differ.
         """
         if self.num_ranks == 1:
             return
@@ -89,14 +98,15 @@ class Agreement:
             self._judge()
         elif self._surprised and self._departure is None:
             self._departure = message
-            with suppress(RuntimeError):  # of a store that is gone
-                # now: what it sends may end another rank, and that this one
+            # Written now: this message may end another rank, and its end this one.
+            with suppress(RuntimeError):  # the store may be gone
                 self._write(is_all=False)
         self._surprised = False
 
     def end_step(self) -> None:
-        """Compare all messages so far; RuntimeError as of `send`, on a GPU a step later: the host
-        does not wait.
+        """Compare all messages so far with the other ranks; raise RuntimeError if they differ.
+
+        On a GPU a difference is raised one step later, since the host does not wait.
         """
         self._departure = None
         if self.num_ranks == 1:
@@ -107,12 +117,14 @@ class Agreement:
             self._judge()
 
     def _start_comparing(self) -> None:
+        """Start gathering all ranks' digests; `_judge` reads them."""
         own = torch.full((1,), self._digest, dtype=torch.int64, device=self.device)
         everyone = own.new_empty(self.num_ranks)
         with self:
             all_gather_flat(everyone, own, self.group)
+
+        # Copied into pinned memory: otherwise the host would wait for the GPU here, in every step.
         event = None
-        # into pinned memory: else the host would wait for the GPU here, in every step
         if self.device.type == "cuda":
             pinned = torch.empty(self.num_ranks, dtype=torch.int64, pin_memory=True)
             everyone = pinned.copy_(everyone, non_blocking=True)
@@ -120,6 +132,7 @@ class Agreement:
         self._under_way = everyone, event
 
     def _judge(self) -> None:
+        """Read the digests under way, if any; raise RuntimeError if they differ between ranks."""
         if self._under_way is None:
             return
         (everyone, event), self._under_way = self._under_way, None
@@ -127,7 +140,8 @@ class Agreement:
             event.synchronize()
         if len(set(everyone.tolist())) == 1:
             return
-        # all ranks are here, since all see the same digests
+
+        # All ranks come here, since all see the same digests: they can exchange their accounts.
         accounts: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(accounts, self._account(is_all=True), group=self.group)
         difference = self._difference(dict(enumerate(accounts)))
@@ -138,11 +152,13 @@ class Agreement:
     # After a collective that failed
 
     def __enter__(self) -> None:
+        """Begin a block around a collective."""
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Raise RuntimeError in place of a transport's error if ranks have parted; else add what
-        this rank was at.
+        """Explain a transport's error: raise RuntimeError from it if ranks sent different messages.
+
+        Otherwise add a note with this rank's last message. Other errors pass unchanged.
         """
         if error is None or self._is_told or not self._recent:
             return
@@ -153,24 +169,30 @@ class Agreement:
             raise RuntimeError(f"{RULE}: {difference}") from error
         if self._departure is not None:
             raise RuntimeError(
-                f"{RULE}: rank {self.rank} {self._words(self._departure)}, unlike in the step before, "
+                f"{RULE}: rank {self.rank} {self._words(self._departure)}, "
+                "unlike in the step before, "
                 "and another rank ended or did not follow"
             ) from error
         last = self._words(self._recent[-1])
         error.add_note(f"Rank {self.rank} waited for others; FSDP's last message there {last}.")
 
     def _account(self, is_all: bool) -> Account:
+        """Return this rank's account; `is_all` says that nothing follows."""
         return Account(self._num_messages, list(self._recent), is_all)
 
     def _write(self, is_all: bool) -> dist.Store:
+        """Write this rank's account into the group's store; return the store."""
         store = self.group.get_group_store()
         store.set(f"{self._key} {self.rank}", json.dumps(asdict(self._account(is_all))))
         return store
 
     def _exchange(self) -> dict[int, Account]:
-        """The accounts of the ranks that have written one, by the store."""
+        """Write this rank's account, and return all accounts that ranks have written, by rank.
+
+        Waits up to PATIENCE_S for complete accounts, or until a difference is found.
+        """
         accounts = {self.rank: self._account(is_all=True)}
-        with suppress(RuntimeError):  # of a store that is gone
+        with suppress(RuntimeError):  # the store may be gone
             store, until = self._write(is_all=True), time.monotonic() + PATIENCE_S
             while time.monotonic() < until:
                 missing = [
@@ -187,21 +209,25 @@ class Agreement:
         return accounts
 
     def _difference(self, accounts: dict[int, Account]) -> str | None:
-        """Words for the first message in which another rank differs from this one; None if none is
-        known to.
+        """Describe the first message in which another rank differs from this one, or return None.
+
+        `accounts` are those known, by rank.
         """
         own = accounts[self.rank].by_number()
         for rank, account in sorted(accounts.items()):
             other = account.by_number()
+            # A complete account also differs by messages that only one of the two ranks has sent.
             known = own.keys() | other.keys() if account.is_all else own.keys() & other.keys()
             begin = max(min(own, default=0), min(other, default=0))
             for number in sorted(number for number in known if number >= begin):
                 if own.get(number) != other.get(number):
                     return (
                         f"rank {self.rank} {self._words(own.get(number))}, "
-                        f"rank {rank} {self._words(other.get(number))}; where that is the same, it is for other weights"
+                        f"rank {rank} {self._words(other.get(number))}; "
+                        "where that is the same, it is for other weights"
                     )
         return None
 
     def _words(self, message: Message | None) -> str:
+        """Return a message in words, such as "gathers 'layers.0'"."""
         return f"{ACTIONS[message[0]]} {self.names[message[1]]!r}" if message else "nothing more"

@@ -1,20 +1,20 @@
-"""What is sharded, with what, and how: the units of a model, and the rows of a weight that a rank
-keeps at rest.
+"""The plan of FSDP: which weights make a unit, and which rows of a weight each rank keeps at rest.
 
 A module that owns a weight of two or more dimensions has its parameters sharded (a Linear's weight
-and bias, an Embedding's rows); all others, norms above all, are replicated. The members of an
-outermost `nn.ModuleList` that hold such weights are the blocks: with granularity "block" all
-sharded weights of a block make one unit, since few large messages use a link better than many small
-ones, and a block's matmuls are long enough to hide the next block's gather. With granularity
-"layer", the handout's, every module is a unit of its own.
+and bias, an Embedding's rows). All others, norms above all, are replicated. The members of an
+outermost `nn.ModuleList` that hold such weights are the blocks. With granularity "block" all
+sharded weights of a block make one unit: few large messages use a link better than many small ones,
+and a block's matmuls are long enough to hide the next block's gather. With granularity "layer",
+that of the handout, every module is a unit of its own.
 
-A unit is gathered when its entry, a module, is called. So containers that are never called (a
-ParameterList, the inner lists of a ModuleList of ModuleLists) hand their weights, or the role of a
-block, to the modules that are; and modules that share a weight are one unit with several entries.
+A unit is gathered when its entry, a module, is called. Some containers are never called (a
+ParameterList, the inner lists of a ModuleList of ModuleLists). The weights of such a container
+belong to the next module above it that is called, and the members of such a list are the blocks in
+its place. Modules that share a weight are one unit with several entries.
 
 A weight of R rows over N ranks is cut into N chunks of ceil(R / N) rows; the last chunks may be
-shorter or empty. In an all-gather every rank sends a whole chunk, so that the padding ends up
-behind row R and the whole weight is a contiguous prefix of what arrives.
+shorter or empty. In an all-gather every rank sends a whole chunk, so the padding ends up behind row
+R, and the whole weight is a contiguous prefix of what arrives.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ from torch.utils.checkpoint import checkpoint
 
 Granularity = Literal["block", "layer"]
 Checkpointing = Literal["none", "reentrant", "non_reentrant"]
-Home = tuple[nn.Module, str]
+Home = tuple[nn.Module, str]  # a module that holds a weight, and the attribute
 
 
 @dataclass(eq=False)
 class UnitPlan:
-    """Modules before whose forward `parameters` are gathered: (name, parameter, homes)."""
+    """The plan of one unit: its parameters, gathered before the forward of any of its entries.
+
+    `parameters` holds (name, parameter, homes); a tied parameter has several homes.
+    """
 
     name: str
     entries: list[nn.Module] = field(default_factory=list)
@@ -47,13 +50,13 @@ class UnitPlan:
 def wrap_blocks(
     model: nn.Module, *, checkpointing: Checkpointing = "none", compiled: bool = False
 ) -> nn.Module:
-    """Checkpoint, and compile, the forward of every block of `model` in place; call it before FSDP.
-    Returns `model`.
+    """Compile and checkpoint the forward of every block of `model` in place; return `model`.
 
-    From the inside out: compile, checkpoint, shard. The compiler must see the plain forward. FSDP's
-    hooks must lie outside of the checkpoint: the backward then gathers a block once, before the
-    recomputation, and keeps it for the gradients that follow. Only `forward` is replaced, so that
-    every module keeps its class and name.
+    Call it before FSDP. The order is, from the inside out: compile, checkpoint, shard. The compiler
+    must see the plain forward. FSDP's hooks must lie outside of the checkpoint: the backward then
+    gathers a block once, before the recomputation, and keeps it for the gradients that follow. Only
+    `forward` is replaced, so every module keeps its class and name. Raises ValueError for an
+    unknown `checkpointing`, and if `model` has no blocks.
     """
     _require_choice("checkpointing", checkpointing, get_args(Checkpointing))
     blocks = find_blocks(model)
@@ -70,23 +73,23 @@ def wrap_blocks(
 
 
 def owns_matrix(module: nn.Module) -> bool:
-    """Whether `module` itself, not a child, has a parameter of two or more dimensions."""
+    """Return whether `module` itself, not a child, has a parameter of two or more dimensions."""
     return any(
         parameter is not None and parameter.ndim >= 2 for parameter in module._parameters.values()
     )
 
 
 def is_callable(module: nn.Module) -> bool:
-    """Whether `module` has a forward: lists and dictionaries of modules or parameters have none."""
+    """Return whether `module` has a forward; lists and dictionaries of modules have none."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def find_blocks(module: nn.Module, prefix: str = "", in_list: bool = False) -> dict[str, nn.Module]:
-    """The members of the outermost ModuleLists that hold weights of two or more dimensions, by
-    name.
+    """Return the blocks of `module` by name: members of its outermost ModuleLists with matrices.
 
-    Of a member that is never called itself (a list or dictionary in the list) the members are
-    blocks.
+    A member counts if it holds a weight of two or more dimensions. If a member is never called
+    itself (a list or dictionary in the list), its own members are blocks. `prefix` and `in_list`
+    are for the recursion.
     """
     blocks: dict[str, nn.Module] = {}
     for name, child in module.named_children():
@@ -99,30 +102,34 @@ def find_blocks(module: nn.Module, prefix: str = "", in_list: bool = False) -> d
 
 
 def plan_units(module: nn.Module, granularity: Granularity) -> list[UnitPlan]:
-    """The units of `module`, in the order of its modules.
+    """Return the plans of the units of `module`, in the order of its modules.
 
-    ValueError naming a parameter whose gradient hooks would be lost: what autograd sees is the
-    gathered weight.
+    Raises ValueError for an unknown `granularity`, and naming a parameter with gradient hooks: they
+    would be lost, since autograd sees the gathered weight.
     """
     _require_choice("granularity", granularity, get_args(Granularity))
     modules = dict(module.named_modules())
-    # of all that is in blocks; several if blocks share it
+
+    # the blocks that each module lies in, several if blocks share it
     entries_of: dict[nn.Module, dict[str, nn.Module]] = {}
     for name, block in find_blocks(module).items() if granularity == "block" else ():
         for inner in block.modules():
             entries_of.setdefault(inner, {})[name] = block
+
     plan_of: dict[Any, UnitPlan] = {}  # by entry and by parameter
     homes: dict[nn.Parameter, list[Home]] = {}
     for path, inner in modules.items():
         if not owns_matrix(inner):
             continue
+
+        # the entries: the module's blocks, else the nearest module that is called, from it upwards
         above = path
         while above and not is_callable(modules[above]):
             above = above.rpartition(".")[0]
         entries = entries_of.get(inner) or {above: modules[above]}
         own = {name: one for name, one in inner._parameters.items() if one is not None and one.ndim}
-        # What shares an entry or a parameter is one unit: the first of those that there are, or a
-        # new one.
+
+        # Plans that share an entry or a parameter with this module are merged into the first.
         known = dict.fromkeys(
             plan_of[key] for key in (*entries.values(), *own.values()) if key in plan_of
         )
@@ -131,6 +138,8 @@ def plan_units(module: nn.Module, granularity: Granularity) -> list[UnitPlan]:
             plan.entries += other.entries
             plan.parameters += other.parameters
         plan.entries += [entry for entry in entries.values() if entry not in plan.entries]
+
+        # add the parameters that are new, and a home of each
         for attribute, parameter in own.items():
             full_name = f"{path}.{attribute}" if path else attribute
             if parameter not in homes:
@@ -147,15 +156,16 @@ def plan_units(module: nn.Module, granularity: Granularity) -> list[UnitPlan]:
 
 
 def materialize(module: nn.Module, name: str, device: torch.device) -> None:
-    """Give the meta tensors that `module` itself owns memory on `device`, and their initial values.
+    """Give the meta tensors of `module` itself memory on `device`, and their initial values.
 
-    ValueError naming a module that has no `reset_parameters`.
+    Does nothing if it owns no meta tensor; children are left alone. Raises ValueError naming a
+    module that has neither `reset_parameters` nor an `_apply` of its own that fills its tensors.
     """
     own = [*module._parameters.values(), *module._buffers.values()]
     if not any(tensor is not None and tensor.is_meta for tensor in own):
         return
     reset = getattr(module, "reset_parameters", None)
-    # as RotaryEmbedding does with its tables
+    # such as RotaryEmbedding, which computes its tables in _apply
     rebuilds = type(module)._apply is not nn.Module._apply
     if reset is None and not rebuilds:
         path = name or type(module).__name__
@@ -168,6 +178,7 @@ def materialize(module: nn.Module, name: str, device: torch.device) -> None:
 
 
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError naming the argument `name` unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
@@ -176,22 +187,29 @@ def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def chunk_rows(rows: int, num_ranks: int) -> int:
-    """Rows of a chunk: ceil(rows / num_ranks)."""
+    """Return the rows of a chunk: ceil(rows / num_ranks)."""
     return -(-rows // num_ranks)
 
 
 def own_rows(rows: int, rank: int, num_ranks: int) -> slice:
-    """The rows that `rank` keeps of `rows`; an empty slice where there are too few."""
+    """Return the slice of `rows` rows that `rank` keeps; empty if there are too few rows."""
     chunk = chunk_rows(rows, num_ranks)
     return slice(min(rows, rank * chunk), min(rows, (rank + 1) * chunk))
 
 
 class ShardedWeight:
-    """A weight, its shard and its whole; `homes` are the (module, attribute) pairs that hold it,
-    several if tied.
+    """A sharded weight: `shard`, this rank's rows, and `whole`, which has memory while gathered.
+
+    Args:
+        name: the weight's name in the unwrapped module, that of its first home.
+        like: the parameter before sharding; only its shape and `requires_grad` are read.
+        homes: the (module, attribute) pairs that hold the weight, several if it is tied.
+        place: (N * chunk rows, ...) view of the unit's memory, in the compute dtype.
+        group: the N ranks that share the weight.
     """
 
-    shard: nn.Parameter  # (own rows, ...) in the dtype of the master weights; the optimizer's
+    # (own rows, ...) in the dtype of the master weights; the parameter that the optimizer updates
+    shard: nn.Parameter
 
     def __init__(
         self,
@@ -203,36 +221,38 @@ class ShardedWeight:
     ) -> None:
         self.group = group
         rank, num_ranks = group.rank(), group.size()
-        self.name = name  # of its first home, as in the unwrapped module
+        self.name = name
         self.shape = like.shape  # of the whole
         self.homes = homes
         self.rows = own_rows(len(like), rank, num_ranks)
-        # `.data` gives each alias of `place` a version counter of its own: gathering again, into
-        # the same memory, must not look to autograd like a change of what it saved.
-        # (N * chunk, ...): the memory of `whole` and the padding behind it
+
+        # `.data` gives each alias of `place` a version counter of its own: a second gather into the
+        # same memory must not look to autograd like a change of what it saved.
+        # gathered is (N * chunk rows, ...): the memory of `whole`, and padding behind it
         self.gathered = place.data
         chunk = chunk_rows(len(like), num_ranks)
-        # that, and padding: what this rank sends
+        # this rank's part of `gathered`, with its padding: what it sends
         self.chunk = self.gathered[rank * chunk : (rank + 1) * chunk]
         # (R, ...) in the compute dtype; without memory while it is not gathered
         self.whole = nn.Parameter(place[: self.shape[0]].data, requires_grad=like.requires_grad)
-        # gradient of earlier backwards under no_sync, in reduce dtype
+
+        # sum of the gradients of earlier backwards under no_sync, in the reduce dtype
         self.accumulated: Tensor | None = None
 
     def keep(self, values: Tensor) -> None:
-        """Take this rank's rows of whole `values`; the modules see them from now on."""
-        # also of channels-last convolutions
+        """Make this rank's rows of the whole `values` the shard, and show it in all homes."""
+        # contiguous, since those of channels-last convolutions are not
         rows = values[self.rows].clone(memory_format=torch.contiguous_format)
         self.shard = nn.Parameter(rows, requires_grad=self.whole.requires_grad)
         self._as_kept = (rows.dtype, rows.device, rows.shape)
-        # For all who meet it, by whatever handle of the model: `whole_of` reads it. A cycle would
-        # keep both.
+        # `whole_of` reads this, whichever handle of the model the shard was found by. Weak, since a
+        # cycle would keep both alive.
         self.shard.is_rows = weakref.ref(self)  # type: ignore[attr-defined]
         for module, attribute in self.homes:
             module._parameters[attribute] = self.shard
 
     def check_shard(self) -> None:
-        """RuntimeError if the shard has another dtype, device or shape than when it was made."""
+        """Raise RuntimeError if the shard's dtype, device or shape has changed since `keep`."""
         now = (self.shard.dtype, self.shard.device, self.shard.shape)
         if now != self._as_kept:
             before, after = (
@@ -240,12 +260,13 @@ class ShardedWeight:
                 for dtype, device, shape in (self._as_kept, now)
             )
             raise RuntimeError(
-                f"parameter {self.name!r} must not be cast, moved or reshaped once FSDP has wrapped it: its rows were "
+                f"parameter {self.name!r} must not be cast, moved or reshaped "
+                "once FSDP has wrapped it: its rows were "
                 f"{before} and are {after}; do that before, or choose compute_dtype"
             )
 
     def take_gradient(self) -> Tensor:
-        """The whole gradient, with what was put aside before, taken off the weight."""
+        """Return the whole gradient plus what was put aside before, and clear both."""
         gradient, aside = self.whole.grad, self.accumulated
         self.whole.grad = self.accumulated = None
         if aside is not None:
@@ -255,9 +276,9 @@ class ShardedWeight:
 
 
 def whole_of(parameter: Tensor) -> ShardedWeight | None:
-    """The weight of which FSDP has made `parameter` this rank's rows; None for one that is whole.
+    """Return the sharded weight that `parameter` is the shard of; None if `parameter` is whole.
 
-    RuntimeError for rows of a weight that is gone: nobody knows of which whole they are.
+    Raises RuntimeError if the weight is gone with its FSDP module, so that the whole is unknown.
     """
     if not hasattr(parameter, "is_rows"):
         return None

@@ -1,10 +1,11 @@
-"""Reduce: whole gradients become the mean gradients of each rank's rows; and the streams and
-messages of FSDP.
+"""The reduce phase of FSDP, from whole gradients to the mean gradients of each rank's rows.
+
+The file also holds the side streams and the grouped collectives of FSDP.
 
 Memory and streams: every buffer is allocated while the compute stream is current. A side stream
-starts by waiting for the compute stream, and the compute stream waits for the side stream before it
-uses, or gives up, what that touched. So the caching allocator sees one stream only, and memory
-neither grows nor is handed out too early.
+starts by waiting for the compute stream. The compute stream waits for the side stream before it
+uses or frees what the side stream touched. So the caching allocator sees one stream only, and
+memory neither grows nor is reused too early.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from cs336_systems.distributed.fsdp.plan import ShardedWeight
 class GradientReducer:
     """Reduce-scatters the gradients of one unit after the other, on a side stream.
 
-    A second one first lets the compute stream wait for the one before: so at most two units' whole
-    gradients are alive.
+    Each reduction first makes the compute stream wait for the previous one, so the whole gradients
+    of at most two units are alive. `reduce_dtype` None: the dtype of the gradients.
     """
 
     def __init__(
@@ -45,36 +46,43 @@ class GradientReducer:
     @unseen_by_checkpoints
     @torch.no_grad()
     def accumulate(self, weight: ShardedWeight) -> None:
-        """Put the gradient that just arrived aside, to be reduced with a later one."""
+        """Add the gradient that just arrived to `weight.accumulated`, to be reduced later."""
         total = weight.take_gradient()
         weight.accumulated = total.to(self.reduce_dtype or total.dtype)
 
     @torch.no_grad()
     def reduce(self, gradients: dict[ShardedWeight, Tensor]) -> None:
-        """Start reducing whole gradients into those of the weights' shards, where they are added."""
+        """Start averaging whole gradients, and add each rank's rows to the gradients of its shards.
+
+        `wait` makes the compute stream wait for the result.
+        """
         self.wait()
-        inputs: list[Tensor] = []
-        outputs: list[Tensor] = []
-        padded: list[Tensor] = []  # what is copied: where to, and from where
-        sources: list[Tensor] = []
-        results: list[tuple[Tensor, Tensor]] = []  # where one comes out, and where it goes
+
+        # allocate, on the compute stream
+        inputs: list[Tensor] = []  # what is sent
+        outputs: list[Tensor] = []  # what arrives: a chunk of each
+        padded: list[Tensor] = []  # places to which gradients are copied before they are sent
+        sources: list[Tensor] = []  # those gradients
+        results: list[tuple[Tensor, Tensor]] = []  # (own rows in an output, gradient of the shard)
         for weight, gradient in gradients.items():
+            # send the gradient itself, or a copy that is padded, cast or contiguous
             dtype = self.reduce_dtype or gradient.dtype
             is_padded = len(weight.gathered) != len(gradient)
             if is_padded or gradient.dtype != dtype or not gradient.is_contiguous():
                 inputs.append(gradient.new_empty(weight.gathered.shape, dtype=dtype))
-                # What is behind the gradient's rows is reduced into padding that nobody reads.
+                # What lies behind the gradient's rows is reduced into padding that is never read.
                 padded.append(inputs[-1][: len(gradient)] if is_padded else inputs[-1])
                 sources.append(gradient)
             else:
                 inputs.append(gradient)
             outputs.append(inputs[-1].new_empty(weight.chunk.shape))
             own, place = outputs[-1][: len(weight.shard)], weight.shard.grad
-            # The shard's gradient lies in the output itself where there is none yet and the dtype
-            # is right.
+            # A shard without a gradient takes the output itself as its gradient if the dtype fits.
             if place is None:
                 place = own if own.dtype == weight.shard.dtype else torch.empty_like(weight.shard)
             results.append((own, place))
+
+        # copy, send and add, on the side stream
         with self.lane.after_compute():
             if padded:
                 torch._foreach_copy_(padded, sources)
@@ -85,25 +93,31 @@ class GradientReducer:
                 elif place is not own:
                     place.copy_(own)
             self._under_way = self.lane.mark()
+
+        # Buffers stay alive until the compute stream has waited.
         for weight, (_, place) in zip(gradients, results):
             weight.shard.grad = place
         self._in_use = [*inputs, *outputs, *sources]
 
     def wait(self) -> None:
-        """Let the compute stream wait for the reduction under way, and give its buffers back."""
+        """Make the compute stream wait for the reduction under way, then free its buffers."""
         self._under_way.wait()
         self._in_use = []
 
 
 @torch.no_grad()
 def average_replicated(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average the gradients of parameters that ranks keep whole; one that no rank has stays None."""
+    """Average the gradients of parameters that ranks keep whole, in one message.
+
+    A rank without a gradient counts as having one of zeros. A gradient that no rank has stays None.
+    """
     trained = [
         parameter for parameter in parameters if parameter.requires_grad and parameter.numel()
     ]
     if not trained:
         return
     gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
+    # shares: 1 for a parameter that has a gradient here; after the mean, > 0 if any rank has one
     shares = torch.tensor(
         [float(one.grad is not None) for one in trained], device=trained[0].device
     )
@@ -117,15 +131,16 @@ def average_replicated(parameters: list[nn.Parameter], group: dist.ProcessGroup)
 
 
 class Lane:
-    """A side stream of a CUDA device, of high priority; on CPU nothing but the same words."""
+    """A side stream of high priority on a CUDA device; on CPU its methods do nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @contextmanager
     def after_compute(self) -> Iterator[None]:
-        """Queue what follows on the side stream, behind all that is queued on the compute stream
-        now.
+        """Make the side stream current inside this block, after work queued on the compute stream.
+
+        The side stream waits for that work.
         """
         if self.stream is None:
             yield
@@ -135,8 +150,9 @@ class Lane:
             yield
 
     def mark(self) -> Work:
-        """What is queued on the side stream now, for the compute stream to wait for; the host goes
-        on.
+        """Return a handle whose `wait` makes the current stream wait for the side stream's work.
+
+        It stands for the work queued up to now; the host does not wait.
         """
         if self.stream is None:
             return Work()
@@ -147,12 +163,11 @@ class Lane:
 def gather_rows(
     outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup
 ) -> list[Work]:
-    """All-gather each of `inputs` into its output, N times as many rows; handles to wait for, none
-    on NCCL.
+    """All-gather each input into its output, which has N times as many rows; return the handles.
 
-    On NCCL the list travels as one grouped call on the current stream. The group is asked directly:
-    torch's functions for it check and log each tensor of a list, on a host that has to stay ahead
-    of the GPU.
+    On NCCL all inputs travel in one grouped call on the current stream, and there are no handles.
+    The group's method is called directly: torch's functions check and log each tensor of a list,
+    which takes time on a host that must stay ahead of the GPU.
     """
     if not on_nccl(inputs[0], group) or group.size() == 1:
         pairs = zip(outputs, inputs)
@@ -161,15 +176,16 @@ def gather_rows(
             for output, input_ in pairs
         ]
     options = AllgatherOptions()
-    options.asyncOp = False  # on the current stream, mostly a side stream already
+    options.asyncOp = False  # runs on the current stream, which mostly is a side stream already
     if (work := group.allgather_into_tensor_coalesced(outputs, inputs, options)) is not None:
-        work.wait()  # on the transport's own stream after all
+        work.wait()  # the transport has used its own stream after all
     return []
 
 
 def reduce_rows_mean(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Reduce-scatter each of `inputs`, as a mean, in its dtype: 1/N of its rows to each rank; on
-    the current stream.
+    """Reduce-scatter each input as a mean over the N ranks into its output, 1/N of the rows.
+
+    The mean is taken in the input's dtype, on the current stream; on NCCL in one grouped call.
     """
     if not on_nccl(inputs[0], group) or group.size() == 1:
         for output, input_ in zip(outputs, inputs):

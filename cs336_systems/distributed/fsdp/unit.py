@@ -1,18 +1,17 @@
-"""A unit: weights that are gathered, used, freed and reduced together, and the one state that says
-what they are for.
+"""A unit: weights that are gathered, used, freed and reduced together, and their one state.
 
            gather                forward                 its end
     REST ──────────▶ GATHERED ───────────▶ FORWARD ──────────────▶ GATHERED
      ▲                  │  │    backward
      └────── free ──────┘  └───────────▶ BACKWARD ── free ──▶ REST
 
-When a unit is gathered and freed, `wrapper.py` decides. Only what is GATHERED, ahead of its use or
-after it, may be freed to make room. In FORWARD and BACKWARD the unit's modules see the whole
-weights; else they see the shards, which the optimizer works on.
+`wrapper.py` decides when a unit is gathered and freed. Only a unit that is GATHERED, ahead of its
+use or after it, may be freed to make room. In FORWARD and BACKWARD the unit's modules see the whole
+weights; otherwise they see the shards, which the optimizer updates.
 
-The wholes of a unit lie in one piece of memory, allocated for a gather and given back after use.
-The tensors stay the same objects throughout, so what autograd saved in the forward finds its values
-again in the backward.
+The whole weights of a unit, its wholes, lie in one piece of memory, which is allocated for a gather
+and given back after use. The tensors stay the same objects throughout, so a tensor that autograd
+saved in the forward has its values again in the backward.
 """
 
 from __future__ import annotations
@@ -38,46 +37,49 @@ from cs336_systems.distributed.fsdp.engine import (
 from cs336_systems.distributed.fsdp.plan import ShardedWeight, UnitPlan, chunk_rows
 from cs336_systems.distributed.fsdp.reduce import GradientReducer, Lane, gather_rows
 
-ALIGNMENT_BYTES = 256  # of each weight in the unit's memory: what matmuls and NCCL like
-PREFETCH = 2  # a unit's gather starts when the unit so many before it has completed
-# units: the current and two ahead, also where modules run in another order than expected
+ALIGNMENT_BYTES = 256  # of each weight in the unit's memory: suits matmuls and NCCL
+PREFETCH = 2  # a unit's gather starts when the unit so many places before it has completed
+# units with memory: the current one and two ahead, also if modules run in an unexpected order
 MAX_GATHERED = 3
 
 
 class State(Enum):
-    """What the wholes of a unit have memory for."""
+    """Whether the wholes of a unit have memory, and what uses them now."""
 
-    REST = "rest"  # they have none
-    GATHERED = "gathered"  # nothing now: gathered ahead, or kept for what comes next
-    FORWARD = "forward"  # a forward of an entry that runs
-    BACKWARD = "backward"  # between the first gradient of its outputs and the last of its inputs
+    REST = "rest"  # no memory
+    GATHERED = "gathered"  # memory, not in use: gathered ahead, or kept for what comes next
+    FORWARD = "forward"  # in use by the forward of one of the unit's entries
+    BACKWARD = "backward"  # in use from the first need of a backward until the unit is freed
 
 
 IN_USE = (State.FORWARD, State.BACKWARD)
 
 
 class ExecutionOrder:
-    """The units in the order of the pass before (`expected`) and of this one (`seen`), to gather
-    the next ones ahead.
+    """Predicts which unit runs next, from the order of the previous pass.
 
-    A wrong guess costs a gather that nobody uses, never a wrong result.
+    `expected` is the order of the previous pass, empty after a wrong guess; `seen` is that of this
+    pass so far. A wrong guess costs a gather that nobody uses, never a wrong result.
     """
 
     def __init__(self) -> None:
         self.expected: list[Unit] = []
         self.seen: list[Unit] = []
-        self._places: dict[Unit, int] = {}  # the last one of each in `seen`
+        self._places: dict[Unit, int] = {}  # the last place of each unit in `seen`
 
     def begin(self, default: Iterable[Unit] = ()) -> list[Unit]:
-        """Start a pass, which will go like the one before, the first one like `default`; what it
-        begins with.
+        """Begin a pass, and return the first PREFETCH units that are expected to run.
+
+        The pass is expected to go like the previous one; the first pass like `default`.
         """
         self.expected, self.seen = self.seen or self.expected or list(default), []
         return self.expected[:PREFETCH]
 
     def visit(self, unit: Unit) -> None:
-        """Note that `unit` runs now. A surprise ends all guesses of this pass, and is told to the
-        ranks' agreement.
+        """Note that `unit` runs now.
+
+        If another unit was expected, no more guesses are made in this pass, and the ranks'
+        agreement notes the surprise.
         """
         place = self._places[unit] = len(self.seen)
         self.seen.append(unit)
@@ -86,19 +88,20 @@ class ExecutionOrder:
             unit.window.agreement.surprise()
 
     def ahead(self, unit: Unit) -> Unit | None:
-        """The unit that is gathered when `unit` is done; None if it has run already or is not
-        known.
-        """
+        """Return the unit to gather when `unit` is done; None if it has run or is unknown."""
         target = self._places[unit] + PREFETCH
         return self.expected[target] if len(self.seen) <= target < len(self.expected) else None
 
     def ends_with(self, unit: Unit) -> bool:
-        """Whether `unit` is among the last that are expected, with which a backward begins."""
+        """Return whether `unit` is among the last PREFETCH expected units.
+
+        A backward begins with those.
+        """
         return len(self.expected) - PREFETCH <= self._places[unit] < len(self.expected)
 
 
 class Window:
-    """What the units of one model share: their group, its streams, and which of them have memory."""
+    """Shared state of a model's units: group, streams, and which units have memory."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, reduce_dtype: torch.dtype | None
@@ -114,14 +117,13 @@ class Window:
 
     @property
     def in_backward(self) -> bool:
-        """Whether this code runs inside autograd's engine: in a hook, or in a checkpoint's
-        recomputation.
-        """
+        """Whether this code runs in autograd's engine: in a hook or a recomputation."""
         return current_backward() != -1
 
     def make_room(self, unit: Unit) -> None:
-        """Before `unit` is gathered for use: free idle units, gathered for an order that did not
-        come; oldest first.
+        """Free idle units, oldest first, so that `unit` can be gathered for use.
+
+        Idle units are surplus only when modules run in another order than expected.
         """
         surplus = len(self.gathered) + 1 - MAX_GATHERED
         if unit.state is State.REST and surplus > 0:
@@ -131,7 +133,7 @@ class Window:
                 other.free()
 
     def gather_ahead(self, unit: Unit | None) -> None:
-        """Start gathering what is expected to run soon, if there is room."""
+        """Start gathering `unit` ahead of its use, if there is room; None does nothing."""
         if unit is not None and len(self.gathered) < MAX_GATHERED:
             unit.gather()
 
@@ -140,7 +142,11 @@ class Window:
 
 
 class Unit:
-    """The weights in `weights`, gathered when one of the modules in `entries` runs."""
+    """A set of weights, in `weights`, gathered whenever one of the modules in `entries` runs.
+
+    The constructor lays out the wholes in one memory and allocates it for a moment. The weights get
+    their shards later, by `ShardedWeight.keep`; `come_to_rest` then completes the unit.
+    """
 
     def __init__(self, plan: UnitPlan, window: Window, compute_dtype: torch.dtype | None) -> None:
         self.name, self.entries = plan.name, plan.entries
@@ -149,15 +155,16 @@ class Unit:
         window.units.append(self)
         window.agreement.names.append(self.name)
         self.state = State.REST
-        self.backward = 0  # which one BACKWARD is for
-        self.began = 0  # time of the forward that BACKWARD is of
-        # of a module: at rest, in use
+        self.backward = 0  # in BACKWARD: the number of that backward
+        self.began = 0  # in BACKWARD: when the call whose backward it is began
+        # (module, its _parameters at rest, its _parameters in use)
         self._views: list[tuple[nn.Module, RestingParameters, dict[str, Any]]] = []
-        # where each weight is shown in use
+        # (_parameters in use, attribute, the weight shown there)
         self._shown: list[tuple[dict[str, Any], str, ShardedWeight]] = []
         self._works: list[Work] = []  # the gather under way
-        # The place of the wholes. Of the parameters, which may be on the meta device, only shapes
-        # and dtypes are read.
+
+        # Lay out the wholes. Only shapes and dtypes of the parameters are read, since they may be
+        # on the meta device.
         self._bytes = 0
         places: list[tuple[int, list[int], torch.dtype]] = []
         for _, parameter, _ in plan.parameters:
@@ -166,6 +173,8 @@ class Unit:
             places.append((self._bytes, [rows, *parameter.shape[1:]], dtype))
             num_bytes = math.prod(places[-1][1]) * dtype.itemsize
             self._bytes += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+        # make the tensors, then give their memory back
         memory = torch.empty(self._bytes, dtype=torch.uint8, device=window.device)
         self.weights: list[ShardedWeight] = []
         for (offset, shape, dtype), (name, parameter, homes) in zip(places, plan.parameters):
@@ -173,29 +182,34 @@ class Unit:
                 memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             )
             self.weights.append(ShardedWeight(name, parameter, homes, place, window.group))
-        self._begins = [offset for offset, _, _ in places]  # of each weight in the memory, in bytes
-        self._memory = memory.untyped_storage()  # under all wholes
+        self._begins = [offset for offset, _, _ in places]  # of each weight, in bytes of the memory
+        self._memory = memory.untyped_storage()  # shared by all wholes
         self.storage_id = storage_id(memory)
         self._memory.resize_(0)
-        # Those that are trained, when they were wrapped: hooks wait for their gradients.
+
+        # Trainable at wrapping: hooks wait for the gradients of these.
         self.trainable = [weight for weight in self.weights if weight.whole.requires_grad]
 
     def versions(self) -> list[int]:
-        """They rise where an optimizer changes the rows."""
+        """Return the version counter of each shard, which rises when an optimizer changes it."""
         return [weight.shard._version for weight in self.weights]
 
     def place_of(self, tensor: Tensor) -> int:
-        """The place in `weights` of the one that `tensor`, a view into the unit's memory, is of."""
+        """Return the index into `weights` of the weight that `tensor` views.
+
+        `tensor` must be a view into the unit's memory.
+        """
         return bisect_right(self._begins, tensor.storage_offset() * tensor.itemsize) - 1
 
     @property
     def arrived(self) -> list[ShardedWeight]:
-        """Whose gradients are complete and not yet reduced."""
+        """The weights whose gradients are complete and not yet reduced."""
         return [weight for weight in self.trainable if weight.whole.grad is not None]
 
     def come_to_rest(self, paths: dict[nn.Module, str]) -> None:
-        """From now on the modules, of these paths, see what the state says; every weight has its
-        shard.
+        """Replace the modules' `_parameters`, so that they show shards or wholes by the state.
+
+        `paths` are the modules' names, for errors. Every weight must have its shard by now.
         """
         in_use: dict[nn.Module, dict[str, Any]] = {}
         for weight in self.weights:
@@ -209,8 +223,9 @@ class Unit:
             vars(module)["_parameters"] = self._views[-1][1]
 
     def become(self, state: State) -> None:
-        """Enter `state`, and show the modules the weights that go with it; before those in use
-        `wait`.
+        """Enter `state`, and show the modules their wholes if it is one of use, else the shards.
+
+        Call `wait` before a state of use.
         """
         is_in_use = state in IN_USE
         if is_in_use != (self.state in IN_USE):
@@ -221,11 +236,18 @@ class Unit:
     @unseen_by_checkpoints
     @torch.no_grad()
     def gather(self) -> None:
-        """Start gathering, behind what is queued now; nothing if it was started before."""
+        """Start gathering the wholes, after all work queued on the compute stream; collective.
+
+        Does nothing unless the unit is at rest. `wait` waits for the gather.
+        """
         if self.state is not State.REST:
             return
         self.window.agreement.send("gathers", self.index)
         self._memory.resize_(self._bytes)
+
+        # What to send: the shard itself if it is a whole chunk in the compute dtype, else a copy,
+        # made where the gather would put it, so that it needs no memory of its own. The padding
+        # behind the own rows is never read.
         inputs: list[Tensor] = []
         places: list[Tensor] = []
         shards: list[Tensor] = []
@@ -238,11 +260,11 @@ class Unit:
                 or len(weight.chunk) != len(shard)
                 or not shard.is_contiguous()
             ):
-                # One chunk in the compute dtype, made where the gather would put it: no memory of
-                # its own. What lies behind the own rows is padding that nobody reads.
                 places.append(weight.gathered[weight.rows])
                 shards.append(shard)
                 inputs[-1] = weight.chunk
+
+        # send, on the side stream
         with self.window.lane.after_compute():
             if places:
                 torch._foreach_copy_(places, shards)
@@ -254,16 +276,16 @@ class Unit:
         self.become(State.GATHERED)
 
     def wait(self) -> None:
-        """Let what follows on the compute stream see the wholes."""
+        """Gather unless that has begun, and make the compute stream wait for the gather."""
         self.gather()
         with self.window.agreement:
             wait_for(self._works)
 
     def free(self) -> None:
-        """Give the memory of the wholes back, once what is queued on the compute stream has used
-        them.
+        """Give the memory of the wholes back, and come to rest; nothing if the unit is at rest.
 
-        RuntimeError naming a weight that a forward has changed or replaced, since that is lost.
+        Work queued on the compute stream still finds the values. Raises RuntimeError naming a
+        weight that a forward has changed or replaced, since the change would be lost.
         """
         if self.state is State.REST:
             return
@@ -271,6 +293,8 @@ class Unit:
         self._memory.resize_(0)
         del self.window.gathered[self]
         self.become(State.REST)
+
+        # wholes must be as the gather left them
         for weight in self.weights:
             if weight.whole._version:
                 raise RuntimeError(
@@ -285,10 +309,11 @@ class Unit:
 
 
 class RestingParameters(dict[str, Any]):
-    """The `_parameters` of a module whose unit is not in use: the shards.
+    """The `_parameters` of a module whose unit is not in use: its shards.
 
-    But within a pass a head that computes `F.linear(h, self.embedding.weight)` gets the whole, in a
-    copy of its own.
+    Within a forward or backward, reading a shard gives a copy of the whole weight instead. So a
+    head that computes `F.linear(h, self.embedding.weight)` works. Adding, replacing and removing
+    parameters raises RuntimeError.
     """
 
     def __init__(self, unit: Unit, path: str, shards: dict[str, Any]) -> None:
@@ -296,42 +321,50 @@ class RestingParameters(dict[str, Any]):
         self.path, self.window = path, unit.window
         self.readers = {weight.shard: (weight, unit) for weight in unit.weights}
 
-    def __getitem__(self, name: str) -> Any:  # of `module.weight`
+    def __getitem__(self, name: str) -> Any:
+        """Return the parameter, as `module.weight` does; its whole within a forward or backward."""
         value = super().__getitem__(name)
         if value in self.readers and (self.window.in_forward or self.window.in_backward):
             return ReadOutside.apply(value, *self.readers[value])
         return value
 
-    def items(self) -> Any:  # of `module.parameters()`
+    def items(self) -> Any:
+        """Return names and parameters, as `module.parameters()` reads them, by `__getitem__`."""
         return {name: self[name] for name in self}.items()
 
-    # as `module.weight = ...`, tying, functional_call do
     def __setitem__(self, name: str, value: Any) -> None:
+        """Raise RuntimeError for another value: `module.weight = ...`, tying, functional_call."""
         if value is not self.get(name):
             self._refuse(name, "replaced" if name in self else "added")
 
-    def __delitem__(self, name: str) -> None:  # as parametrizations and weight norms do
+    def __delitem__(self, name: str) -> None:
+        """Raise RuntimeError: parametrizations and weight norms remove parameters so."""
         self._refuse(name, "removed")
 
     def pop(self, name: str, *default: Any) -> Any:
+        """Raise RuntimeError, as `__delitem__` does."""
         self._refuse(name, "removed")
 
     def _refuse(self, name: str, change: str) -> NoReturn:
+        """Raise RuntimeError saying that parameter `name` cannot be added, replaced or removed."""
         path = f"{self.path}.{name}" if self.path else name
         raise RuntimeError(
-            f"parameter {path!r} cannot be {change} once FSDP has wrapped its module: do that before, or give it other "
+            f"parameter {path!r} cannot be {change} once FSDP has wrapped its module: "
+            "do that before, or give it other "
             "values by load_full_params"
         )
 
 
 class ReadOutside(torch.autograd.Function):
-    """From a shard to its whole, for a use outside the forwards of the unit's entries, and back
-    with the gradient.
+    """Gathers a whole weight that is used outside its unit's forwards, and reduces its gradient.
+
+    The gradient is added to the shard's directly, so autograd gets none.
     """
 
     @staticmethod
     @unseen_by_checkpoints
     def forward(ctx: Any, shard: Tensor, weight: ShardedWeight, unit: Unit) -> Tensor:
+        """Return a copy of the whole weight, in the compute dtype; collective."""
         ctx.weight, ctx.unit = weight, unit
         unit.window.agreement.send("gathers", unit.index)
         with unit.window.agreement:
@@ -341,16 +374,17 @@ class ReadOutside(torch.autograd.Function):
     @unseen_by_checkpoints
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        """Average the whole gradient, and add this rank's rows to the shard's; collective."""
         window = ctx.unit.window
         window.agreement.send("reduces", ctx.unit.index)
         with window.agreement:
             window.reducer.reduce({ctx.weight: gradient})
-        window.reducer.wait()  # where no unit is reduced, nobody may wait for it later
-        return None, None, None  # to the shard it is added there, on another stream
+        window.reducer.wait()  # now, since no unit may be reduced later that would wait for it
+        return None, None, None  # the reducer has added the gradient to the shard's
 
 
 def gather_copy(weight: ShardedWeight, dtype: torch.dtype) -> Tensor:
-    """A new tensor with the whole weight in `dtype`, on the current stream; collective."""
+    """Return a new tensor with the whole weight in `dtype`; collective, on the current stream."""
     rows = weight.shard.new_empty(weight.gathered.shape, dtype=dtype)
     chunk = weight.shard.new_zeros(weight.chunk.shape, dtype=dtype)
     chunk[: weight.shard.shape[0]].copy_(weight.shard.detach())

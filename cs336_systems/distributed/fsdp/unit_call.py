@@ -1,14 +1,14 @@
-"""A call of a unit: what autograd saves in its forward, and asks for in its backward.
+"""A call of a unit: saved-tensor hooks around its forward that gather the unit for its backward.
 
-The wholes of a unit are freed after its forward, and what autograd saved of them has no memory
-then. So a call puts hooks of its own around the forward: `pack` is asked for each tensor that is
-saved, `unpack` when a node of the backward needs it back, and gathers the unit first. That holds
-for whatever the module does with its outputs: the backward may come in by a returned tensor, an
-attribute, a global list or a closure.
+The wholes of a unit are freed after its forward, so tensors that autograd saved of them have no
+memory then. A call therefore puts saved-tensor hooks around the forward: autograd calls `pack` for
+each tensor that it saves, and `unpack` when a node of the backward needs the tensor back; `unpack`
+gathers the unit first. That works whatever the module does with its outputs: the backward may enter
+by a returned tensor, an attribute, a global list or a closure.
 
-Two kinds of node are not asked: an `autograd.Function` that keeps a weight itself
-(`ctx.weight = weight`), and those under hooks that a module puts around its own code
-(`save_on_cpu`). Hooks on the tensors that a call returns serve them.
+Two kinds of node do not call these hooks: an `autograd.Function` that keeps a weight itself
+(`ctx.weight = weight`), and nodes under hooks that a module puts around its own code
+(`save_on_cpu`). For them, hooks on the tensors that a call returns gather the unit.
 """
 
 from __future__ import annotations
@@ -27,78 +27,90 @@ from cs336_systems.distributed.fsdp.unit import State, Unit
 
 @dataclass(eq=False)
 class Call:
-    """A forward of a unit's entry, which began and ended at these times of the wrapper's clock.
+    """One forward of a unit's entry, with the hooks that autograd calls for tensors it saves.
 
-    A user's own hooks (save_on_cpu, a checkpoint around the unit) keep their part: autograd asks
-    the top ones only, so that `pack` and `unpack` hand on to those below.
+    A user's own saved-tensor hooks (save_on_cpu, a checkpoint around the unit) still work: autograd
+    calls the top hooks only, so `pack` and `unpack` call those below.
     """
 
     unit: Unit
-    need: Callable[[Call], None]  # gathers for the backward
-    state_before: State
-    began: int
+    need: Callable[[Call], None]  # gathers the unit for the backward of this call
+    state_before: State  # of the unit
+    began: int  # times of the wrapper's clock
     ended: float = math.inf
-    casts: list[Tensor] = field(default_factory=list)
-    # ids of arguments: what is handed through is no output
+    casts: list[Tensor] = field(default_factory=list)  # the arguments that were cast
+    # ids of argument tensors: one that is handed through is not an output
     given: set[int] = field(default_factory=set)
-    has_saved: bool = False
-    versions: list[int] = field(default_factory=list)  # of the shards
-    below: engine.Hooks | None = None
+    has_saved: bool = False  # whether autograd has saved a tensor
+    versions: list[int] = field(default_factory=list)  # of the shards, when the call began
+    below: engine.Hooks | None = None  # the user's hooks
 
     @property
     def gives_back_the_same(self) -> bool:
-        """Whether `unpack` returns the memory that `pack` was given: what replays attention's
-        launches asks this.
+        """Whether `unpack` returns the memory that `pack` was given: true without a user's hooks.
+
+        The code that replays attention's launches reads this.
         """
         return self.below is None
 
     # Forward
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Ask this call for what autograd saves from now on."""
+        """Begin the call: autograd calls `pack` for every tensor that it saves from now on.
+
+        `args` and `kwargs` are the forward's arguments, after the cast.
+        """
         self.given = {id(one) for one in (*tensors_in(args), *tensors_in(kwargs))}
         self.versions = self.unit.versions()
+
+        # The hooks below may be those of an outer call: then the user's are the ones below that.
         self.below = engine.saving_hooks()
         if self.below is not None and isinstance(
             outer := getattr(self.below[0], "__self__", None), Call
         ):
             self.below = outer.below
+
         engine.push_saving_hooks(self.pack, self.unpack)
 
     def stop_saving(self) -> None:
-        """Ask those again that were asked before."""
+        """Restore the saved-tensor hooks that were in force before `start`."""
         engine.pop_saving_hooks()
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd is to keep in place of `tensor`: called some forty times a block, so
-        kept short.
+        """Return what autograd keeps in place of `tensor`: the tensor and its version counter.
+
+        With a user's hooks below, return what they return. Called some forty times a block, so kept
+        short.
         """
         self.has_saved = True
         if self.below is not None:
             return self.below[0](tensor)
-        # Detached, as a node must not hold its own output; that has the same version counter.
+        # Detached, since a node must not hold its own output; the version counter is the same.
         return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
     def end(self, output: Any) -> Any:
-        """Gather as well when gradients come to what is returned; returns `output`, with copies of
-        weights in it.
+        """End the call: register hooks on the output's tensors that gather the unit for a backward.
+
+        Returns `output`, with copies in place of the unit's weights, whose memory is freed.
         """
-        self.casts.clear()  # what is saved holds the call
+        self.casts.clear()  # tensors that autograd saved keep the call alive
         outputs = tensors_in(output)
-        # whose memory is freed
         if any(engine.storage_id(one) == self.unit.storage_id for one in outputs):
             output = self._with_copies(output)
             outputs = tensors_in(output)
         for one in outputs:
             if one.requires_grad and id(one) not in self.given:
-                # made anew where a view was written through: a hook on the old one crashes
+                # Reading grad_fn makes it anew after a write through a view; a hook on the old one
+                # crashes.
                 _ = one.grad_fn
                 one.register_hook(self.gradient_comes)
         return output
 
     def _with_copies(self, value: Any) -> Any:
-        """`value` with copies of the unit's weights and views of them; RuntimeError where nobody
-        can put one in.
+        """Return `value` with the unit's weights, and views of them, replaced by copies.
+
+        Looks into tuples, lists and dictionaries. Raises RuntimeError for a weight in an object of
+        another kind, where it cannot be replaced.
         """
         if isinstance(value, Tensor):
             return value.clone() if engine.storage_id(value) == self.unit.storage_id else value
@@ -118,8 +130,9 @@ class Call:
     # Backward
 
     def unpack(self, packed: Any) -> Tensor:
-        """Gather the unit, and return the tensor that was packed; RuntimeError if it was changed in
-        between.
+        """Gather the unit, and return the tensor that `pack` was given.
+
+        Raises RuntimeError if the tensor, or the shard of a weight, was changed in between.
         """
         unit = self.unit
         if unit.state is not State.BACKWARD or unit.began != self.began:
@@ -129,27 +142,30 @@ class Call:
         tensor, before = packed
         if engine.storage_id(tensor) == unit.storage_id:
             self._check_weight(tensor)
-        if tensor._version != before:  # autograd leaves this to hooks
+        if tensor._version != before:  # autograd does not check tensors that hooks return
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                "one of the variables needed for gradient computation "
+                "has been modified by an inplace operation: "
                 f"{unit.name!r} saved a tensor of shape {tuple(tensor.shape)} at version {before}, "
                 f"which is at version {tensor._version}"
             )
         return tensor
 
     def _check_weight(self, saved: Tensor) -> None:
-        """RuntimeError if `saved` is of a weight whose shard has changed: one process raises as
-        well.
+        """Raise RuntimeError if the shard of the weight that `saved` views changed after the call.
+
+        In one process autograd raises as well.
         """
         place = self.unit.place_of(saved)
         weight = self.unit.weights[place]
         if weight.shard._version != self.versions[place]:
             raise RuntimeError(
-                f"parameter {weight.name!r} was changed between a forward and its backward, as by a step()"
+                f"parameter {weight.name!r} was changed between a forward and its backward, "
+                "as by a step()"
             )
 
     def gradient_comes(self, _: Tensor | None = None) -> None:
-        """Gather for the backward, once."""
+        """Gather the unit for this call's backward, unless that is done; a hook on the outputs."""
         unit = self.unit
         if unit.state is State.BACKWARD and unit.began == self.began:
             return
@@ -159,7 +175,10 @@ class Call:
     # Arguments
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """`value` in `dtype` if it is a floating-point tensor, or a tuple with such tensors so."""
+        """Return `value` with floating-point tensors cast to `dtype`, also those in tuples.
+
+        Remembers the copies that the cast makes in `casts`. Any other value is returned as it is.
+        """
         if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
             value = value.to(dtype)
             self.casts.append(value)
@@ -169,16 +188,17 @@ class Call:
 
 
 def _rebuilt(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """Return a tuple of `items` of the same type as `like`, which may be a named tuple."""
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often `tensor` was changed in place; 0 where nobody counts."""
+    """Return how often `tensor` was changed in place; 0 for an inference tensor, uncounted."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested containers and dataclasses."""
+    """Return the tensors in `value`: nested lists, tuples, dictionaries and dataclasses."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -188,16 +208,18 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [tensor for item in value for tensor in tensors_in(item)]
 
 
-# Errors of others that say too little
+# Notes on errors that PyTorch raises and that say too little
 
 
 def explain(error: BaseException | None, unit: Unit) -> None:
-    """Add the unit's name to PyTorch's refusal of torch.func's gradients where saved-tensor hooks
-    are.
+    """Add a note naming `unit` if `error` says that torch.func does not work with such hooks.
+
+    PyTorch refuses torch.func's gradients under saved-tensor hooks. Any other error stays as it is.
     """
     if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
         error.add_note(
-            f"FSDP has such hooks while {unit.name!r} runs, as activation checkpoints have: take torch.autograd.grad "
+            f"FSDP has such hooks while {unit.name!r} runs, as activation checkpoints have: "
+            "take torch.autograd.grad "
             "there, or torch.func outside of modules with sharded weights."
         )
 
@@ -205,8 +227,9 @@ def explain(error: BaseException | None, unit: Unit) -> None:
 def explain_dtypes(
     error: BaseException, module: nn.Module, compute_dtype: torch.dtype | None
 ) -> None:
-    """Name the buffers that keep their dtype, where the units' arguments and weights get another
-    one.
+    """Add a note naming buffers in another dtype than `compute_dtype`, if `error` is on types.
+
+    FSDP casts the units' arguments and weights to `compute_dtype`, but no buffers.
     """
     if compute_dtype is None or not isinstance(error, RuntimeError) or "type" not in str(error):
         return
@@ -218,5 +241,6 @@ def explain_dtypes(
     if others:
         names = ", ".join(map(repr, others))
         error.add_note(
-            f"FSDP computes in {compute_dtype} and casts no buffers: cast {names} in the forward, or before wrapping."
+            f"FSDP computes in {compute_dtype} and casts no buffers: "
+            f"cast {names} in the forward, or before wrapping."
         )

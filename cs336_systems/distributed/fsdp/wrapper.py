@@ -1,5 +1,4 @@
-"""Fully sharded data parallelism (ZeRO stage 3): each rank keeps its rows of every weight, and
-gathers what it uses.
+"""Fully sharded data parallelism (ZeRO stage 3): ranks keep rows of weights, and gather for use.
 
     model = FSDP(TransformerLM.from_config(config), compute_dtype=torch.bfloat16)
     optimizer = AdamW(model.parameters(), lr=1e-3)        # after wrapping: it sees the shards
@@ -7,24 +6,26 @@ gathers what it uses.
     model.finish_gradient_synchronization()
     optimizer.step()
 
-The life of a weight, whose words the code repeats; `plan.py` says which weights make a unit:
+A unit is a set of weights that are gathered together (`plan.py`). The life of a weight has five
+phases, whose names the code repeats:
 
-- rest (`plan.py`): this rank holds its rows, in float32, the master weights;
-- gather (`unit.py`): all ranks send their rows, in the compute dtype, into the whole weight. It
-  starts when the unit two before has completed, so that it runs beside the unit in between;
+- rest (`plan.py`): this rank holds its rows, the master weights, in the parameters' dtype, which is
+  float32 as a rule;
+- gather (`unit.py`): all ranks send their rows, in the compute dtype, into the whole weight. A
+  unit's gather starts when the unit two before has completed, so it runs beside the one in between;
 - use (here, `unit_call.py`): the module sees the whole weight in its forward, and once more in its
-  backward, which begins where autograd asks for what the forward has saved;
-- free (`unit.py`): the whole gives its memory back after each use, and all do when a forward
-  begins, since the optimizer may have changed the rows, and when a backward ends. A unit's wholes
-  and the next one's are all there is;
-- reduce (`reduce.py`): the gradient of the whole is averaged over ranks; each keeps the part of its
-  rows, in float32.
+  backward, which begins when autograd asks for a tensor that the forward has saved;
+- free (`unit.py`): the whole weight gives its memory back after each use. All wholes do so when a
+  forward begins, since the optimizer may have changed the rows, and when a backward ends. Normally
+  only the wholes of the running unit and of the next one have memory;
+- reduce (`reduce.py`): the gradient of the whole weight is averaged over the ranks; each rank keeps
+  the part of its own rows, in the dtype of the master weights.
 
 Replicated parameters (norms) keep whole gradients, which `finish_gradient_synchronization` averages
-in one message. Every rank must run the same modules in the same order, which `agreement.py`
-compares. Backwards under `no_sync` put the gradients of sharded weights aside, whole, in no
-`.grad`: the wrapper's `zero_grad` drops them, an optimizer's does not. Which weights are trained is
-what they say when they are wrapped.
+in one message. Every rank must run the same modules in the same order, which `agreement.py` checks.
+Backwards under `no_sync` put the gradients of sharded weights aside, whole, outside of `.grad`: the
+wrapper's `zero_grad` drops them, an optimizer's does not. A weight is trained if it requires a
+gradient when it is wrapped.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# torch.compiler.disable loads the compiler at once
+# not torch.compiler.disable, which loads the compiler at once
 from torch._compile import _disable_dynamo as uncompiled
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,33 +75,36 @@ from cs336_systems.distributed.fsdp.unit_call import Call, explain, explain_dtyp
 
 
 class FSDP(nn.Module, Accumulating):
-    """`module` with its weights sharded over `process_group`: each rank keeps its rows, and gathers
-    what it uses.
+    """Shards the weights of `module`: each rank keeps its rows, and gathers whole weights for use.
 
     Args:
-        module: whole on every rank, rank 0's values count; or built on the meta device, then drawn
-        on rank 0 by each
-            module's `reset_parameters`, one after the other, so that no rank ever holds the whole
-            model.
-        compute_dtype: of gathered weights, and so of messages and matmuls. None: that of the
-        parameters. A unit gets
-            its floating-point arguments in it, those in tuples too; what lists, dictionaries and
-            objects hold stays.
-        reduce_dtype: in which gradients are averaged. None: the dtype that they are computed in.
+        module: a whole module on every rank, of which rank 0's values count; or one built on the
+            meta device. The latter is filled on each rank by the modules' `reset_parameters`, one
+            module after the other, so that no rank ever holds the whole model; again rank 0's
+            values count.
+        compute_dtype: dtype of gathered weights, and so of messages and matmuls. None: that of the
+            parameters. A unit's floating-point arguments are cast to it, also those in tuples;
+            tensors in lists, dictionaries and objects keep their dtype.
+        reduce_dtype: dtype in which gradients are averaged. None: that in which they are computed.
         granularity: what is gathered in one message: "block", all weights of a member of an
-        outermost nn.ModuleList,
-            or "layer", those of one Linear or Embedding, as the handout has it.
-        device: where the shards go. None: where the parameters are; for a meta module the GPU if
-        there is one. process_group: None: all ranks.
+            outermost nn.ModuleList, or "layer", those of one Linear or Embedding, as in the
+            handout.
+        device: where the shards go. None: where the parameters are; for a module on the meta device
+            the GPU if there is one, else the CPU.
+        process_group: the ranks that share the weights. None: all ranks.
 
-    Construction raises ValueError naming the argument, a wrapper in the module, a parameter of
-    which ranks hold other shapes or one with gradient hooks. A step raises RuntimeError naming a
-    unit that only some ranks run, that writes into an argument which was cast, or whose gradients
-    shall have a graph; and a parameter that was replaced, tied, added to a module with sharded
-    ones, cast or moved after wrapping, that a forward or a step before the backward changes, or
-    that has hooks. It raises TypeError for a sparse gradient, a copy of the wrapper and a generator
-    as output; ValueError for an optimizer that was built before, or does not update row by row.
-    Gradients by torch.func inside of a unit are refused by PyTorch.
+    Raises:
+        ValueError: by the constructor, naming a bad argument, a wrapper inside the module, a
+            parameter with gradient hooks or one whose shape differs between ranks; by a step, for
+            an optimizer that was built before wrapping or does not update row by row.
+        RuntimeError: by a step, naming a unit that only some ranks run, that writes into an
+            argument which was cast, or that is differentiated with `create_graph=True`; or naming
+            a parameter that was replaced, tied, cast, moved or added to a module with sharded
+            weights after wrapping, that changed in a forward or between a forward and its
+            backward, or that has gradient hooks.
+        TypeError: for a sparse gradient, a copy of the wrapper, an iterator or awaitable as output.
+
+    PyTorch itself raises an error for torch.func's gradients inside of a unit.
     """
 
     def __init__(
@@ -114,6 +118,8 @@ class FSDP(nn.Module, Accumulating):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+
+        # check the arguments, and plan the units
         check_unwrapped(module)
         for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
             if dtype is not None and not (
@@ -129,6 +135,8 @@ class FSDP(nn.Module, Accumulating):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.compute_dtype = compute_dtype
         check_same_shapes(module.named_parameters(), group)
+
+        # shard the weights
         self.module = module
         self._window = Window(group, self.device, reduce_dtype)
         self.units = self._build_units(plans)
@@ -140,17 +148,21 @@ class FSDP(nn.Module, Accumulating):
         self._replicated = [
             one for name, one in module.named_parameters() if name not in self.weights
         ]
-        # With the wholes, which modules show after a backward that raised.
+        # The wholes are members too: modules show them after a backward that raised.
         self._members = {*module.parameters(), *(weight.whole for weight in self.weights.values())}
-        self._registrations = -1  # that were counted when all members were known
+        self._registrations = -1  # value of Registrations.count at the last check of members
+
+        # state of a step
         self._forward_order, self._backward_order = ExecutionOrder(), ExecutionOrder()
-        self._calls: list[Call] = []  # forwards of entries under way, one in another
+        self._calls: list[Call] = []  # forwards of entries under way, the innermost last
         self._clock = 0  # counts beginnings and ends of calls
-        # under way: the engine's, and in it those of reentrant checkpoints
+        # numbers of the backwards under way: the outer one, then those of reentrant checkpoints
         self._backwards: list[int] = []
         self._float16 = False  # whether gradients may overflow
+
+        # Register hooks. Those on forwards enclose the hooks of others, which may compute with the
+        # weights (weight_norm).
         for unit in self.units:
-            # around the hooks of others, which may compute with the weights (weight_norm)
             for entry in unit.entries:
                 entry.register_forward_pre_hook(
                     partial(self._before_forward, unit), with_kwargs=True, prepend=True
@@ -170,23 +182,28 @@ class FSDP(nn.Module, Accumulating):
     # Construction
 
     def _build_units(self, plans: list[UnitPlan]) -> list[Unit]:
-        """Shard one weight after the other: each is made real, sent by rank 0, cut and freed before
-        the next.
+        """Return the units of `plans`, with this rank's rows of every weight as parameters.
+
+        The weights are sharded one after the other: each is given memory, broadcast by rank 0, cut
+        and freed before the next one, so that no rank ever holds the whole of a meta model.
         """
-        # while nothing else has memory yet
+        # units first: they allocate their memory for a moment, while nothing else has any
         units = [Unit(plan, self._window, self.compute_dtype) for plan in plans]
         for plan in plans:
             for _, parameter, _ in plan.parameters:
-                parameter.is_cut = True  # type: ignore[attr-defined] # for an optimizer that has it already
-            # but for the modules, the last reference to the whole parameters
+                # an optimizer that has this parameter already is recognised by it
+                parameter.is_cut = True  # type: ignore[attr-defined]
+            # these are, but for the modules', the last references to the whole parameters
             plan.parameters.clear()
+
+        # each weight under the last module that holds it: cut when that module has its values
         homes = {home for unit in units for weight in unit.weights for home in weight.homes}
-        # by the last module that holds it
         ends_with: dict[nn.Module, list[ShardedWeight]] = defaultdict(list)
         for weight in (weight for unit in units for weight in unit.weights):
             ends_with[weight.homes[-1][0]].append(weight)
-        # In the order of modules(), so that a seeded generator draws what it would draw in the
-        # constructor.
+
+        # In the order of modules(), so that a seeded generator draws the numbers that it would draw
+        # in the model's constructor.
         for path, inner in list(self.module.named_modules()):
             materialize(inner, path, self.device)
             for name, parameter in inner._parameters.items():
@@ -198,33 +215,39 @@ class FSDP(nn.Module, Accumulating):
             for weight in ends_with[inner]:
                 module, attribute = weight.homes[0]  # materialising may have replaced the parameter
                 weight.keep(self._from_rank_0(module._parameters[attribute]))
+
         paths = {inner: path for path, inner in self.module.named_modules()}
         for unit in units:
             unit.come_to_rest(paths)
         return units
 
     def _from_rank_0(self, tensor: Any) -> Tensor:
-        """`tensor` with rank 0's values, on this rank's device."""
+        """Return a detached `tensor` on this rank's device, with rank 0's values; collective."""
         values = tensor.detach().to(self.device)
         broadcast_from_first(values, self.group)
         return values
 
     def __getstate__(self) -> NoReturn:
-        """Of deepcopy, AveragedModel and pickle; TypeError, since shards belong to their process
-        group and units.
+        """Raise TypeError when the wrapper is copied or pickled, as by deepcopy or AveragedModel.
+
+        Shards belong to their process group and units, which cannot be copied.
         """
         raise TypeError(
-            "FSDP cannot be copied or pickled: keep copies of its parameters() for their average, and load "
+            "FSDP cannot be copied or pickled: "
+            "keep copies of its parameters() for their average, and load "
             "gather_full_params() into another FSDP, or save_checkpoint, for a second model"
         )
 
     # Forward
 
-    # the units' states change all the time; modules within are compiled
+    # not compiled, since the units' states change all the time; the modules inside may be
     @uncompiled(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward."""
-        if self._is_running():  # a checkpoint around the model computes it again
+        """Return the wrapped module's output; after an error free all units, and raise it again.
+
+        Raises TypeError if the output is an iterator or awaitable, which computes later.
+        """
+        if self._is_running():  # a checkpoint around the model recomputes this forward
             return self.module(*inputs, **kwargs)
         try:
             self._begin_forward()
@@ -235,7 +258,7 @@ class FSDP(nn.Module, Accumulating):
                     f"forward must return what it has computed, got a {kind}, which computes later"
                 )
             return output
-        except BaseException as error:  # what catches the error (a bad batch, no memory) may go on
+        except BaseException as error:  # the caller may catch it (a bad batch, no memory) and go on
             self._free_after(error)
             raise
         finally:
@@ -243,10 +266,12 @@ class FSDP(nn.Module, Accumulating):
 
     @uncompiled
     def _is_running(self) -> bool:
+        """Return whether a forward of this wrapper or a backward is under way."""
         return self._window.in_forward or self._window.in_backward
 
     @uncompiled
     def _begin_forward(self) -> None:
+        """Free all units, whose rows may have changed, and gather those that will run first."""
         self._forget_backward()
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -260,25 +285,31 @@ class FSDP(nn.Module, Accumulating):
 
     @uncompiled
     def _free_after(self, error: BaseException) -> None:
+        """Free all units after a forward raised `error`, and add a note on dtypes if that helps."""
         for unit in self.units:
-            # of a rank that is gone: the forward's own error is to be told
+            # suppressed: if another rank is gone, the caller shall see the forward's own error
             with suppress(RuntimeError):
                 unit.free()
         explain_dtypes(error, self.module, self.compute_dtype)
 
     @uncompiled
     def _end_forward(self) -> None:
+        """Note that no forward is under way, and end the calls that an error has left open."""
         self._window.in_forward = False
         self._end_calls()
 
     def _end_calls(self) -> None:
-        """Of an error that calls no hooks, as KeyboardInterrupt: autograd saves as it did before."""
+        """Remove the saved-tensor hooks of calls that an error has left open.
+
+        An error such as KeyboardInterrupt calls no forward hooks, which would remove them.
+        """
         while self._calls:
             self._calls.pop().stop_saving()
 
     def _forget_backward(self) -> None:
-        """After a backward that raised: come to rest, drop the gradients that wait for the rest of
-        their unit's.
+        """Clean up after a backward that raised: free all units, drop gradients not yet reduced.
+
+        Does nothing if no backward has raised since the last call.
         """
         if not self._backwards:
             return
@@ -292,21 +323,28 @@ class FSDP(nn.Module, Accumulating):
     def _before_forward(
         self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Gather, and let the modules see the wholes."""
+        """Gather `unit`, show its modules the whole weights, and begin a call.
+
+        Returns the arguments of the forward, cast to the compute dtype.
+        """
+        # gather
         if self._window.in_forward:
             self._forward_order.visit(unit)
         elif not self._window.in_backward and unit.state is State.GATHERED:
             unit.free()  # an entry is called directly, perhaps after the optimizer's step
         self._window.make_room(unit)
         unit.wait()
+
+        # use (the state before is BACKWARD in a recomputation, which must not free the unit)
         self._clock += 1
-        # BACKWARD in a recomputation
         call = Call(unit, self._before_backward, unit.state, self._clock)
         for weight in unit.trainable:
-            # which may be frozen for a while
+            # a weight may be frozen for some forwards: the whole follows its shard
             if weight.whole.requires_grad != weight.shard.requires_grad:
                 weight.whole.requires_grad = weight.shard.requires_grad
         unit.become(State.FORWARD)
+
+        # cast the arguments, and ask the call for what autograd saves
         if self.compute_dtype is not None:
             args = call.cast(args, self.compute_dtype)
             kwargs = {name: call.cast(value, self.compute_dtype) for name, value in kwargs.items()}
@@ -323,9 +361,16 @@ class FSDP(nn.Module, Accumulating):
         kwargs: dict[str, Any],
         output: Any,
     ) -> Any:
-        """Look at what comes out; then free, and gather ahead. It comes after an error as well."""
+        """End the call of `unit`, free it unless its backward comes next, and gather ahead.
+
+        Returns the forward's output with copies of weights in it. torch calls this hook after an
+        error as well, with None as output. Raises RuntimeError if the forward wrote into arguments
+        that were cast.
+        """
         if not self._calls or self._calls[-1].unit is not unit:
-            return output  # the hook before has raised
+            return output  # _before_forward has raised, so there is no call
+
+        # end the call
         call = self._calls.pop()
         call.stop_saving()
         self._clock += 1
@@ -335,15 +380,21 @@ class FSDP(nn.Module, Accumulating):
             explain(sys.exception(), unit)
         if any(map(version, call.casts)):
             raise RuntimeError(
-                f"{unit.name!r} must not write into its arguments unless they are {self.compute_dtype}"
+                f"{unit.name!r} must not write into its arguments "
+                f"unless they are {self.compute_dtype}"
             )
         output = call.end(output)
+
+        # keep the unit gathered if its backward comes soon: after a recomputation, or where the
+        # backward begins, which would have to wait for a second gather
         in_forward = self._window.in_forward
         if self._window.in_backward and not in_forward:
-            return output  # recomputed: its backward comes soon
+            return output
         order = self._forward_order
         if in_forward and call.has_saved and self.module.training and order.ends_with(unit):
-            return output  # the backward begins here, at once: gathering again would be waiting
+            return output
+
+        # free, and gather ahead
         if unit.state is State.GATHERED:
             unit.free()
         if in_forward and output is not None:  # None after an error
@@ -353,16 +404,20 @@ class FSDP(nn.Module, Accumulating):
     # Backward
 
     def _before_backward(self, call: Call) -> None:
-        """The backward comes to what a call of the unit has saved: gather.
+        """Gather the unit of `call`, because a backward needs what that call has saved.
 
-        The engine runs nodes in the reverse order of their making. So the units that began after
-        that call are done with: free, and gather ahead.
+        The engine runs nodes in the reverse order of their making. So units whose calls began after
+        this one ended have completed their backward: they are freed, and others gathered ahead.
+        Raises RuntimeError under `create_graph=True`.
         """
         unit = call.unit
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"create_graph=True is not supported: {unit.name!r} is freed before a second backward"
+                "create_graph=True is not supported: "
+                f"{unit.name!r} is freed before a second backward"
             )
+
+        # the first unit of a backward: have its end noticed, and gather what it begins with
         order, backward = self._backward_order, engine.current_backward()
         if backward not in self._backwards:
             self._backwards.append(backward)
@@ -370,19 +425,26 @@ class FSDP(nn.Module, Accumulating):
             if len(self._backwards) == 1:
                 for first in order.begin(default=reversed(self._forward_order.seen)):
                     self._window.gather_ahead(first)
+
+        # free the units that are done
         for other in list(self._window.gathered):
             if other.state is State.BACKWARD and other.began > call.ended and other is not unit:
                 other.free()
                 self._window.gather_ahead(order.ahead(other))
+
+        # gather this one
         self._window.make_room(unit)
         order.visit(unit)
         unit.began, unit.backward = call.began, backward
         unit.wait()
-        if unit.state is State.GATHERED:  # while a forward runs the wholes are shown already
+        if unit.state is State.GATHERED:  # not so within a forward, where the wholes are shown
             unit.become(State.BACKWARD)
 
     def _gradient_arrived(self, index: int) -> None:
-        """Reduce once the last gradient of the unit is there."""
+        """Reduce the unit of weight `index` once all its gradients are there.
+
+        `index` counts the trained weights of all units. Under `no_sync` the gradient is put aside.
+        """
         unit, weight = self._trained[index]
         # frozen for this backward, as a discriminator in its generator's step
         if not weight.shard.requires_grad:
@@ -398,7 +460,8 @@ class FSDP(nn.Module, Accumulating):
 
     @engine.unseen_by_checkpoints
     def _reduce(self, unit: Unit) -> None:
-        # In the order of the unit, which all ranks share, not of arrival.
+        """Start reducing the gradients that the unit's weights have now or had put aside."""
+        # in the order of the unit's weights, which all ranks share, not of arrival
         ready = [
             weight.whole.grad is not None or weight.accumulated is not None
             for weight in unit.weights
@@ -411,17 +474,23 @@ class FSDP(nn.Module, Accumulating):
                 self._window.reducer.reduce({weight: weight.take_gradient() for weight in weights})
 
     def _waiting(self) -> set[Tensor]:
+        """Return the shards and replicated parameters that have gradients, also those put aside."""
         aside = {weight.shard for weight in self.weights.values() if weight.accumulated is not None}
         shards = (weight.shard for weight in self.weights.values())
         return aside | {one for one in (*shards, *self._replicated) if one.grad is not None}
 
     def _end_backward(self, backward: int) -> None:
-        """Leave nothing gathered; reduce what the unused weights of a unit kept waiting."""
+        """Free the units of a backward that has ended, and reduce what is left.
+
+        A unit with weights that the backward did not use has gradients left to reduce.
+        """
         self._backwards.remove(backward)
         for unit in self.units:
-            if self._backwards:  # it was a reentrant checkpoint's
+            if self._backwards:
+                # the end of a reentrant checkpoint's backward: the outer one goes on
                 is_over = unit.state is State.BACKWARD and unit.backward == backward
-            else:  # one within a forward, as torch.autograd.grad's, leaves what that uses
+            else:
+                # A backward within a forward (torch.autograd.grad) leaves the units in use there.
                 is_over = not (self._window.in_forward and unit.state is State.FORWARD)
                 if self.sends:
                     self._reduce(unit)
@@ -429,32 +498,35 @@ class FSDP(nn.Module, Accumulating):
                 unit.free()
 
     def _finish(self) -> None:
+        """Reduce what `no_sync` put aside, wait for all, and average replicated parameters."""
         self._registrations = check_members(self.module, self._members, self._registrations)
         for unit in self.units:
-            # of a forward after the backward: a step will change the rows
+            # gathered by a forward after the backward: a step will change the rows
             if unit.state is State.GATHERED:
                 unit.free()
-            if not unit.arrived:  # else a backward has raised
+            if not unit.arrived:  # gradients that still wait here are those of a failed backward
                 self._reduce(unit)
             for weight in unit.trainable:
                 if weight.shard._backward_hooks or weight.shard._post_accumulate_grad_hooks:
                     raise RuntimeError(
-                        f"parameter {weight.name!r} must have no gradient hooks: FSDP never calls them"
+                        f"parameter {weight.name!r} must have no gradient hooks: "
+                        "FSDP never calls them"
                     )
+
         self._window.reducer.wait()
         self._window.agreement.end_step()
         if self._window.num_ranks == 1:
             return
         with self._window.agreement:
             average_replicated(self._replicated, self.group)
-        # torch.amp.GradScaler decides from its own rank's gradients: let all see an overflow
+
+        # torch.amp.GradScaler looks at its own rank's gradients only. Clipping to infinity spreads
+        # an overflow: it makes the gradients of all ranks NaN.
         if self._float16:
             self.clip_grad_norm_(math.inf)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients: those of the parameters, what `no_sync` put aside, and what a failed
-        backward left.
-        """
+        """Drop all gradients, also those that `no_sync` put aside or a failed backward left."""
         self._forget_backward()
         for weight in self.weights.values():
             weight.accumulated = None
@@ -462,12 +534,15 @@ class FSDP(nn.Module, Accumulating):
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, eps: float = 1e-6) -> Tensor:
-        """As `clip_shards`, after `finish_gradient_synchronization`; RuntimeError where gradients
-        wait for that.
+        """Clip all gradients in place as `clip_shards` does, and return the whole model's norm.
+
+        Call it after `finish_gradient_synchronization`; it raises RuntimeError if gradients that
+        `no_sync` put aside still wait for that. Collective.
         """
         if any(weight.accumulated is not None for weight in self.weights.values()):
             raise RuntimeError(
-                "gradients wait that no_sync put aside: call finish_gradient_synchronization() first"
+                "gradients wait that no_sync put aside: "
+                "call finish_gradient_synchronization() first"
             )
         shards = [weight.shard for weight in self.weights.values()]
         sharded, whole = (
@@ -479,24 +554,25 @@ class FSDP(nn.Module, Accumulating):
     # Whole parameters
 
     def gather_full_params(self) -> dict[str, Tensor]:
-        """As the function of that name, of the unwrapped module."""
+        """Return copies of the whole parameters by their names in the module; collective."""
         return gather_full_params(self.module)
 
     def load_full_params(self, full: dict[str, Tensor]) -> None:
-        """As the function of that name, of the unwrapped module."""
+        """Load this rank's rows from whole parameters, by their names in the module."""
         load_full_params(self.module, full)
 
     def gathered_units(self) -> list[str]:
-        """Names of the units whose wholes have memory now."""
+        """Return the names of the units whose whole weights have memory now."""
         return [unit.name for unit in self.units if unit.state is not State.REST]
 
 
-# Whole parameters, of any module that holds wrapped ones, is held by one, or both
+# Whole parameters of any module: one that is wrapped, holds wrapped ones, or is inside of one
 
 
 def plain_name(handle: nn.Module, name: str) -> str:
-    """`name` in `handle` without what wrappers (FSDP, the DDPs, torch.compile) add: that of the
-    unwrapped model.
+    """Return the name in the unwrapped model of the parameter or buffer `name` of `handle`.
+
+    It is `name` without the parts that wrappers (FSDP, the DDPs, torch.compile) add.
     """
     kept, at = [], handle
     for part in name.split("."):
@@ -509,8 +585,9 @@ def plain_name(handle: nn.Module, name: str) -> str:
 
 @torch.no_grad()
 def gather_full_params(handle: nn.Module) -> dict[str, Tensor]:
-    """Copies of the whole parameters, in their master dtype, by their names in the unwrapped model;
-    collective.
+    """Return copies of the whole parameters, by their names in the unwrapped model; collective.
+
+    They are in the dtype of the master weights.
     """
     full = {}
     for name, parameter in handle.named_parameters():
@@ -524,8 +601,10 @@ def gather_full_params(handle: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_full_params(handle: nn.Module, full: dict[str, Tensor]) -> None:
-    """Take this rank's rows from whole parameters by name. ValueError naming one that is missing or
-    misshapen.
+    """Load parameters in place from whole ones, this rank's rows where FSDP has cut them.
+
+    `full` has the names of the unwrapped model, as from `gather_full_params`. Raises ValueError
+    naming a parameter that is missing or has another shape.
     """
     for path, parameter in handle.named_parameters():
         name, weight = plain_name(handle, path), whole_of(parameter)

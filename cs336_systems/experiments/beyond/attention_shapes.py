@@ -1,7 +1,7 @@
-"""Our kernels beside the fastest of the libraries on shapes that models use, all taking turns.
+"""Our attention kernels beside the fastest libraries on shapes that models use, by turns.
 
-How fast are the kernels where a GPU is full: batches, heads and lengths of real training steps,
-head dims 64 to 256, bfloat16. What calls take that are too short for that, `short_calls` measures.
+The shapes fill a GPU: batches, heads and lengths of real training steps, head dims 64 to 256,
+bfloat16. `short_calls` measures calls that are too short for that.
 """
 
 from dataclasses import replace
@@ -44,7 +44,7 @@ class AttentionShapes(AttentionByTurns):
     tables = rate_tables(
         (("hopper", "fa4"), ("hopper", "sdpa_cudnn"), ("triton", "sdpa_cudnn"), ("triton", "flex"))
     )
-    figures = {  # of most shapes: it stands on the README's first screen
+    figures = {  # a part of the shapes, since the figure is on the README's first screen
         "forward_backward": replace(
             rate_bars("Attention forward + backward"),
             where=BOTH_TIMES | {"batch": (1, 2), "heads": (1, 16), "implementation": DRAWN},

@@ -1,8 +1,7 @@
-"""Where one call of attention spends its time: mask build, casts, forward, preprocess, dK and dV,
-dQ.
+"""Where one call of attention spends its time: mask, casts, forward, preprocess, dK and dV, dQ.
 
-The kernels' code marks its stages (`measure/stages.py`). Each call here reaches other ones: plain
-causal attention the passes alone, a sliding window also builds its lists, and float32 inputs under
+The kernels' code marks its stages (`measure/stages.py`). Each call here reaches other stages: plain
+causal attention only the passes, a sliding window also builds its lists, and float32 inputs under
 autocast are cast first.
 """
 
@@ -22,14 +21,14 @@ from cs336_systems.measure.stages import STAGES, TOTAL, time_stages
 from cs336_systems.subjects.attention_passes import RESULTS, checked_error
 from cs336_systems.subjects.implementations import ran, taken_by
 
-# heads, tokens, head dim
+# (heads, tokens, head dim)
 SIZES = {"tiny": (1, 64, 64), "smoke": (2, 256, 64), "handout": (16, 8192, 128)}
 WINDOW = 8  # a query of the sliding window sees this part of the tokens: one in eight
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagedCall:
-    """One call, forward and backward."""
+    """One call of attention, forward and backward, whose stages are timed."""
 
     call: str  # causal, window or autocast
     heads: int
@@ -39,7 +38,8 @@ class StagedCall:
 
 
 ROWS = {stage: Row("forward_backward", f"{stage}_time", "ms") for stage in (*STAGES, TOTAL)}
-REACHED = {"causal": (), "window": ("mask_build",), "autocast": ("cast",)}  # beside the passes
+# Stages that each call reaches beside the passes.
+REACHED = {"causal": (), "window": ("mask_build",), "autocast": ("cast",)}
 
 
 @problem(title="The stages of one call of attention", order=14)
@@ -47,8 +47,9 @@ class AttentionStages(Experiment):
     implementations = ("triton", "hopper")
 
     def cells(self, run: RunConfig) -> list[Cell]:
+        """Return each call with each back end; the rows are the stages that the call reaches."""
         heads, seqlen, head_dim = SIZES[run.scale]
-        # the interpreter has no bfloat16
+        # The interpreter has no bfloat16.
         dtype: DTypeName = "bfloat16" if run.device == "cuda" else "float16"
         cases = [
             StagedCall(call=call, heads=heads, seqlen=seqlen, head_dim=head_dim, dtype=dtype)
@@ -65,7 +66,7 @@ class AttentionStages(Experiment):
         ]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """Each stage and the whole call, checked first against the oracle."""
+        """Check the call against the oracle, then time each of its stages and the whole call."""
         case: StagedCall = cell.case
         call, inputs, mask = staged_call(case, cell.implementation, run)
         dense = None if mask is None else mask.to_dense()
@@ -103,7 +104,7 @@ class AttentionStages(Experiment):
 
 
 def stages_of(call: str) -> Sequence[str]:
-    """The stages that a call reaches, in order, and the whole call."""
+    """Return the stages that a call reaches, in order, and the whole call last."""
     return *(
         stage for stage in STAGES if stage in ("preprocess", "forward", "dq", "dkv", *REACHED[call])
     ), TOTAL
@@ -112,8 +113,10 @@ def stages_of(call: str) -> Sequence[str]:
 def staged_call(
     case: StagedCall, backend: str, run: RunConfig
 ) -> tuple[Callable[[], tuple[Tensor, ...]], list[Tensor], BlockMask | None]:
-    """What is timed, the inputs as its kernels get them, and the mask; `Unsupported` where the back
-    end is not here.
+    """Return the call to time, its inputs as the kernels get them, and its mask.
+
+    The inputs are q, k, v and the output's gradient in the kernels' dtype. `Unsupported` if the
+    back end cannot run the call here.
     """
     shape = AttentionShape(
         batch=1,

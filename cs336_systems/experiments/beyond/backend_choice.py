@@ -1,8 +1,8 @@
-"""Triton beside Hopper on a grid of sizes, by turns: what `auto` chooses by.
+"""Triton beside Hopper on a grid of sizes, by turns: the measurements by which `auto` chooses.
 
-`tools/backend_table.py` makes `attention/hopper_table.py` of the records, and a test compares
-`auto` with them row by row. Timed are both passes, in replayed graphs, so that of short calls the
-GPU's time counts and not the host's.
+`tools/backend_table.py` makes `attention/hopper_table.py` from the records, and a test compares
+`auto` with them row by row. Both passes are timed in replayed graphs, so that short calls count
+with the GPU's time and not the host's.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ from cs336_systems.subjects.attention_by_turns import AttentionByTurns
 from cs336_systems.subjects.attention_passes import BOTH, BY_SHAPE, Call, sized_shape
 from cs336_systems.subjects.implementations import Built
 
-# Of the table; others are probes, of whether they can take the next larger one's row.
+# Head dims of the table. PROBES test whether other head dims can use the next larger one's row.
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 160, 192, 256)
 PROBES = (48, 112)
-# measured also with few heads, whose walks are divided, and with masks and documents
+# These are measured also with few heads, whose walks are divided, and with masks and documents.
 COMMON_HEAD_DIMS = (64, 128)
 SIZES = ((16, 512), (64, 512), (4, 4096), (16, 4096), (16, 16384))  # heads, tokens
 FEW_SIZES = ((1, 1024), (1, 4096), (16, 1024))
@@ -35,7 +35,7 @@ DOCUMENTS = (1024, 4096)  # tokens of each packed one
 
 @dataclass(frozen=True, kw_only=True)
 class Attended(AttentionShape):
-    """A call that `auto` chooses for, as it stands in the records."""
+    """An attention call among whose back ends `auto` chooses, as it stands in the records."""
 
     layout: AttentionLayout = "dense"
     window: int = 0  # most recent keys that a query attends; 0: all
@@ -43,6 +43,7 @@ class Attended(AttentionShape):
 
     @property
     def mask_case(self) -> MaskCase:
+        """Return the call's window, documents and causal flag as the case of a mask."""
         parts = []
         if self.documents:
             starts = range(0, self.seqlen_q, self.documents)
@@ -78,18 +79,21 @@ class BackendChoice(AttentionByTurns):
     rounds = {"cpu": 3, "cuda": 6}
 
     def cases(self, run: RunConfig) -> list[Attended]:
+        """Return dense calls by size and head dim, then calls with lists and packed documents."""
+
         def case(
             heads: int, tokens: int, head_dim: int, is_causal: bool = False, **more: Any
         ) -> Attended:
             return Attended(**vars(sized_shape(run, 1, heads, tokens, head_dim, is_causal)), **more)
 
-        if run.scale != "handout":  # kernels are interpreted there
+        if run.scale != "handout":  # there the kernels are interpreted
             small = case(2, 64 if run.scale == "tiny" else 128, 32, True)
             return (
                 [small]
                 if run.scale == "tiny"
                 else [small, replace(small, layout="packed", documents=64)]
             )
+
         either = (False, True)
         dense = [
             case(*size, dim, causal) for dim in HEAD_DIMS for size in SIZES for causal in either
@@ -118,15 +122,15 @@ class BackendChoice(AttentionByTurns):
         return [*dense, *listed, *packed]
 
     def turn_of(self, call: Call, device: str) -> Turn:
+        """Return a turn that replays the call in a CUDA graph, where there is one."""
         return graph_turn(call, device)
 
     def built(self, name: str, case: Attended, run: RunConfig) -> Built:
+        """Return the implementation `name`, the one with lists for a mask of tiles."""
         return super().built(f"{name}_lists" if case.layout == "block_mask" else name, case, run)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """`attended` and `width` in words, `tokens` and `queries` by which `auto` chooses, what it
-        takes on an H200.
-        """
+        """Add words for the mask, the sizes by which `auto` chooses, and its choice on an H200."""
         causal = " causal" if row["is_causal"] else ""
         length = row["documents"] or row["window"]
         what = "documents" if row["documents"] else "window"
@@ -144,14 +148,14 @@ class BackendChoice(AttentionByTurns):
         }
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """`cost`: time of what auto takes over that of the faster."""
+        """Add `cost`: the time of the back end that auto takes over that of the faster one."""
         ratios = zip(frame["over_triton"], frame["auto"])
         return frame.assign(
             cost=[max(1.0, 1 / one if auto == "hopper" else one) for one, auto in ratios]
         )
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`num_cases`, and `worst`: the largest `cost` of a case."""
+        """Return `num_cases`, and `worst`, the largest `cost` of a case."""
         return {"num_cases": frame["case"].nunique(), "worst": frame["cost"].max()}
 
     tables = {
@@ -190,7 +194,7 @@ class BackendChoice(AttentionByTurns):
 
 
 def taken_by_auto(row: Mapping[str, Any]) -> str:
-    """What `auto` takes on an H200 for a row of the records."""
+    """Return the back end that `auto` takes on an H200 for a row of the records."""
     documents = row["documents"] if row["layout"] == "packed" else 0
     name, _ = select_backend(
         device_kind="cuda",

@@ -1,6 +1,4 @@
-"""Skipping tiles: speed by density of random tiles against dense attention, and what random token
-masks gain.
-"""
+"""Skipping tiles: speed over dense attention by density, and what random token masks gain."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -22,16 +20,16 @@ from cs336_systems.subjects.mask_cases import (
 LENGTH = {"tiny": 128, "smoke": 256, "handout": 16384}
 ROW_DENSITIES = {"tiny": (0.5,), "smoke": (0.25, 0.5), "handout": (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)}
 TOKEN_DENSITIES = {"tiny": (), "smoke": (0.1,), "handout": (0.1, 0.5)}
-# of neighbours on a grid of LENGTH tokens
+# Radii of neighbourhoods on a grid of LENGTH tokens.
 RADII = {"tiny": (), "smoke": (3,), "handout": (1, 7, 15)}
 SUITE_LENGTH, SUITE_DENSITIES = 49152, (0.05, 0.1, 0.2, 0.5, 1.0)
-SHORT = tuple(LENGTH.values())  # of tables without the suite
+SHORT = tuple(LENGTH.values())  # lengths of tables without the suite
 SUITE_BLOCKS = ((128, 128), (64, 128), (128, 64), (64, 64))
-LISTED = ("triton", "hopper", "flex")  # which walk lists
+LISTED = ("triton", "hopper", "flex")  # implementations that walk lists of tiles
 
 
 class AgainstIdeal(Lines):
-    """Lines, and the speed that the number of live tiles allows."""
+    """Lines of the measured speeds, and one of the speed that the number of live tiles allows."""
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
         rows = super().rows(frame)
@@ -54,8 +52,9 @@ class BlockSparse(MaskExperiment):
     implementations = ("triton", *DENSE_PEERS, "sdpa_mask", "flex")
 
     def planned(self, run: RunConfig) -> Iterator[tuple[MaskCase, Sequence[str]]]:
-        """Dense, random tiles by density, random tokens, neighbours on a grid; of the handout long
-        ones by tile.
+        """Yield each mask with its implementations: dense, random tiles, tokens, neighbours.
+
+        At handout scale the suite of long sequences follows, by tile shape and density.
         """
         short = partial(mask_case, run, seqlen=LENGTH[run.scale], heads=16, head_dim=128)
         peers = ("hopper", "sdpa_mask", "flex")
@@ -64,7 +63,7 @@ class BlockSparse(MaskExperiment):
             yield short(f"random:{density:g}"), names_of(run, peers)
         for density in TOKEN_DENSITIES[run.scale]:
             yield short(f"tokens:{density:g}"), names_of(run, peers)
-        # both orders attend the same pairs
+        # Both orders of the tokens attend the same pairs.
         for radius, order in product(RADII[run.scale], ("grid", "hilbert")):
             yield short(f"{order}:{radius}"), LISTED
         for blocks, density in product(

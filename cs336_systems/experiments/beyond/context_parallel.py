@@ -1,10 +1,10 @@
-"""Attention over one sequence on 1, 2, 4, 8 ranks, by the ring.
+"""Attention over one sequence on 1, 2, 4 and 8 ranks, by the ring.
 
-Not a problem of the handout. With one rank it is the attention of this package with nothing sent;
-with more each rank has an equal part of the sequence, and passes keys and values around while it
+It is no problem of the handout. One rank runs this package's attention and sends nothing. With
+more, each rank has an equal part of the sequence, and passes keys and values around while it
 computes. Fewer heads of keys and values are fewer bytes for the same arithmetic. A cell is a number
-of ranks, its rows every length and pass. Rows of the output and of the queries' gradient are
-checked in float64 against all keys before anything is timed.
+of ranks, its rows every length and pass. Before anything is timed, rows of the output and of the
+queries' gradient are checked in float64 against all keys.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,22 +28,20 @@ from cs336_systems.subjects import ranks
 from cs336_systems.subjects.attention_passes import BOTH, BOTH_TIMES, FORWARD, PEAK
 from cs336_systems.subjects.ranks import TIMES
 
-# TIMES are of rank 0 alone
+# TIMES are those of rank 0 alone.
 ROWS = (FORWARD, BOTH, *(Row("forward_backward", name, "ms") for name in TIMES))
 LENGTHS = {"tiny": (256,), "smoke": (2048, 4096), "handout": (65536, 131072, 262144, 524288)}
 NUM_RANKS = {"tiny": (2,), "smoke": (1, 2), "handout": (1, 2, 4, 8)}
-# heads, of keys, head dim
+# (heads, numbers of key heads, head dim)
 HEADS = {"tiny": (2, (2,), 16), "smoke": (4, (4, 1), 32), "handout": (8, (8, 2), 128)}
-BUDGET_MS = {"tiny": 20.0, "smoke": 500.0, "handout": 500.0}  # of timed calls
+BUDGET_MS = {"tiny": 20.0, "smoke": 500.0, "handout": 500.0}  # for timed calls
 MIN_SAMPLES = 3
-CHECKED_ROWS = 8  # of each rank, spread over its part
+CHECKED_ROWS = 8  # per rank, spread over its part of the sequence
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextCase:
-    """Causal attention forward and backward over one sequence, of which each rank has an equal
-    part.
-    """
+    """Causal attention over one sequence, of which each rank has an equal part."""
 
     length: int  # of the whole sequence
     heads: int
@@ -55,11 +53,10 @@ class ContextCase:
 
 
 class SpeedUp(Lines):
-    """Lines of how many times as fast a length is as on one rank, in whichever run, and of what
-    would be ideal.
-    """
+    """Lines of a length's speed over that on one rank, in any run, and a line of the ideal."""
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Return rows with `speed_up` over one rank and `line`, the length in words or "ideal"."""
         rows = super().rows(frame)
         alone = rows[rows["num_ranks"] == 1].set_index("length")["median"]
         rows = rows.assign(speed_up=rows["length"].map(alone) / rows["median"])
@@ -85,10 +82,10 @@ class ContextParallel(Experiment):
     implementations = ("ring",)
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """A cell for each number of heads of keys and of ranks; NCCL for as many ranks as GPUs."""
+        """Return a cell per number of key heads and of ranks; NCCL for as many ranks as GPUs."""
         heads, groups, head_dim = HEADS[run.scale]
         dtype: DTypeName = "bfloat16" if run.device == "cuda" else "float32"
-        # the peak of the rank that needs most
+        # The peak is that of the rank that needs most.
         rows = (*ROWS, PEAK) if run.device == "cuda" else ROWS
         counts = [number for number in NUM_RANKS[run.scale] if number <= ranks.most_ranks(run)]
         cells = []
@@ -120,7 +117,7 @@ class ContextParallel(Experiment):
         return {"line": ranks, "grouped": row["kv_heads"] < row["heads"]}
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """A column `of_one`: how many times as fast as on one rank."""
+        """Add `of_one`: how many times as fast as on one rank."""
         return with_speeds(
             frame, "of_one", {"num_ranks": 1}, by=("length", "kv_heads", "mode", "quantity")
         )
@@ -173,11 +170,15 @@ class ContextParallel(Experiment):
 def _time_rings(
     rank: int, num_ranks: int, cases: Sequence[ContextCase], run: RunConfig
 ) -> list[ranks.RankReport]:
-    """What this rank measures of each case."""
+    """Return the report of this rank for each case."""
     return [_time_ring(rank, num_ranks, case, run) for case in cases]
 
 
 def _time_ring(rank: int, num_ranks: int, case: ContextCase, run: RunConfig) -> ranks.RankReport:
+    """Check one case on this rank, then time both passes and trace one; return the report.
+
+    Disagreement if the checked rows are wrong.
+    """
     device = run.device
     release(device)
     shape = AttentionShape(
@@ -200,10 +201,12 @@ def _time_ring(rank: int, num_ranks: int, case: ContextCase, run: RunConfig) -> 
     def both() -> tuple[Tensor, ...]:
         return torch.autograd.grad(forward(), leaves, upstream)
 
+    # Check first: the whole sequence is needed only for that and is then freed.
     error = _error(forward().detach(), both()[0], whole, rank, num_ranks)
     if not error <= 1:
         raise Disagreement(f"rows are off attention in float64 by {error:.3g} times the bound")
     whole.clear()
+
     samples: ranks.Samples = {}
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -217,8 +220,10 @@ def _time_ring(rank: int, num_ranks: int, case: ContextCase, run: RunConfig) -> 
 def _error(
     output: Tensor, grad_q: Tensor, whole: Sequence[Tensor], rank: int, num_ranks: int
 ) -> float:
-    """Largest error of some rows of this rank's output and dQ over twice that of the same in plain
-    low precision.
+    """Return the largest error of checked rows of this rank's output and dQ, over its bound.
+
+    The bound is twice the error of the same rows in plain low precision, times the root of the
+    number of ranks, plus 1e-5. Both errors are taken against float64. NaN if an error is NaN.
     """
     q, k, v, grad_output = whole
     positions = zigzag_split(torch.arange(q.shape[-2], device=q.device), rank, num_ranks, dim=0)
@@ -226,8 +231,9 @@ def _error(
     visible = torch.arange(q.shape[-2], device=q.device) <= positions[places, None]
     rows, upstream = q[..., positions[places], :], grad_output[..., positions[places], :]
     repeated = q.shape[1] // k.shape[1]
+
     errors = []
-    for head in range(q.shape[1]):  # the float64 copies of one head's keys at a time
+    for head in range(q.shape[1]):  # one head at a time, to bound the float64 copies of keys
         exact_and_plain = []
         for dtype in (torch.float64, q.dtype):
             keys, values = (x[0, head // repeated].to(dtype) for x in (k, v))

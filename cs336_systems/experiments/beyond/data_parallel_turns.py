@@ -1,15 +1,15 @@
-"""Every data parallelism, sharded optimizer and FSDP in one job, by turns, beside PyTorch's.
+"""All data parallelism, sharded optimizers and FSDP in one job, by turns, beside PyTorch's.
 
-What slows a host may last for minutes, longer than a job of one wrapper: small differences between
-jobs say nothing. Here the ranks stay and the wrappers change. Phases on every rank:
+A host may be slow for minutes, longer than the job of one wrapper, so small differences between
+jobs mean nothing. Here the ranks stay and the wrappers change. Phases on every rank:
 
 - check: a shallow model of the same width under each wrapper, by its gradients or its training
   (parallel_step.py);
 - rounds: each wrapper in its turn is built, warmed up and timed; two rounds in a row go in opposite
   orders.
 
-A rank holds one wrapper's model at a time, since xl with AdamW takes up to 75 GiB; a wrapper that
-runs out of memory is out, and the others play on. Ratios are of one round.
+A rank holds one wrapper's model at a time, since xl with AdamW takes up to 75 GiB. A wrapper that
+runs out of memory is left out, and the others go on. Ratios are of one round.
 """
 
 import gc
@@ -46,20 +46,20 @@ from cs336_systems.subjects.parallel_step import (
     check_wrapper,
 )
 
-# Whose step each of ours is compared with: of several the faster one.
+# The implementations with which each of ours is compared; of several the fastest counts.
 RIVALS = dict.fromkeys(OURS, PEERS) | {
     "sharded": ("torch_zero",),
     "zero1": ("torch_zero",),
     "fsdp": ("torch_fsdp",),
 }
-# PyTorch's DDP rearranges its buckets in the second step, and FSDP's first tells the order of the
-# units
+# PyTorch's DDP rearranges its buckets in the second step, and FSDP learns the order of its units in
+# the first.
 WARMUP = 2
-# timed in a turn; in low precision, whose steps are shorter, more
+# Timed steps of a turn. Low precision, whose steps are shorter, has LOW_PRECISION_STEPS.
 STEPS = {"tiny": 1, "smoke": 2, "handout": 2}
 LOW_PRECISION_STEPS = 5
 LEAST_ROUNDS, MOST_ROUNDS = 2, {"tiny": 2, "smoke": 4, "handout": 6}
-BUDGET_S = 75.0  # in which a further round must end
+BUDGET_S = 75.0  # a further round begins only if it can end by then
 NO_MEMORY = "out of memory"
 
 
@@ -70,7 +70,7 @@ class DataParallelTurns(Experiment):
     by_turns = True
 
     def cases(self, run: RunConfig) -> list[ShardingCase]:
-        """xl of both editions at handout scale; on every number of ranks in every precision."""
+        """Return every precision and number of ranks, at handout scale with xl of both editions."""
         models = [ranks.sized_model(run)] + (
             [MODEL_SIZES["xl-2025"]] if run.scale == "handout" else []
         )
@@ -82,7 +82,8 @@ class DataParallelTurns(Experiment):
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         if run.model is not None:
             raise Unsupported(
-                "the user's model has no known way to be built on the meta device, as fully_shard needs"
+                "the user's model has no known way to be built on the meta device, "
+                "as fully_shard needs"
             )
         reports = ranks.run_cell(take_turns, cell.case, run, cell.implementations, cell.case, run)
         for row in cell.rows:
@@ -107,8 +108,9 @@ class DataParallelTurns(Experiment):
         return {"compute": compute, "setting": f"{row['model']}, {compute}"}
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Columns `rival`, its fastest in that case, and `of_rival`: the time over the rival's,
-        median of rounds.
+        """Add `rival`, the fastest of PyTorch's in the case, and `of_rival`, the time over its.
+
+        The ratio is the median over rounds.
         """
         rows = dicts(frame)
         known = {(row["case"], row["implementation"]): row for row in rows}
@@ -145,8 +147,10 @@ class DataParallelTurns(Experiment):
 def take_turns(
     rank: int, num_ranks: int, names: Sequence[str], case: ShardingCase, run: RunConfig
 ) -> dict[str, tuple[float, str, list[float]]]:
-    """Of each wrapper the error over its bound, what is wrong with it, and the milliseconds of its
-    timed steps.
+    """Check all wrappers and time them in rounds on this rank.
+
+    Each wrapper's result is its error over the bound, what is wrong with it ("" if nothing), and
+    the milliseconds of its timed steps.
     """
     began = time.monotonic()
     checks = {name: _check(name, case, run, rank) for name in names}
@@ -156,6 +160,7 @@ def take_turns(
         for name in in_order(names, number):
             if checks[name][1] == NO_MEMORY:
                 continue
+            # All ranks leave a wrapper out as soon as one of them runs out of memory.
             try:
                 samples[name] += _turn(name, case, run, rank)
                 fitted = True
@@ -164,6 +169,7 @@ def take_turns(
             release(run.device)
             if not _agree(fitted, run.device):
                 checks[name] = (float("inf"), NO_MEMORY)
+
         now = time.monotonic()
         in_time = number + 1 < LEAST_ROUNDS or now - began + (now - round_began) < BUDGET_S
         if not _agree(in_time, run.device):
@@ -172,14 +178,17 @@ def take_turns(
 
 
 def _agree(yes: bool, device: str) -> bool:
-    """Whether all ranks say yes."""
+    """Return whether all ranks pass True."""
     answers = torch.tensor([yes], dtype=torch.uint8, device=device)
     dist.all_reduce(answers, dist.ReduceOp.MIN)
     return bool(answers.item())
 
 
 def _check(name: str, case: ShardingCase, run: RunConfig, rank: int) -> tuple[float, str]:
-    """A wrapper that is wrong takes its turns all the same: it may be wrong on one rank only."""
+    """Return the wrapper's error over its bound and what is wrong with it, "" if nothing.
+
+    A wrong wrapper takes its turns all the same, since it may be wrong on one rank only.
+    """
     gc.collect()
     try:
         return check_wrapper(name, case, run, rank), ""
@@ -188,11 +197,12 @@ def _check(name: str, case: ShardingCase, run: RunConfig, rank: int) -> tuple[fl
 
 
 def _turn(name: str, case: ShardingCase, run: RunConfig, rank: int) -> list[float]:
+    """Build a wrapper, warm it up and return the milliseconds of its timed steps."""
     step = ParallelStep(name, case, run, rank)
     for _ in range(WARMUP):
         step.train_step()
     gc.collect()
-    gc.freeze()  # else a collection within a timed step goes through all that is imported and built
+    gc.freeze()  # otherwise a collection in a timed step would go through all objects until here
     count = STEPS[run.scale] if case.precision == Precision() else LOW_PRECISION_STEPS
     samples = [ranks.time_together(step.train_step, run.device) for _ in range(count)]
     gc.unfreeze()

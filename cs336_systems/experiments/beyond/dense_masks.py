@@ -1,6 +1,6 @@
 """Full and causal attention, alone and over packed documents, beside library kernels.
 
-Packed documents go through `flash_attention_varlen`; `triton_lists` and `hopper_lists` walk the
+Packed documents go through `flash_attention_varlen`. `triton_lists` and `hopper_lists` walk the
 same mask as lists of tiles, `sdpa_padded` is SDPA on the padded batch, and `torch_varlen` PyTorch's
 own packed attention.
 """
@@ -21,7 +21,7 @@ from cs336_systems.subjects.mask_cases import (
     names_of,
 )
 
-# Documents of a packed sequence, in 32nds of it: 8 of them, the longest twice the mean, so that a
+# Eight documents of a packed sequence, in 32nds of it. The longest is twice the mean, so that a
 # padded batch is half padding.
 DOCUMENTS = (8, 6, 5, 4, 3, 3, 2, 1)
 PACKED_PEERS = ("hopper", "hopper_lists", "sdpa_padded", "torch_varlen")
@@ -30,7 +30,7 @@ LENGTHS = {"tiny": (128,), "smoke": (64, 128), "handout": (1024, 4096, 8192, 163
 
 
 def documents_claim(rows: pd.DataFrame) -> str:
-    """How much faster hopper is than FlexAttention, where it is at every length."""
+    """Return how much faster hopper is than FlexAttention, if it is at every length."""
     rates = rows.pivot(index="seqlen_q", columns="implementation", values="tflops")
     if (
         not {"hopper", "flex"} <= set(rates)
@@ -56,13 +56,14 @@ class DenseMasks(MaskExperiment):
     )
 
     def planned(self, run: RunConfig) -> Iterator[tuple[MaskCase, Sequence[str]]]:
+        """Yield full, causal and packed masks of each length, with their implementations."""
         for seqlen in LENGTHS[run.scale]:
             documents = "document:" + ",".join(
                 str(seqlen * share // sum(DOCUMENTS)) for share in DOCUMENTS
             )
             masks: tuple[str, ...] = ("full", "causal", documents, f"{documents}+causal")
             if run.scale == "smoke" and seqlen < LENGTHS["smoke"][-1]:
-                # in a laptop's minutes the shorter length shows the causal ones
+                # On a laptop the shorter length runs only causal masks, to stay within minutes.
                 masks = masks[1::2]
             for mask in masks if run.scale != "tiny" else masks[-1:]:
                 peers: tuple[str, ...] = (

@@ -10,7 +10,7 @@ from cs336_systems.experiments import Lines, problem
 from cs336_systems.subjects import mask_cases as masks
 from cs336_systems.subjects.attention_passes import BOTH_TIMES
 
-# tokens, rates
+# (tokens, rates)
 SIZES = {"tiny": (128, (2,)), "smoke": (128, (2, 4)), "handout": (32768, (2, 4, 8))}
 
 
@@ -25,6 +25,7 @@ class DilatedAttention(masks.MaskExperiment):
     implementations = ("triton", *masks.DENSE_PEERS, "sdpa_mask")
 
     def planned(self, run: RunConfig) -> Iterator[tuple[MaskCase, Sequence[str]]]:
+        """Yield dense attention and each rate of dilation, full and causal, with their peers."""
         seqlen, rates = SIZES[run.scale]
         for suffix, dense in (("", "full"), ("+causal", "causal")):
             if run.scale == "tiny" and suffix:

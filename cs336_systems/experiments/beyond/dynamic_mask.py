@@ -1,5 +1,6 @@
-"""Keys chosen by a bias at run time: one set for all queries, gathered; or the best of each query,
-by tiles.
+"""Keys chosen by a bias at run time: one set for all queries, or the best keys of each query.
+
+The shared set is gathered, keys of each query are walked by lists of tiles.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,15 +13,18 @@ from cs336_systems.experiments import Bars, problem
 from cs336_systems.subjects import mask_cases as masks
 from cs336_systems.subjects.attention_passes import BOTH_TIMES
 
-SIZES = {"tiny": (128, 16), "smoke": (128, 16), "handout": (32768, 1024)}  # tokens, keys kept
+SIZES = {"tiny": (128, 16), "smoke": (128, 16), "handout": (32768, 1024)}  # (tokens, keys kept)
 
 
 def chosen_claim(rows: pd.DataFrame) -> str:
-    """Shared keys gain, keys of each query do not, if that is so of all implementations."""
+    """Return that shared keys gain in some implementation, and keys of each query in none."""
     most = rows.groupby("family")["over_dense"].max()
     if not most.get("shared keys", 0) > 1 >= most.get("keys of each query", 2):
         return ""
-    return f"Shared keys make attention {digits(most['shared keys'])} times as fast; keys of each query gain nothing"
+    return (
+        f"Shared keys make attention {digits(most['shared keys'])} times as fast; "
+        "keys of each query gain nothing"
+    )
 
 
 @problem(title="Keys chosen by a bias at run time: gathered, or by lists of tiles", order=10)
@@ -28,6 +32,7 @@ class DynamicMask(masks.MaskExperiment):
     implementations = ("triton", *masks.DENSE_PEERS, "sdpa_mask", "flex")
 
     def planned(self, run: RunConfig) -> Iterator[tuple[MaskCase, Sequence[str]]]:
+        """Yield dense causal attention and both kinds of chosen keys, with implementations."""
         seqlen, num_keys = SIZES[run.scale]
         for mask, peers in (
             ("causal", masks.DENSE_PEERS),
@@ -50,7 +55,8 @@ class DynamicMask(masks.MaskExperiment):
         "times": Bars(
             claim=chosen_claim,
             title="Chosen keys: speed over dense attention",
-            subtitle="forward + backward, 1,024 keys chosen, over the fastest dense causal attention",
+            subtitle="forward + backward, 1,024 keys chosen, "
+            "over the fastest dense causal attention",
             x="family",
             y="over_dense",
             y_title="times as fast as dense",

@@ -1,9 +1,8 @@
-"""Attention whose queries are too few to fill a GPU: one head of a long sequence, or generated
-tokens.
+"""Attention with too few queries to fill a GPU: a long sequence's one head, or generated tokens.
 
-The Triton forward then splits the keys among programs; beside it runs the same forward with the
-keys left whole. Times are of the GPU alone, in replayed graphs, since eager calls this short wait
-for the host (`short_calls`). Keys and values that fit the L2 cache are there from the call before.
+The Triton forward then splits the keys among programs. The same forward with whole keys runs beside
+it. Times are of the GPU alone, in replayed graphs, since eager calls this short wait for the host
+(`short_calls`). Keys and values that fit the L2 cache are there from the call before.
 """
 
 import math
@@ -25,7 +24,7 @@ GRAPH_FORWARD = Row(mode="forward", quantity="graph_time", unit="ms")
 GRAPH_SAMPLES = 10
 WHOLE = "triton_whole"  # the Triton forward without splitting
 SIXTEEN_BIT = (WHOLE, "triton", "sdpa_flash", "sdpa_cudnn", "fa4")
-GENERATING = ("triton", "sdpa_flash", "sdpa_cudnn", "fa4")  # what the figure shows
+GENERATING = ("triton", "sdpa_flash", "sdpa_cudnn", "fa4")  # shown in the figure
 SINGLE = (WHOLE, "triton", "sdpa_efficient")  # SDPA's other kernels take no float32
 # (batch, heads, key heads, queries, keys, head_dim, causal)
 HEADS = tuple(
@@ -54,16 +53,20 @@ SHAPES: dict[str, dict[DTypeName, tuple[tuple[int, int, int, int, int, int, bool
 
 
 def rate_claim(rows: pd.DataFrame) -> str:
-    """What splitting gains where nothing else fills the GPU: one sequence."""
+    """Return what splitting gains for one sequence, where nothing else fills the GPU."""
     rates = rows[rows["batch"] == 1].groupby("implementation")["tb_s"].max()
     if not {"triton", "fa4"} <= set(rates.index) or not rates["fa4"] < rates["triton"]:
         return ""
     ours, theirs = digits(rates["triton"]), digits(rates["fa4"])
-    return f"One sequence's keys split, triton reads up to {ours} TB/s; FlashAttention-4, unsplit, {theirs}"
+    return (
+        f"One sequence's keys split, triton reads up to {ours} TB/s; "
+        f"FlashAttention-4, unsplit, {theirs}"
+    )
 
 
 @problem(
-    title="Attention of one head, and of generated tokens: the keys split, whole, and the libraries",
+    title="Attention of one head, and of generated tokens: "
+    "the keys split, whole, and the libraries",
     order=4,
 )
 class FewQueries(attention.AttentionExperiment):
@@ -79,8 +82,9 @@ class FewQueries(attention.AttentionExperiment):
     settled = True
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Every implementation that takes the dtype on every shape; the Hopper kernels on heads of
-        a sequence.
+        """Return every shape with every implementation that takes its dtype.
+
+        The Hopper kernels run on the causal shapes, which are heads of a sequence.
         """
         rows = (GRAPH_FORWARD,) if run.device == "cuda" else (FORWARD,)
         cells = []
@@ -105,7 +109,10 @@ class FewQueries(attention.AttentionExperiment):
         return cells
 
     def built(self, name: str, case: AttentionShape, run: RunConfig) -> Built:
-        """The forward `name`; its kernel's name ends with the number of parts if there are several."""
+        """Return the forward `name`, whose kernel's name ends with the number of parts.
+
+        A forward that does not split the keys has no number.
+        """
         built = super().built("triton" if name == WHOLE else name, case, run)
         kernels = built.kernel.split()
         kernel = " ".join(kernels[: 2 if kernels[:1] == ["interpreter"] else 1])
@@ -114,7 +121,7 @@ class FewQueries(attention.AttentionExperiment):
         return replace(built, kernel=kernel)
 
     def samples_of(self, call: attention.Call, case: Any, run: RunConfig) -> list[float]:
-        """Milliseconds a call, on a GPU replayed from a graph of MOST_CALLS in a row."""
+        """Return milliseconds per call, on a GPU from a replayed graph of MOST_CALLS calls."""
         if run.device == "cpu":
             return time_calls(call, device="cpu", warmup=1, num_samples=3)
         graph = captured(call)
@@ -124,8 +131,9 @@ class FewQueries(attention.AttentionExperiment):
         ]
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """`parts`: into how many the kernel's name says that the keys were split; `tb_s`: keys and
-        values read.
+        """Add `parts`, how many the keys are split into, and `tb_s`, the TB/s of reading them.
+
+        The number of parts comes from the kernel's name; values are read as well as keys.
         """
         _, _, parts = row["kernel"].partition("/")
         elements = (

@@ -1,6 +1,4 @@
-"""Block density of two-dimensional neighbourhood masks, with tokens in rows and along Hilbert's
-curve: counted.
-"""
+"""Counted block density of 2D neighbourhood masks, with tokens in rows or along Hilbert's curve."""
 
 from typing import Any
 
@@ -14,17 +12,21 @@ BLOCK_SIZE = 128
 
 
 def order_claim(rows: pd.DataFrame) -> str:
-    """From which radius on the curve has fewer live tiles than rows at every larger one."""
+    """Return from which radius on the curve has fewer live tiles than rows at every larger one."""
     live = rows.pivot(index="radius", columns="order", values="density").sort_index()
     first = (live["Hilbert's curve"] < live["rows"])[::-1].cummin()
     if not first.any():
         return ""
-    return f"From a radius of {first[first].index.min()} on Hilbert's curve has fewer live tiles than rows"
+    return (
+        f"From a radius of {first[first].index.min()} on Hilbert's curve has "
+        "fewer live tiles than rows"
+    )
 
 
 @problem(title="Tokens along Hilbert's curve", order=21)
 class HilbertOrder(Calculation):
     def calculate(self) -> list[dict[str, Any]]:
+        """Return the percentage of live tiles by grid, radius and order, and both orders' ratio."""
         rows: list[dict[str, Any]] = []
         for n in (64, 128):
             for radius in (1, 3, 7, 15):

@@ -1,10 +1,10 @@
-"""What each technique of the attention kernels adds on a Hopper GPU, rung by rung on the same
-inputs in one run.
+"""What each technique of the attention kernels adds on a Hopper GPU, rung by rung in one run.
 
-The handout's forward, with the backward of the PyTorch stage; then both passes in Triton, tiles
-read through pointers, tiles read by the copy engine (TMA); then the Gluon kernels with warps that
-copy and warp groups that multiply: with additions to dQ in a fixed order, and as they come. cuDNN
-and FlashAttention-4 are the marks to reach.
+All rungs get the same inputs. First comes the handout's forward, with the backward of the PyTorch
+stage; then both passes in Triton, with tiles read through pointers, then by the copy engine (TMA).
+Then come the Gluon kernels, with warps that copy and warp groups that multiply, first with
+additions to dQ in a fixed order, then in any order. cuDNN and FlashAttention-4 are the marks to
+reach.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ from cs336_systems.subjects.attention_by_turns import AttentionByTurns
 from cs336_systems.subjects.attention_passes import SMALL, rate_bars, rate_tables
 from cs336_systems.subjects.implementations import Built, build, chosen_tiles, ran
 
-RUNGS = {  # what is new
+RUNGS = {  # what each rung adds
     "triton_first": "the handout's forward in Triton",
     "triton_pointers": "Triton, tiles through pointers",
     "triton_tma": "tiles by TMA",
@@ -47,7 +47,7 @@ class HopperLadder(AttentionByTurns):
     }
 
     def built(self, name: str, case: AttentionShape, run: RunConfig) -> Built:
-        """The rung `name` and the kernels it runs; `Unsupported` with the reason."""
+        """Return the rung `name` and its kernels; `Unsupported` if it cannot run here."""
         if name == "hopper_deterministic":
             attend = partial(
                 flash_attention, is_causal=case.is_causal, backend="hopper", deterministic=True
@@ -56,7 +56,7 @@ class HopperLadder(AttentionByTurns):
                 attend=attend, kernel=f"{build('hopper', case, run.device).kernel} in order"
             )
         if name in ("triton_pointers", "triton_tma"):
-            # the table's tiles for inputs that TMA can read, or as if it could not
+            # The table's tiles for inputs that TMA can read, or for others.
             tma = name == "triton_tma"
             capability = torch.cuda.get_device_capability() if run.device == "cuda" else None
             if tma and capability != HOPPER_CAPABILITY:

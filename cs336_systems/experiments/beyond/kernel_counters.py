@@ -1,9 +1,9 @@
-"""What limits the attention kernels, as the GPU's own counters say.
+"""What limits the attention kernels, by the GPU's own counters.
 
-Tensor cores that are busy for all of a kernel's cycles leave nothing to gain but the clock. What
-keeps them from it is what warps wait for: exponentials, barriers, products in flight, memory. Of
-each pass the longest kernel is counted, ours beside cuDNN's, on four of the shapes where the two
-are compared.
+A kernel whose tensor cores are busy in all cycles can gain nothing but from the clock. Otherwise
+the counters show what warps wait for: exponentials, barriers, products in flight, memory. The
+longest kernel of each pass is counted, ours beside cuDNN's, on four of the shapes where the two are
+compared.
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ from cs336_systems.subjects.attention_passes import BY_SHAPE, SMALL, AttentionEx
 from cs336_systems.subjects.implementations import build
 
 MODES = ("forward", "backward")
-# no waits: issued, or ready while another warp was
+# States that are no waits: the warp issued, or was ready while another one issued.
 READY = (f"{STALL}selected", f"{STALL}not_selected")
 NUM_WAITS = 3
 
 
 def busy_claim(rows: pd.DataFrame) -> str:
-    """hopper leads where it has the most of every shape and pass."""
+    """Return that hopper leads, if it has the highest share in every shape and pass."""
     first = rows.sort_values("percent").groupby(["shape", "pass"]).tail(1)
     if not (first["implementation"] == "hopper").all():
         return ""
@@ -49,18 +49,21 @@ class KernelCounts(AttentionExperiment):
     )
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """The counters of each pass's longest kernel, one sample each; `Unsupported` where they
-        cannot be read.
+        """Yield the counters of each pass's longest kernel, one sample each.
+
+        `Unsupported` if the counters cannot be read here.
         """
         shape, name = cell.case, cell.implementation
         if run.device != "cuda":
             raise Unsupported("a CPU has no counters that ncu reads")
-        build(name, shape, run.device)  # refuses what cannot run here
+        build(name, shape, run.device)  # raises Unsupported for what cannot run here
         try:
             forward = read_counters(profile_arguments(name, shape, "forward"))
             both = read_counters(profile_arguments(name, shape, "forward_backward"))
         except CountersUnavailableError as error:
             raise Unsupported(str(error)) from error
+
+        # The backward's kernels are those of both passes that the forward alone does not run.
         longest = {}
         for mode, kernels in zip(MODES, (forward, both[~both["name"].isin(forward["name"])])):
             kernels = kernels.dropna(subset="kernel_time")
@@ -77,7 +80,7 @@ class KernelCounts(AttentionExperiment):
         return super().columns(row) | {"percent": 100 * row["median"]}
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """`waits`: what a warp waits for longest, with cycles for each instruction that it issues."""
+        """Add `waits`: a warp's longest waits, in cycles per instruction that it issues."""
         keys = ["case", "mode", "implementation"]
         stalls = pick(
             frame,
@@ -124,7 +127,10 @@ class KernelCounts(AttentionExperiment):
 
 
 def profile_arguments(implementation: str, shape: AttentionShape, mode: str) -> list[str]:
-    """What `cs336-systems` is told, to run `mode` once between the profiler's start and stop."""
+    """Return the arguments with which `cs336-systems` profiles `mode` of one shape, once.
+
+    The run lies between the profiler's start and stop.
+    """
     sizes = "x".join(map(str, (shape.batch, shape.heads, shape.seqlen_q, shape.head_dim)))
     mask = "--causal" if shape.is_causal else "--full"
     options = [

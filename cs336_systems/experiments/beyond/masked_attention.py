@@ -1,8 +1,7 @@
-"""Hopper's kernels under windows, packed documents and lists of tiles, by turns beside
-FlashAttention-4 and Flex.
+"""Our kernels under windows, packed documents and lists of tiles, beside libraries, by turns.
 
-FlashAttention-4 has windows and packed documents of its own; of lists of tiles it takes those of
-FlexAttention's FLASH back end. Rates count attended pairs alone.
+FlashAttention-4 has windows and packed documents of its own; lists of tiles reach it through the
+FLASH back end of FlexAttention. Rates count attended pairs only.
 """
 
 from dataclasses import dataclass, replace
@@ -27,21 +26,21 @@ from cs336_systems.subjects.mask_implementations import mask_parts
 LENGTH = {"tiny": 64, "smoke": 128, "handout": 16384}
 HEADS, HEAD_DIMS = 16, (64, 128)
 HEAD_DIM_DRAWN = 128
-WINDOW, DOCUMENT = 1024, 4096  # keys, and tokens of each
-DENSITIES = (0.1, 0.3, 0.5)  # of live tiles
-# Lists are FlexAttention's; windows and packed documents FlashAttention-4 has itself.
-LISTED = ("hopper", "triton", "flex", "flex_flash")
-OWN = ("hopper", "triton", "fa4")
+WINDOW, DOCUMENT = 1024, 4096  # keys of a window, tokens of a document
+DENSITIES = (0.1, 0.3, 0.5)  # shares of live tiles
+LISTED = ("hopper", "triton", "flex", "flex_flash")  # for lists of tiles
+OWN = ("hopper", "triton", "fa4")  # for windows and packed documents
 
 
 @dataclass(frozen=True, kw_only=True)
 class Masked(AttentionShape):
-    """Self-attention under a mask by name, as `parse_mask` reads it."""
+    """Self-attention under a mask that is given by name, as `parse_mask` reads it."""
 
     mask: str
 
     @property
     def mask_case(self) -> MaskCase:
+        """Return the call as the case of a mask."""
         return MaskCase(
             mask=self.mask,
             batch=self.batch,
@@ -61,6 +60,7 @@ class MaskedAttention(AttentionByTurns):
     rounds = {"cpu": 3, "cuda": 8}
 
     def cases(self, run: RunConfig) -> list[Masked]:
+        """Return head dims with windows, documents and random tiles, on a laptop one window."""
         length = LENGTH[run.scale]
         if run.scale != "handout":
             small = sized_shape(run, 1, 1, length, 32, False)
@@ -76,6 +76,7 @@ class MaskedAttention(AttentionByTurns):
         return [Masked(**vars(shape), mask=mask) for shape in shapes for mask in masks]
 
     def cells(self, run: RunConfig) -> list[Cell]:
+        """Return a cell per mask with its implementations by turns, and the mask's density."""
         cells = []
         for case in self.cases(run):
             names = LISTED if case.mask.startswith("random") else OWN
@@ -85,7 +86,7 @@ class MaskedAttention(AttentionByTurns):
         return cells
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """`attended` in words, and `width`."""
+        """Add `attended`, the mask in words, and `width`, the head dim in words."""
         name, numbers, causal = mask_parts(row["mask"])
         words = {
             "window": f"window of {numbers}",
@@ -95,7 +96,7 @@ class MaskedAttention(AttentionByTurns):
         return {"attended": words[name], "width": f"head dim {row['head_dim']}"}
 
     def compared(self, frame: Any) -> Any:
-        """A column `tflops`, of attended pairs."""
+        """Add `tflops`, which counts attended pairs only."""
         return with_pairs(frame)
 
     tables = rate_tables(

@@ -1,11 +1,11 @@
-"""Attention calls that end before the host has launched the next, the implementations taking turns.
+"""Attention calls that end before the host has launched the next one, by turns.
 
-Such a call takes what the host takes, and host noise lasts for seconds, longer than a round, so a
+Such a call takes as long as the host needs. Host noise lasts for seconds, longer than a round, so a
 ratio within a round is fair. A turn is CALLS calls in a row, of which three times are taken:
 
-  host_time    until the last call has returned: what the calls keep the host from doing
-  time         until the GPU is done as well: what such a call takes in a step that is nothing but them
-  graph_time   the same calls replayed from a CUDA graph: what is left without a host
+  host_time    until the last call has returned: the time that the calls occupy the host
+  time         until the GPU is done as well: a call's time in a step with nothing but such calls
+  graph_time   the same calls replayed from a CUDA graph: the time that is left without a host
 
 Unlike elsewhere, the cache is not overwritten between calls: while the GPU does that, the host
 launches what is timed.
@@ -23,7 +23,7 @@ from cs336_systems.measure.timing import synchronize, time_calls
 from cs336_systems.subjects.attention_by_turns import AttentionByTurns
 from cs336_systems.subjects.attention_passes import BOTH, BY_SHAPE, FORWARD, SMALL, Call
 
-# (batch, heads, length, head_dim, causal): one head, as the handout's grid has it; some heads; and
+# (batch, heads, length, head_dim, causal): one head, as in the handout's grid; some heads; and
 # calls of up to 1 ms.
 SHAPES = {
     **SMALL,
@@ -44,11 +44,11 @@ QUANTITIES = {
     "graph_time": "in a CUDA graph",
 }
 ROUNDS = {"cpu": 3, "cuda": 25}
-CALLS = {"cpu": 1, "cuda": MOST_CALLS}  # a turn's
+CALLS = {"cpu": 1, "cuda": MOST_CALLS}  # in a row, per turn
 
 
 def short_claim(rows: pd.DataFrame) -> str:
-    """What hopper takes of the time of the faster of PyTorch's kernels."""
+    """Return hopper's time over that of PyTorch's fastest kernel, if hopper always takes less."""
     times = rows.pivot(index="shape", columns="implementation", values="median")
     theirs = times[[name for name in times if str(name).startswith("sdpa")]].min(axis=1)
     if "hopper" not in times or not (shares := times["hopper"] / theirs).max() < 1:
@@ -70,19 +70,21 @@ class ShortCalls(AttentionByTurns):
     )
 
     def turn_of(self, call: Call, device: str) -> Turn:
-        """CALLS calls in a row after one that is not timed, then on a GPU as many in a graph."""
+        """Return a turn of CALLS calls in a row after an untimed one, on a GPU also in a graph."""
         count = CALLS[device]
         graph = captured(call) if device == "cuda" else None
 
         def turn() -> dict[str, float]:
             call()
             synchronize(device)
+
             start = time.perf_counter()
             for _ in range(count):
                 call()
             queued = time.perf_counter()
             synchronize(device)
             done = time.perf_counter()
+
             taken = {
                 "host_time": (queued - start) * 1e3 / count,
                 "time": (done - start) * 1e3 / count,

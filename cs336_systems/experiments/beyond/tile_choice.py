@@ -1,12 +1,12 @@
 """How good the rows of the tile tables are, and what choosing tiles brings.
 
 On twelve shapes every kernel is timed under the table's tiles and under all others that are
-plausible for it, each alone, so that a good one cannot hide a bad one in the same backward. Then
-the whole backward on long sequences runs beside one fixed configuration, tiles of 64 × 64 and four
-warps, as a launcher without tables has.
+plausible for it. Each kernel is timed alone, so that a good one cannot hide a bad one in the same
+backward. Then the whole backward on long sequences runs beside one fixed configuration, tiles of 64
+× 64 and four warps, as a launcher without tables has.
 
-On a GPU a first cell compiles the grid in all cores, into Triton's cache on disk; compiling one
-configuration after the other would take longer than all else.
+On a GPU a first cell compiles the grid on all cores, into Triton's cache on disk; compiling one
+configuration after the other would take longer than all the rest.
 """
 
 import time
@@ -33,8 +33,8 @@ from cs336_systems.subjects.implementations import chosen_tiles
 from cs336_systems.subjects.tuning import ROWS, TABLE, compile_ahead, measure_tiles
 
 TileSizes = tuple[int, int, int, int, bool] | tuple[int, int, int, int, bool, int]
-# (batch, heads, length, head_dim, causal), and key heads where they are grouped: short and long,
-# full and causal, few programs and many.
+# (batch, heads, length, head_dim, causal), and the number of key heads if they are grouped: short
+# and long, full and causal, few programs and many.
 GRID_SHAPES: dict[str, tuple[TileSizes, ...]] = {
     "tiny": ((1, 2, 64, 64, True, 1),),
     "smoke": ((1, 2, 64, 64, True, 1),),
@@ -61,25 +61,28 @@ FIXED_SHAPES: dict[str, tuple[TileSizes, ...]] = {
     ),
 }
 OF_TABLE = {"implementation": lambda name: name.startswith(f"{TABLE}_")}
-# read through pointers, and by Hopper's copy engine
+# Tiles read through pointers, and by Hopper's copy engine.
 FIXED = {"fixed": "64x64_w4_s2", "fixed_tma": "64x64_w4_s2_tma"}
 BACKWARD_KERNELS = ("dkdv", "dq")
-# a grid of two: the interpreter's times say nothing
+# A grid of two is enough, since the interpreter's times say nothing of speed.
 INTERPRETED_TILES = ("64x64_w8_s1", "32x32_w8_s1")
 COMPILE_AHEAD = "compile_ahead"
 COMPILE = Row(mode="forward_backward", quantity="compile_time", unit="s")
 
-# From `tune_flash`'s records of an H200: 256 held rows take at least 1.7 times the time of the best
-# there, and a fourth stage makes no kernel the fastest.
+# From `tune_flash`'s records of an H200: tiles that hold 256 rows take at least 1.7 times the time
+# of the best, and no fastest kernel has a fourth stage.
 MAX_HELD_ROWS = 128
 MAX_DEPTH = 3
-WARP_GROUP_ROWS = 64  # a group of four warps multiplies so many rows of the held tile at once
+WARP_GROUP_ROWS = 64  # rows of the held tile that a group of four warps multiplies at once
 
 
 def table_claim(rows: pd.DataFrame) -> str:
     ratios = rows["over_best"]
     best = (ratios < 1.005).sum()
-    return f"Of {len(ratios)} choices in the table {best} are the grid's best; the worst takes {digits(ratios.max())}×"
+    return (
+        f"Of {len(ratios)} choices in the table {best} are the grid's best; "
+        f"the worst takes {digits(ratios.max())}×"
+    )
 
 
 @problem(title="The tile tables against the best of a grid, and against one fixed tile", order=7)
@@ -87,9 +90,7 @@ class TileChoice(AttentionExperiment):
     implementations = (TABLE, *FIXED)
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Compiling, then each shape's kernels under the table's and the grid's tiles, then whole
-        backwards.
-        """
+        """Return a cell that compiles, then each shape's kernels by tiles, then whole backwards."""
         cells: list[Cell] = []
         capability = _capability(run)
         for shape in (sized_shape(run, *sizes) for sizes in GRID_SHAPES[run.scale]):
@@ -113,9 +114,7 @@ class TileChoice(AttentionExperiment):
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """The seconds of compiling the grid, or the times of the kernels that a cell's
-        implementation stands for.
-        """
+        """Yield the seconds of compiling the grid, or a kernel's times under a cell's tiles."""
         if cell.implementation != COMPILE_AHEAD:
             yield measure_tiles(cell, run, cell_configs(cell.implementation, cell.case, run))
             return
@@ -134,7 +133,7 @@ class TileChoice(AttentionExperiment):
         yield Sample(row=COMPILE, samples=[time.monotonic() - started])
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """`alone`: the kernel that is timed alone, whose `config` and `tiles` these are."""
+        """Add `alone`, the kernel that is timed alone, and its `config` and `tiles`."""
         kernels = {(of.mode, of.quantity): kernel for kernel, of in ROWS.items()}
         alone = kernels.get((row["mode"], row["quantity"]), "")
         config = next((name for name in row["kernel"].split() if f"_{alone}_" in name), "")
@@ -145,8 +144,9 @@ class TileChoice(AttentionExperiment):
         }
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """`best`, `best_ms`: tiles and time of the fastest of a case and kernel; how many were
-        `timed`; `over_best`.
+        """Add the best of a case and kernel: `best` tiles, `best_ms`, and `over_best`.
+
+        `timed` is how many configurations were timed, `over_best` the time over the best one's.
         """
         keys = ["case", "alone"]
         alone = frame[(frame["alone"] != "") & (frame["status"] == "ok") & ~frame["interpreted"]]
@@ -162,9 +162,7 @@ class TileChoice(AttentionExperiment):
         return joined.assign(over_best=joined["median"] / joined["best_ms"])
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`worst`: of all kernels and shapes the row whose tiles are farthest from the best of the
-        grid.
-        """
+        """Return `worst`, the table's row farthest from the best, and how many are `judged`."""
         judged = pick(frame, OF_TABLE).dropna(subset="over_best")
         return (
             {"worst": dicts(judged.sort_values("over_best"))[-1], "judged": len(judged)}
@@ -209,8 +207,9 @@ class TileChoice(AttentionExperiment):
 
 
 def plausible_grid(kernel: str, shape: AttentionShape, target: str) -> list[KernelConfig]:
-    """The grid of `tune flash` without what is not the fastest: idle warps, tiles and pipelines
-    that are too large.
+    """Return the grid of `tune flash` without configurations that cannot be the fastest.
+
+    These have idle warps, tiles that are too large, or too many stages.
     """
     if target == "portable":
         return [KernelConfig.from_name(f"portable_{kernel}_{tiles}") for tiles in INTERPRETED_TILES]
@@ -224,10 +223,9 @@ def plausible_grid(kernel: str, shape: AttentionShape, target: str) -> list[Kern
 
 
 def cell_configs(name: str, shape: AttentionShape, run: RunConfig) -> list[KernelConfig]:
-    """The configurations that the implementation `name` stands for: one kernel's, or both of a
-    backward.
+    """Return the configurations that `name` stands for: one kernel's, or both of a backward.
 
-    ValueError for a name that stands for none, `Unsupported` where this GPU cannot run it.
+    ValueError for a name that stands for none, `Unsupported` if this GPU cannot run it.
     """
     capability = _capability(run)
     if name == TABLE:
@@ -247,7 +245,10 @@ def cell_configs(name: str, shape: AttentionShape, run: RunConfig) -> list[Kerne
 
 
 def _capability(run: RunConfig) -> tuple[int, int] | None:
-    """Of the GPU that is measured; a plan for a GPU, made where there is none, is for Hopper."""
+    """Return the compute capability of the measured GPU, None on a CPU.
+
+    A plan for a GPU that is made on a machine without one is for Hopper.
+    """
     if run.device != "cuda":
         return None
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else HOPPER_CAPABILITY

@@ -1,5 +1,6 @@
-"""Utilization and memory of the 8B model on 8 to 16,384 GPUs, and of the handout's largest sizes on
-two: predicted.
+"""Predicted utilization and memory of 8B on 8 to 16,384 GPUs, and of large sizes on two.
+
+These are the handout's largest sizes, xl and 10b.
 """
 
 from dataclasses import replace
@@ -17,15 +18,15 @@ GLOBAL_BATCH = 2048  # sequences
 CONTEXT = 4096
 GPUS = tuple(2**power for power in range(3, 15))
 LISTED = (8, 512, 2048, 16_384)
-# scheme, GPUs of tensor parallelism
+# (scheme, GPUs of tensor parallelism)
 PLANS = (("bucketed", 1), ("zero1", 1), ("fsdp", 1), ("fsdp", 8))
 SCHEMES = ("bucketed", "flat", "sharded-optimizer", "zero1", "fsdp")
-# of a rank's memory
+# Parts of a rank's memory.
 PARTS = ("parameters", "gradients", "moments", "gathered, buffers", "activations, loss", "peak")
 
 
 def scale_claim(rows: pd.DataFrame) -> str:
-    """What FSDP and DDP keep at the most GPUs that DDP is drawn for."""
+    """Return what FSDP and DDP keep of the peak at the most GPUs that DDP is drawn for."""
     most = rows.loc[rows["scheme"] == "bucketed", "GPUs"].max()
     at = rows[rows["GPUs"] == most].set_index("scheme")["utilization"]
     fsdp, ddp = digits(at["fsdp"], 2), digits(at["bucketed"], 2)
@@ -35,11 +36,12 @@ def scale_claim(rows: pd.DataFrame) -> str:
 @problem(title="Training at scale, on paper", order=20)
 class TrainingAtScale(Calculation):
     def calculate(self) -> list[dict[str, Any]]:
+        """Return predicted steps of 8B by GPU, scheme and scale, and memory of xl and 10b."""
         model = replace(MODEL_SIZES["8b"], context_length=CONTEXT)
         rows: list[dict[str, Any]] = []
         for name, machine in HARDWARE.items():
             for scheme, tensor in PLANS:
-                # a sequence each, or more
+                # Each replica needs at least one sequence.
                 for gpus in (gpus for gpus in GPUS if gpus // tensor <= GLOBAL_BATCH):
                     plan = Plan(scheme=scheme, data_parallel=gpus // tensor, tensor_parallel=tensor)
                     batch = GLOBAL_BATCH // plan.data_parallel
@@ -91,7 +93,8 @@ class TrainingAtScale(Calculation):
             },
         ),
         "memory": Listing(
-            title="GiB of each of two GPUs, batch 2 each, context 512, bfloat16 compute, float32 masters",
+            title="GiB of each of two GPUs, batch 2 each, context 512, "
+            "bfloat16 compute, float32 masters",
             where={"quantity": "memory"},
             columns=("model", "scheme", *PARTS, "fits an H200"),
         ),
@@ -100,7 +103,8 @@ class TrainingAtScale(Calculation):
         "utilization": Lines(
             claim=scale_claim,
             title="Predicted model FLOPs utilization",
-            subtitle=f"predicted: H200s, 8B, bfloat16, context {CONTEXT:,}, {GLOBAL_BATCH:,} sequences a step",
+            subtitle=f"predicted: H200s, 8B, bfloat16, context {CONTEXT:,}, "
+            f"{GLOBAL_BATCH:,} sequences a step",
             x="GPUs",
             y="utilization",
             y_title="MFU (%)",

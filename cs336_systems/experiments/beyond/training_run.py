@@ -1,8 +1,8 @@
-"""A real training run with every wrapper, held to the losses of one process.
+"""A real training run with every wrapper, compared with the losses of one process.
 
-Not a problem of the handout: what its sections 5 to 8 are for. A cell trains from the same seed on
-the same text; its loss curve is recorded only if it is the curve of one process without a wrapper,
-up to rounding.
+It is no problem of the handout, but what its sections 5 to 8 are for. A cell trains from the same
+seed on the same text. Its loss curve is recorded only if it is the curve of one process without a
+wrapper, up to rounding.
 """
 
 import math
@@ -39,19 +39,19 @@ TINY = ModelConfig(
     name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32
 )
 NUM_RANKS = 2
-# Rounding in another order moves a loss a little at first, and training amplifies it: of every one
-# of the first steps and of the mean over the last ones, relative to one process.
+# Rounding in another order moves a loss a little at first, and training amplifies it. The bounds,
+# relative to one process, hold for each of the first steps and for the mean over the last ones.
 FIRST_STEPS, FIRST_BOUND = 10, 1e-4
 LAST_STEPS, LAST_BOUND = 10, 1e-2
-# the earlier stages of DDP end among them
+# The earlier stages of DDP are left out: bucketed DDP is the last of them.
 DRAWN = ("bucketed", "sharded-optimizer", "zero1", "fsdp")
-STEPS_A_POINT = 25  # of the figure
-SMALLEST = 0.1  # millionth that is drawn: float32's rounding
+STEPS_A_POINT = 25  # averaged in a point of the figure
+SMALLEST = 0.1  # millionths: smaller differences are drawn as this one, float32's rounding
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCase:
-    """What a cell trains; its wrapper is the cell's implementation."""
+    """The settings with which a cell trains; its wrapper is the cell's implementation."""
 
     model: ModelConfig
     num_ranks: int
@@ -65,11 +65,15 @@ class TrainingCase:
     clip_norm: float
 
     def config(self, wrapper: str, seed: int) -> TrainingConfig:
+        """Return the configuration of a training run with these settings."""
         return TrainingConfig(wrapper=wrapper, seed=seed, **vars(self))
 
 
 def training_case(run: RunConfig) -> TrainingCase:
-    """One process's run at the scale: handout the small model, smoke a narrow one, tiny some steps."""
+    """Return one process's run at the scale: the small model, a narrow one, or a few steps.
+
+    These are the handout, smoke and tiny scales.
+    """
     case = TrainingCase(
         model=NANO,
         num_ranks=1,
@@ -93,7 +97,11 @@ def training_case(run: RunConfig) -> TrainingCase:
 
 
 def curve_error(losses: list[float], expected: list[float]) -> float:
-    """Largest difference over its bound: of each of the first steps, and of the mean over the last."""
+    """Return the largest difference of two loss curves over its bound.
+
+    The bounds hold for each of the first steps and for the mean over the last. Infinite if a loss
+    is not finite or the lengths differ.
+    """
     if len(losses) != len(expected) or not all(map(math.isfinite, losses)):
         return math.inf
     first = max(
@@ -105,16 +113,18 @@ def curve_error(losses: list[float], expected: list[float]) -> float:
 
 @lru_cache(maxsize=1)
 def _alone(case: TrainingCase, device: str, seed: int) -> TrainingResult:
-    """The run of one process, which every wrapper's is compared with."""
+    """Return the run of one process, with which every wrapper's is compared."""
     return train(case.config("none", seed), RunOptions(device=device))
 
 
 class Differences(Lines):
-    """Relative difference of each wrapper's loss from one process's, in millionths, by step; means
-    over some steps.
+    """Lines of each wrapper's relative loss difference from one process, in millionths, by step.
+
+    Each point is the mean over STEPS_A_POINT steps.
     """
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Return the points of the lines: wrapper, last step of the group, mean difference."""
         found = []
         rows = dicts(super().rows(frame))
         alone = next((row for row in rows if row["implementation"] == "none"), None)
@@ -147,7 +157,7 @@ class TrainingRun(Experiment):
     implementations = WRAPPERS
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """One process, then every wrapper on two ranks, one of them with gradient accumulation."""
+        """Return one process, then each wrapper on two ranks, one with gradient accumulation."""
         alone = training_case(run)
         wrappers = {"tiny": ("bucketed",), "smoke": ("bucketed", "sharded-optimizer", "fsdp")}
         cells = [Cell(case=alone, implementation="none", rows=ROWS)]
@@ -159,7 +169,7 @@ class TrainingRun(Experiment):
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """Train, compare with one process, then yield the loss of every step and the held-out loss."""
+        """Train, compare with one process, then yield each step's loss and the held-out loss."""
         if run.model is not None:
             raise Unsupported("the run trains this package's model, not the user's")
         case: TrainingCase = cell.case
@@ -210,7 +220,8 @@ class TrainingRun(Experiment):
         "differences": Differences(
             claim=same_claim,
             subtitle="two ranks, means over 25 steps",
-            title="Difference of the loss from one process's, four of seven wrappers, means over 25 steps",
+            title="Difference of the loss from one process's, four of seven wrappers, "
+            "means over 25 steps",
             x="step",
             y="difference",
             y_title="relative difference (millionths)",
