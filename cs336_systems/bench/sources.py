@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from cs336_systems.handout import HANDOUT
 
@@ -110,7 +111,7 @@ def _written(node: ast.AST) -> Iterator[str]:
     """Yield the text of `node` in pieces: its type, then its non-empty fields in brackets."""
     yield f"{type(node).__name__}("
     for name in sorted(node._fields):
-        value = getattr(node, name, None)
+        value: Any = getattr(node, name, None)
         if (
             name == "body"
             and isinstance(node, DOCUMENTED)
@@ -118,7 +119,7 @@ def _written(node: ast.AST) -> Iterator[str]:
         ):
             value = value[1:]  # drop the docstring
         if isinstance(node, ast.JoinedStr):
-            value = _joined(value)
+            value = _joined(node.values)
         if value is None and not isinstance(node, ast.Constant) or value == [] or name in UNSAID:
             continue
         yield f"{name}="
@@ -137,7 +138,7 @@ def _joined(parts: Sequence[ast.expr]) -> list[ast.expr]:
     for part in parts:
         before = joined[-1] if joined else None
         if isinstance(part, ast.Constant) and isinstance(before, ast.Constant):
-            joined[-1] = ast.Constant(f"{before.value}{part.value}")
+            joined[-1] = ast.Constant(str(before.value) + str(part.value))
         else:
             joined.append(part)
     return joined

@@ -19,19 +19,15 @@ on which every consumer arrives. Each consumer's 64 rows of Q have such a pair t
 
 The schedules of large grids, by columns of a head tile:
 
-  64   Three consumers, 192 x 128. A step waits for both products, then takes the softmax, while the
-       other consumers' products run. Exponentials take as long as products here, and a third
-       consumer hides more of them. The consumers alternate only because the tensor cores serve one
-       at a time:
-         consumer 0   products   softmax               products   softmax
-         consumer 1              products   softmax               products
-         consumer 2                         products   softmax
-  128  Two consumers, 128 x 128, 240 registers a thread, which hold Q too. A step waits for S alone,
-       and P(j-1) V(j-1) runs under the softmax. O is rescaled only when a row's maximum has grown
-       by more than 2^8, and only then do the four threads that share a row exchange numbers: each
+  64   Three consumers, 192 x 128, 160 registers a thread. A step waits for S alone, and
+       P(j-1) V(j-1) runs under the softmax. O is rescaled only when a row's maximum has grown by
+       more than 2^8, and only then do the four threads that share a row exchange numbers: each
        sums its own share until the tile ends.
          tensor cores   S(1)   P(0) V(0)         S(2)   P(1) V(1)
          consumer              softmax of S(1)          softmax of S(2)
+       Exponentials take as long as products here, and a third consumer hides more of them. Q stays
+       in shared memory: in registers it would make the compiler spill.
+  128  Two consumers, 128 x 128, 240 registers a thread, which hold Q too, with the same steps.
        At head dims from 65 to 96 the scores leave out the last 32 columns, which are zeros
        (`columns.py`).
   256  Two consumers, 128 x 64, as at 128 columns, except that Q stays in shared memory, as O leaves
@@ -39,8 +35,9 @@ The schedules of large grids, by columns of a head tile:
        and the next tile's Q comes after it.
 
 These tiles are long, and few calls of short sequences have as many tiles as the GPU has
-multiprocessors. So there are also schedules of one consumer, 64 rows, with the same steps. At 64
-columns two such programs share a multiprocessor, and each covers the other as consumers do.
+multiprocessors. So there are also schedules of one consumer, 64 rows. At 128 columns and more
+their steps are the same. At 64 columns two such programs share a multiprocessor, and each covers
+the other: a step waits for both products, then takes the softmax.
 `schedule.plan_forward` estimates which schedule ends first.
 
 Under a causal mask, where a tile of queries has more rows than a key tile has keys, the last keys
@@ -48,10 +45,10 @@ of its walk come after all rows of some consumers: those of the first 64 rows or
 every other tile, of the first 128. These consumers skip the first scores, which saves 3 to 4 % of
 the time at 192 x 128 and 4096 tokens.
 
-At 64 columns, O of a row that sees one key is exactly that key's value, as P is 1 then: the tiles
-that the diagonal or the end cuts, in which rows may see few keys, take `_exact_softmax`. At 128
-columns and more, P of the largest score is 1 but for the rounding of the scaled maximum, which is
-2^-8 where scores are 1e5.
+Where the softmax runs under a product, P of the largest score is 1 but for the rounding of the
+scaled maximum, which is 2^-8 where scores are 1e5. Where a step waits for both products, the tiles
+that the diagonal or the end cuts, in which rows may see few keys, take `_exact_softmax`: P of the
+largest score is 1, and O of a row that sees one key is exactly that key's value.
 
 Tiles of queries end where the queries end. Rows to spare are in the first tile, which is the
 shortest causal one. `schedule.plan_forward` chooses the order of tiles: one program a tile, or
@@ -555,7 +552,7 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
             mbarrier.wait(shared.full.index(slot), phase)
             mbarrier.wait(shared.q_full.index(consumer), tiles_done & 1)
             Q = in_parts(Q_tile, PLAN.columns)
-            if PLAN.softmax_overlaps and not IS_WIDE:
+            if PLAN.query_in_registers:
                 Q = load_parts(Q, Q_LAYOUT)
             first_key = tile.first_key + (tile.key_tiles - 1) * K_TILE_SIZE
             if MASKED_TILES == 1:

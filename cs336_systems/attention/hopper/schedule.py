@@ -69,6 +69,7 @@ class ForwardSchedule:
     # of a thread of a consumer; the first consumer has what the others leave, at least as many
     registers: int
     softmax_overlaps: bool  # the softmax of a step runs over the step's second product
+    query_in_registers: bool = False  # and not in shared memory, from where a product reads it anew
     resident: int = 1  # programs that share a multiprocessor
     # time of a step where all resident programs run, in steps of the head tile's first schedule
     step_cost: float = 1.0
@@ -113,34 +114,37 @@ class ForwardSchedule:
 #
 # Measured on an H200, triton 3.6.0, 2026-11-22. At 64 columns a program of two consumers is 18 %
 # slower than one of three on large grids, and slower on small ones than two programs of one
-# consumer. At 128 columns, two consumers that wait for both products are 7 % (full) to 21 %
+# consumer. To wait for both products is 4 to 5 % slower there at 4,096 to 32,768 tokens, and turns
+# that consumers take at named barriers change nothing (-0.6 to 1.0 %, triton 3.6.0, 2026-11-29).
+# At 128 columns, two consumers that wait for both products are 7 % (full) to 21 %
 # (causal) slower than these. With two slots the copier is a step ahead. At 128 columns, 64 KiB a
 # slot, a third slot does not fit beside two consumers, nor a second program beside one consumer.
 #
-# The costs of small steps are fitted to 38 shapes and masks of 512 to 4,096 tokens. On 70 of 128 to
-# 16,384 tokens the choice of `plan_forward` was mostly the best of all schedules and orders, and up
-# to 8.3 % slower. At 256 columns the cost of a small step is from two masks of 2,048 tokens on an
+# The costs of small steps are fitted to 38 shapes and masks of 512 to 4,096 tokens; at 64 columns
+# again to 36 of 512 to 8,192 on 2026-11-29, where the choice of `plan_forward` was at most 3.9 %
+# slower than the best of all schedules and orders. On 70 of 128 to 16,384 tokens it was mostly the
+# best before, and up to 8.3 % slower. At 256 columns the cost of a small step is from two masks of 2,048 tokens on an
 # H100, 2026-11-25, where the chosen order was the best or within 2 % of it at 2,048 to 8,192
 # tokens.
 SCHEDULES = {
     64: (
         ForwardSchedule(
             head_tile=64, consumers=3, key_tile=128,
-            slots=2, registers=160, softmax_overlaps=False,
+            slots=2, registers=160, softmax_overlaps=True,
         ),
         ForwardSchedule(
             head_tile=64, consumers=1, key_tile=128,
-            slots=2, registers=232, softmax_overlaps=False, resident=2, step_cost=0.72,
+            slots=2, registers=232, softmax_overlaps=False, resident=2, step_cost=0.76,
         ),
     ),
     128: (
         ForwardSchedule(
             head_tile=128, consumers=2, key_tile=128,
-            slots=2, registers=240, softmax_overlaps=True,
+            slots=2, registers=240, softmax_overlaps=True, query_in_registers=True,
         ),
         ForwardSchedule(
             head_tile=128, consumers=1, key_tile=128,
-            slots=2, registers=256, softmax_overlaps=True, step_cost=0.8,
+            slots=2, registers=256, softmax_overlaps=True, query_in_registers=True, step_cost=0.8,
         ),
     ),
     256: (
@@ -166,6 +170,7 @@ class KernelPlan(NamedTuple):
     slots: int
     registers: int
     softmax_overlaps: bool
+    query_in_registers: bool
     masked_tiles: int
     is_causal: bool
     paired: bool
@@ -261,6 +266,7 @@ class ForwardPlan:
             head_tile=schedule.head_tile, columns=self.columns, consumers=schedule.consumers,
             key_tile=schedule.key_tile, slots=schedule.slots, registers=schedule.registers,
             softmax_overlaps=schedule.softmax_overlaps,
+            query_in_registers=schedule.query_in_registers,
             masked_tiles=schedule.masked_tiles(self.is_causal),
             is_causal=self.is_causal, paired=self.paired, dynamic=self.order == "dynamic",
             alignment=self.alignment,
@@ -460,13 +466,9 @@ def _steps_of_tiles(plan: ForwardPlan) -> np.ndarray:
     A call's first plan keeps the host waiting, so no loop runs over the tiles.
     """
     return _walks(
-        plan.schedule,
-        plan.is_causal,
-        plan.num_tiles,
-        plan.first_query(0),
-        plan.num_queries,
+        plan.schedule, plan.is_causal, plan.num_tiles, plan.first_query(0), plan.num_queries,
         plan.num_keys,
-    )
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
