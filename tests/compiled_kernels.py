@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from cs336_systems.attention.call import Saved
 from cs336_systems.attention.hopper.schedule import SCHEDULES
 from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.replay import parameters_of, recorded
@@ -96,13 +97,7 @@ def launch_lists(request: CompileRequest) -> None:
         return
     lse = torch.empty(1, HEADS, SEQLEN, device="meta")
     backward.launch_backward(
-        x,
-        x,
-        x,
-        x,
-        lse,
-        x,
-        None,
+        Saved(x, x, x, x, lse, x, None),
         lists,
         is_causal=False,
         scale=0.125,
@@ -122,9 +117,13 @@ def launch_varlen(request: CompileRequest) -> None:
         return
     lse = torch.empty(HEADS, SEQLEN, device="meta")
     varlen.launch_varlen_backward(
-        x, x, x, x, lse, x, None, cu_seqlens, cu_seqlens, **options, dkdv_config=request.config,
+        Saved(x, x, x, x, lse, x, None),
+        cu_seqlens,
+        cu_seqlens,
+        **options,
+        dkdv_config=request.config,
         dq_config=request.config,
-    )  # fmt: skip
+    )
 
 
 LAUNCHES = {"varlen": launch_varlen, "lists": launch_lists}

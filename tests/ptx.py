@@ -134,6 +134,7 @@ def launch(call: Any) -> None:
     """Call the launchers on tensors without storage."""
     import torch
 
+    from cs336_systems.attention.call import Saved
     from cs336_systems.attention.tiles import select_config
     from cs336_systems.attention.triton import backward, first, forward, lists, split
     from cs336_systems.attention.triton import documents as varlen
@@ -171,7 +172,10 @@ def launch(call: Any) -> None:
     elif call.layout == "dense":
         forward.launch_forward(x, x, x, **options, config=chosen["forward"])
         backward.launch_backward(
-            x, x, x, x, lse, x, None, **options, dkdv_config=chosen["dkdv"], dq_config=chosen["dq"]
+            Saved(x, x, x, x, lse, x, None),
+            **options,
+            dkdv_config=chosen["dkdv"],
+            dq_config=chosen["dq"],
         )
     elif call.layout == "packed":
         rows_of, ends = (
@@ -182,9 +186,13 @@ def launch(call: Any) -> None:
             rows_of, rows_of, rows_of, ends, ends, **options, config=chosen["forward"]
         )
         varlen.launch_varlen_backward(
-            rows_of, rows_of, rows_of, rows_of, lse[0], rows_of, None, ends, ends, **options,
-            dkdv_config=chosen["dkdv"], dq_config=chosen["dq"],
-        )  # fmt: skip
+            Saved(rows_of, rows_of, rows_of, rows_of, lse[0], rows_of, None),
+            ends,
+            ends,
+            **options,
+            dkdv_config=chosen["dkdv"],
+            dq_config=chosen["dq"],
+        )
     else:
         mask = compiled_kernels.empty_lists(batch, heads, seqlen)
         fit = partial(
@@ -193,13 +201,7 @@ def launch(call: Any) -> None:
         configs = {kernel: fit(config) for kernel, config in chosen.items()}
         forward.launch_forward(x, x, x, mask, **options, config=configs["forward"])
         backward.launch_backward(
-            x,
-            x,
-            x,
-            x,
-            lse,
-            x,
-            None,
+            Saved(x, x, x, x, lse, x, None),
             mask,
             **options,
             dkdv_config=configs["dkdv"],

@@ -92,7 +92,9 @@ def replaced(monkeypatch) -> list[str]:
 
     def backward(q, k, v, output, lse, grad_output, grad_lse, deterministic, is_causal, scale):
         calls.append("deterministic backward" if deterministic else "hopper backward")
-        return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale)
+        return tiled_backward(
+            Saved(q, k, v, output, lse, grad_output, grad_lse), is_causal=is_causal, scale=scale
+        )
 
     monkeypatch.setattr(function, "hopper_forward", forward)
     monkeypatch.setattr(function, "hopper_backward", backward)

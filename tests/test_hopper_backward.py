@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 from triton.runtime.jit import JITFunction
 
 from cs336_systems.attention import BlockMask
+from cs336_systems.attention.call import Documents, Saved
 from cs336_systems.attention.hopper import backward, light
 from cs336_systems.attention.hopper import backward_walk as walk
 from cs336_systems.attention.hopper import wide_backward as wide
@@ -174,7 +175,10 @@ def test_the_tiles_add_up_to_the_gradients(queries, keys, is_causal, group, toge
             for heads, rows in ((2 * group, queries), (2, keys))
         )
         backward.hopper_backward(
-            q, k, k, q, torch.empty(q.shape[:3]), q, None, False, is_causal, 1.0
+            Saved(q, k, k, q, torch.empty(q.shape[:3]), q, None),
+            deterministic=False,
+            is_causal=is_causal,
+            scale=1.0,
         )
     (num_programs,), _, _, options = launched["backward"]
     plan = options["PLAN"]
@@ -238,7 +242,10 @@ def test_parts_of_walks_add_up_to_the_gradients(
             for heads, rows in ((2 * group, queries), (2, keys))
         )
         _, *grads = backward.hopper_backward(
-            q, k, k, q, torch.empty(q.shape[:3]), q, None, False, is_causal, 0.5
+            Saved(q, k, k, q, torch.empty(q.shape[:3]), q, None),
+            deterministic=False,
+            is_causal=is_causal,
+            scale=0.5,
         )
     walks = Walks(queries, keys, is_causal, backward.QUERY_TILES[head_dim])
     (num_programs,), tensors, (*_, whole, size), options = launched["split_backward"]
@@ -312,7 +319,10 @@ def test_what_has_one_order_or_sums_in_two_pieces_is_not_divided(monkeypatch):
         launched.clear()
         q, k = low(1, 1, 900, head_dim), low(1, 1, keys, head_dim)
         backward.hopper_backward(
-            q, k, k, q, torch.randn(1, 1, 900), q, None, deterministic, is_causal, 1.0
+            Saved(q, k, k, q, torch.randn(1, 1, 900), q, None),
+            deterministic=deterministic,
+            is_causal=is_causal,
+            scale=1.0,
         )
         assert launched.keys() == {"backward_preprocess", "backward", "backward_convert"}
 
@@ -604,7 +614,9 @@ class Senders:
             q, k = (torch.empty(1, n * heads, rows, head_dim, dtype=torch.bfloat16, device="meta")
                     for n, rows in ((group, queries), (1, keys)))  # fmt: skip
             lse = torch.empty(q.shape[:3], device="meta")
-            backward.hopper_backward(q, k, k, q, lse, q, None, True, is_causal, 1.0)
+            backward.hopper_backward(
+                Saved(q, k, k, q, lse, q, None), deterministic=True, is_causal=is_causal, scale=1.0
+            )
         (self.num_programs,), tensors, numbers, options = launched["backward"]
         self.problem, self.plan = walk.Problem(*numbers), options["PLAN"]
         self.counters = tensors[-1].numel()
@@ -831,7 +843,11 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
         torch.randn(2, 1, queries).expand(lse.shape),
     )
     samples = time_stages(
-        lambda: grads.extend(backward.hopper_backward(q, k, k, output, lse, do, dl, ordered, True, 0.5)),
+        lambda: grads.extend(
+            backward.hopper_backward(
+                Saved(q, k, k, output, lse, do, dl), deterministic=ordered, is_causal=True, scale=0.5
+            )
+        ),
         device="cpu", num_samples=1, warmup=0,
     )  # fmt: skip
     assert list(samples) == ["preprocess", "dkv", "dq", TOTAL] and set(samples) - {TOTAL} < set(
@@ -892,7 +908,11 @@ def test_heads_take_turns_where_tiles_differ_in_length(launched, head_dim):
     ) -> tuple[int, int]:
         launched.clear()
         backward.hopper_backward(
-            q, q, q, q, torch.randn(2, 6, 300), q, None, ordered, is_causal, 0.5, lists
+            Saved(q, q, q, q, torch.randn(2, 6, 300), q, None),
+            deterministic=ordered,
+            is_causal=is_causal,
+            scale=0.5,
+            lists=lists,
         )
         (numbers,) = (call[2] for name, call in launched.items() if not name.endswith("_dq"))
         return tuple(numbers[1 : 3 if head_dim == 64 else 2])
@@ -918,7 +938,11 @@ def test_a_masks_last_tile_has_rows_of_its_own_head(launched, rows, head_dim):
         BlockMask.sliding_window(300, window=9, block_size=(rows, 128)),
     )
     backward.hopper_backward(
-        q, q, q, q, torch.randn(2, 3, 300), q, None, False, False, 0.5, mask.lists
+        Saved(q, q, q, q, torch.randn(2, 3, 300), q, None),
+        deterministic=False,
+        is_causal=False,
+        scale=0.5,
+        lists=mask.lists,
     )
     _, tensors, _, options = launched["listed_backward"]
     plan, scratch = (
@@ -1019,7 +1043,10 @@ def test_the_launcher_of_documents_hands_over_their_slots(launched):
     )
     lse = torch.randn(4, 300)
     grads = backward.hopper_packed_backward(
-        q, k, k, q, lse, q, None, cu_seqlens, cu_seqlens, 200, True, 0.5
+        Saved(q, k, k, q, lse, q, None),
+        Documents(cu_seqlens, cu_seqlens, 200, 200),
+        is_causal=True,
+        scale=0.5,
     )
     assert [x.shape for x in grads] == [x.shape for x in (q, k, k)] and (grads[0] == 1).all()
     grid, tensors, numbers, options = launched["packed_backward"]
@@ -1211,7 +1238,7 @@ def test_the_search_finds_a_consumer_that_skips_keys_without_waiting_for_them():
 def test_the_wide_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_causal):
     q, k = low(2, 6, queries, head_dim), low(2, 3, keys, head_dim)
     lse = torch.randn(2, 6, queries)
-    grads = backward.hopper_backward(q, k, k, q, lse, q, None, False, is_causal, 0.5)
+    grads = backward.hopper_backward(Saved(q, k, k, q, lse, q), is_causal=is_causal, scale=0.5)
     for grad, x in zip(grads, (q, k, k), strict=True):
         assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
     assert list(launched) == ["wide_dkdv", "wide_dq"]

@@ -19,7 +19,7 @@ PACKAGE = "cs336_systems"
 # A file imports from its own unit (a module or a folder directly under the package) and from those
 # before it.
 ORDER = (
-    "handout", "config", "accounting", "device", "analysis", "inputs", "grids", "measure", "attention", "compiler",
+    "handout", "config", "accounting", "device", "processes", "analysis", "inputs", "grids", "measure", "attention", "compiler",
     "model", "distributed", "training", "integrations", "bench", "book", "subjects", "experiments", "grading",
     "commands", "cli", "notebook",
 )  # fmt: skip

@@ -16,13 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.attention import BlockMask
+from cs336_systems.attention.call import Saved
 from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.attention.tiles.kernel_config import L2_SHARE_BYTES
 from cs336_systems.attention.triton import backward, forward
 from cs336_systems.attention.triton.backward import launch_preprocess
-from cs336_systems.attention.triton.launch import describable
+from cs336_systems.attention.triton.launch import describable, heads_together
 from cs336_systems.attention.triton.passes import kernel_config
-from cs336_systems.attention.triton.steps import ROW_PADDING, heads_together, tile_of_program
+from cs336_systems.attention.triton.steps import ROW_PADDING, tile_of_program
 from tests.covered import TRITON
 from tests.test_attention_paths import laid_out
 from tests.test_s4_attention import (
@@ -230,7 +231,7 @@ def test_heads_take_turns_where_tiles_differ_in_length(mask, monkeypatch):
         lists = None
     options = {"is_causal": mask == "causal", "scale": 1.0}
     forward.launch_forward(q, q, q, lists, **options, config=kernel_config("forward", q, q))
-    backward.launch_backward(q, q, q, q, rows, q, None, lists, **options, **configs)
+    backward.launch_backward(Saved(q, q, q, q, rows, q, None), lists, **options, **configs)
     # a power of two of the twelve
     assert len(together) == 3 and set(together.values()) == {1 if mask == "full" else 8}
 

@@ -61,12 +61,13 @@ def available_backends(info: DeviceInfo | None = None) -> dict[str, str]:
     Hopper kernels are these imported, to see whether Triton has the Gluon features they use.
     """
     info = get_device_info() if info is None else info
+    triton = _triton_reason(info)
     reasons = {
         "reference": None,
         "compiled": _compiled_reason(info),
         "tiled": None,
-        "triton_first": _triton_reason(info),
-        "triton": _triton_reason(info),
+        "triton_first": triton,
+        "triton": triton,
         "hopper": _hopper_reason(info),
     }
     return {name: reason or "ok" for name, reason in reasons.items()}

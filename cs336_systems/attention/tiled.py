@@ -123,13 +123,8 @@ def tiled_forward(
 
 
 def tiled_backward(
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    output: Queries,
-    lse: Rows,
-    grad_output: Queries,
-    grad_lse: Rows | None,
+    saved: Saved,
+    *,
     is_causal: bool,
     scale: float,
     compiled: bool = False,
@@ -137,10 +132,10 @@ def tiled_backward(
 ) -> tuple[Queries, Keys, Keys]:
     """Return the gradients of q, k and v in their dtypes, recomputing P = exp(S - L) by tiles.
 
-    `output` and `lse` are the forward's results. `grad_lse` is the gradient that reaches the
-    log-sum-exp, None where there is none. `mask` is as in `tiled_forward`; a query without a key
-    has no gradient.
+    `saved` holds the forward's inputs and results and the gradients that reach these. `mask` is as
+    in `tiled_forward`; a query without a key has no gradient.
     """
+    q, k, v, output, lse, grad_output, grad_lse = saved
     step = _compiled_steps()[1] if compiled else _backward_step
     accumulate = torch.promote_types(q.dtype, torch.float32)
     num_queries, num_keys = q.shape[-2], k.shape[-2]
@@ -175,10 +170,10 @@ def tiled_backward(
                 grad_output[..., queries, :].to(accumulate),
                 lse[..., queries],
                 delta[..., queries],
-                grad_k_tile,
-                grad_v_tile,
-                visible,
-                scale,
+                grad_k=grad_k_tile,
+                grad_v=grad_v_tile,
+                visible=visible,
+                scale=scale,
             )
             grad_q[..., queries, :] += grad_q_step
 
@@ -230,6 +225,7 @@ def _backward_step(
     grad_output: Tensor,
     lse: Tensor,
     delta: Tensor,
+    *,
     grad_k: Tensor,
     grad_v: Tensor,
     visible: Tensor | None,
@@ -319,7 +315,9 @@ def tiled_attention_backward(saved: Saved, call: Call) -> tuple[Tensor, Tensor, 
     """
     compiled = call.config == COMPILED
     with torch.no_grad(), without_autocast(saved.q):
-        return tiled_backward(*saved, call.is_causal, call.scale, compiled, call.mask)
+        return tiled_backward(
+            saved, is_causal=call.is_causal, scale=call.scale, compiled=compiled, mask=call.mask
+        )
 
 
 # The operator that `flash_attention(backend="tiled")` calls.

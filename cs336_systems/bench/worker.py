@@ -20,6 +20,7 @@ from pathlib import Path
 from cs336_systems.bench.records import Status
 from cs336_systems.bench.spec import Cell, Disagreement, Sample, Unsupported
 from cs336_systems.config import RunConfig
+from cs336_systems.processes import end_with_parent, exit_reason, log_output
 
 START_TIMEOUT_S = 300  # importing torch on a cold disk
 STOP_TIMEOUT_S = 10
@@ -86,8 +87,6 @@ class Worker:
                 return replace(answer, measurements=measurements)
             message = f"no result within {self.run.cell_timeout_s} s"
         except (EOFError, ConnectionError):
-            from cs336_systems.distributed.spawn import exit_reason
-
             self.process.join(STOP_TIMEOUT_S)
             message = f"the measuring process died ({exit_reason(self.process.exitcode)})"
         self.kill()
@@ -163,12 +162,7 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
 
-    # All output of the child goes to the log.
-    log.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    os.close(descriptor)
+    log_output(log)
 
     search_current_folder()  # for a user's own model or implementation
     if interpret:
@@ -180,8 +174,6 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None
     import torch
     import torch._dynamo
     import torch._functorch.config
-
-    from cs336_systems.distributed.spawn import end_with_parent
 
     end_with_parent()
     # A backward is timed several times on one graph, which donated buffers do not allow. A sweep

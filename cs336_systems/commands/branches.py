@@ -27,6 +27,7 @@ from cs336_systems.commands.compare import (
     show_comparison,
 )
 from cs336_systems.commands.shared import DeviceOption, ResultsOption, one_line_errors
+from cs336_systems.processes import stop
 
 GIT_TIMEOUT_S = 120
 EXIT_INCOMPLETE = 2  # `compare` exits alike for an incomplete comparison; 1 means a regression
@@ -180,12 +181,7 @@ def _measure(
     try:
         code = process.wait()
     except BaseException:
-        process.terminate()  # after Ctrl-C the child is ending already
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        stop(process, STOP_TIMEOUT_S)  # after Ctrl-C the child is ending already
         raise
 
     if code == shared.EXIT_WRONG_ARGUMENT:

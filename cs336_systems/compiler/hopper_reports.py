@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import torch
 
+from cs336_systems.attention.call import Documents, Saved
 from cs336_systems.attention.hopper.schedule import LATE_FROM, ORDERS, SCHEDULES
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.tiles.kernel_config import head_tile
@@ -283,38 +284,24 @@ def _launch(request: HopperRequest) -> None:
     k = empty(
         heads // request.group, request.seqlen if request.whole_key_tiles else request.seqlen - 1
     )
-    options = (request.is_causal, 1 / math.sqrt(request.head_dim))
+    options: dict[str, Any] = {
+        "is_causal": request.is_causal,
+        "scale": 1 / math.sqrt(request.head_dim),
+    }
 
     # packed documents
     if request.walk == "packed":
         packed_q, packed_k = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k))
         ends = torch.empty(BATCH + 1, dtype=torch.int32, device="meta")
+        documents = Documents(ends, ends, request.seqlen, request.seqlen)
         if request.kernel == "forward":
             hopper_packed_forward(
-                packed_q,
-                packed_k,
-                packed_k,
-                ends,
-                ends,
-                (request.seqlen, request.seqlen),
-                *options,
-                request.config,
+                packed_q, packed_k, packed_k, documents, **options, config=request.config
             )
         else:
             lse = torch.empty(packed_q.shape[1::-1], device="meta")
-            hopper_packed_backward(
-                packed_q,
-                packed_k,
-                packed_k,
-                packed_q,
-                lse,
-                packed_q,
-                None,
-                ends,
-                ends,
-                request.seqlen,
-                *options,
-            )
+            saved = Saved(packed_q, packed_k, packed_k, packed_q, lse, packed_q)
+            hopper_packed_backward(saved, documents, **options)
         return
 
     # the other walks
@@ -324,10 +311,11 @@ def _launch(request: HopperRequest) -> None:
         mask = BlockMask.sliding_window(request.seqlen, window=300, block_size=size).to("meta")
         lists = mask.lists
     if request.kernel == "forward":
-        hopper_forward(q, k, k, *options, request.config, lists)
+        hopper_forward(q, k, k, **options, config=request.config, lists=lists)
     else:
         lse = torch.empty(q.shape[:-1], device="meta")
-        hopper_backward(q, k, k, q, lse, q, None, request.deterministic, *options, lists)
+        saved = Saved(q, k, k, q, lse, q)
+        hopper_backward(saved, **options, deterministic=request.deterministic, lists=lists)
 
 
 def disassemble(kernel: Any) -> list[tuple[int, str]]:

@@ -32,9 +32,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from cs336_systems.attention.call import Saved
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.tiles.choice import SHARED_MEMORY_LIMIT_BYTES
 from cs336_systems.config import DTypeName
+from cs336_systems.processes import STDERR, silence
 
 # By name, the number of the architecture in Triton's target.
 ARCHITECTURES = {"sm80": 80, "sm86": 86, "sm89": 89, "sm90": 90, "sm100": 100}
@@ -171,7 +173,8 @@ def _compile_in_pool(
 ) -> Iterator[tuple[Request, Report]]:
     """Yield (request, report) as each is ready, until a process dies."""
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_prepare_child)
+    # the compiler's dumps go nowhere: what matters of them is in the reports
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=silence, initargs=((STDERR,),))
     try:
         with _without_interpreter():
             futures = {pool.submit(compile_one, request): request for request in requests}
@@ -195,16 +198,6 @@ def _without_interpreter() -> Iterator[None]:
     finally:
         if switch is not None:
             os.environ[INTERPRETER_SWITCH] = switch
-
-
-def _prepare_child() -> None:
-    """Send a child process's stderr to the null device.
-
-    It has the compiler's dumps, and what matters of them is in the reports.
-    """
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
 
 
 def compile_here(request: CompileRequest) -> CompileReport:
@@ -314,13 +307,7 @@ def _launch(request: CompileRequest) -> None:
     else:
         lse = torch.empty(shape[:-1], dtype=torch.float32, device="meta")
         launch_backward(
-            x,
-            x,
-            x,
-            x,
-            lse,
-            x,
-            None,
+            Saved(x, x, x, x, lse, x, None),
             is_causal=is_causal,
             scale=scale,
             dkdv_config=config,

@@ -27,7 +27,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -40,9 +39,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_storage
-from torch.multiprocessing.spawn import ProcessException, _prctl_pr_set_pdeathsig, start_processes
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from cs336_systems.device import get_device_info
+from cs336_systems.processes import end_with_parent, exit_reason
 
 DEFAULT_TIMEOUT_S = 120.0  # how long a collective waits for the other ranks
 # how long a rank waits for the others to start: importing torch from a cold disk takes long
@@ -299,34 +299,6 @@ def _first_failure(
             returned = ", ".join(map(str, sorted(succeeded)))
             text += f"\nNo longer in the job, since its function has returned: rank {returned}."
     return RankError(text, first, **failure["told"])
-
-
-def exit_reason(code: int | None) -> str:
-    """Return in words how a process ended, by its exit code: "signal SIGKILL", "exit code 1"."""
-    return (
-        f"signal {signal.Signals(-code).name}"
-        if code is not None and code < 0
-        else f"exit code {code}"
-    )
-
-
-def end_with_parent() -> None:
-    """Make this multiprocessing child end when the process that started it has ended.
-
-    Nothing else would stop a child that hangs.
-    """
-    # On Linux the kernel kills it, whatever it does. With a fork server the server is the parent,
-    # which ends with the process that started it.
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    starter = multiprocessing.parent_process()
-    assert starter is not None
-
-    def watch() -> None:
-        """Exit when the starter has ended."""
-        starter.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _module_of(function: Any) -> str:

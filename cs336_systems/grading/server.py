@@ -31,13 +31,13 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import _prctl_pr_set_pdeathsig
 
 from cs336_systems.device import interpret_kernels
 from cs336_systems.grading.counting import count_messages
 from cs336_systems.grading.outcomes import is_under_test, outcome_of_death, outcome_of_error
 from cs336_systems.grading.project import load_adapters
 from cs336_systems.grading.registry import CHECKS, HUNG, Check
+from cs336_systems.processes import die_with_parent, silence
 
 FORK = multiprocessing.get_context("fork")
 GRACE_S = 1.0  # for the other ranks to report after a first failure
@@ -83,12 +83,10 @@ def fork(
         outcome: dict[str, Any] = {"status": "passed", "message": ""}
         try:
             os.setsid()
-            _prctl_pr_set_pdeathsig(signal.SIGKILL)
+            die_with_parent()
             reading.close()
             answers.close()
-            null = os.open(os.devnull, os.O_RDWR)
-            for stream in (0, 1, 2):
-                os.dup2(null, stream)
+            silence((0, 1, 2))
             task()
         except BaseException as error:
             outcome = outcome_of_error(error, adapters)

@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
+from cs336_systems.attention.call import Saved
 from cs336_systems.attention.tiles import KernelConfig, head_tile, tuning_grid
 from cs336_systems.attention.tiles.choice import TABLES
 from cs336_systems.bench.records import Record, case_key, case_to_dict
@@ -108,13 +109,7 @@ def launches_of(
 
     def backward() -> dict[str, Tensor]:
         gradients = launch_backward(
-            q,
-            k,
-            v,
-            saved["output"],
-            saved["lse"],
-            grad_output,
-            None,
+            Saved(q, k, v, saved["output"], saved["lse"], grad_output, None),
             is_causal=is_causal,
             scale=scale,
             dkdv_config=used["dkdv"],

@@ -62,7 +62,7 @@ The launcher chooses how dQ is formed and sent, by measurements (`dq_way`):
 program's own position and wraps around the end, so that programs that run at one time add to
 different rows of dQ. A causal walk starts at the diagonal. Four kernels differ only in their walk,
 which is chosen by the type of `walked`: dense (None), `Parts` of dense walks, `Lists` of a
-`BlockMask`, packed `Documents`. For a list's partial tiles the producer hands over the number of a
+`BlockMask`, `PackedDocuments`. For a list's partial tiles the producer hands over the number of a
 tile of bits. A consumer reads the bits from memory, ordered by keys like its scores: `light.py` has
 transposed them.
 
@@ -99,7 +99,6 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -112,6 +111,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cs336_systems.attention.call import Documents, Saved
 from cs336_systems.attention.hopper.backward_walk import (
     KEY_TILE,
     QUERY_PADDING,
@@ -158,7 +158,7 @@ from cs336_systems.attention.hopper.descriptors import (
 from cs336_systems.attention.hopper.division import Division, divide_walks
 from cs336_systems.attention.hopper.light import convert, join, preprocess, transposed_words
 from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, LATE_FROM, columns_of
-from cs336_systems.attention.hopper.walk import Documents, key_place, query_place
+from cs336_systems.attention.hopper.walk import PackedDocuments, key_place, query_place
 from cs336_systems.attention.hopper.wide_backward import gradients_of_keys, hopper_wide_backward
 from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import head_tile
@@ -821,7 +821,7 @@ def hopper_packed_backward_kernel(
     Of `rows` (heads, 2, rows) the first N_QUERIES rows of a head are used.
     """
     problem = Problem(N_KV_HEADS, HEADS_TOGETHER, SECOND_SUMS, N_QUERIES, N_KEYS, scale_log2)
-    documents = Documents(cu_seqlens_q_ptr, cu_seqlens_k_ptr, N_DOCUMENTS)
+    documents = PackedDocuments(cu_seqlens_q_ptr, cu_seqlens_k_ptr, N_DOCUMENTS)
     _run(
         Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, rows_ptr, problem,
         documents, PLAN,
@@ -829,28 +829,25 @@ def hopper_packed_backward_kernel(
 
 
 def hopper_backward(
-    q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
-    v: Float[Tensor, "batch kv_heads keys head_dim"],
-    output: Float[Tensor, "batch heads queries head_dim"],
-    lse: Float[Tensor, "batch heads queries"],
-    grad_output: Float[Tensor, "batch heads queries head_dim"],
-    grad_lse: Float[Tensor, "batch heads queries"] | None,
-    deterministic: bool,
+    saved: Saved,
+    *,
     is_causal: bool,
     scale: float,
+    deterministic: bool = False,
     lists: TileLists | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return contiguous gradients of q, k and v in their dtype, bfloat16 or float16.
 
-    head_dim is at most 256, and no dimension is empty. `lse` is contiguous; the other tensors may
+    q is (batch, heads, queries, head_dim), k and v are (batch, kv_heads, keys, head_dim). head_dim
+    is at most 256, and no dimension is empty. `lse` is contiguous; the other tensors may
     have any strides, and what TMA cannot read is copied first. dK and dV are bit-reproducible, and
     dQ too if `deterministic`, which takes longer. `lists`, with neither `deterministic` nor
     `is_causal`, are those of a `BlockMask` whose tiles are whole multiples of the kernel's.
     """
+    q, k, v, output, lse, grad_output, grad_lse = saved
     head_dim = q.shape[-1]
     if head_tile(head_dim) not in QUERY_TILES:  # always deterministic
-        return hopper_wide_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale)
+        return hopper_wide_backward(saved, is_causal=is_causal, scale=scale)
     q, k, v, output, grad_output = (readable(x) for x in (q, k, v, output, grad_output))
 
     # sizes, in rows and in tiles
@@ -980,32 +977,24 @@ def hopper_backward(
 
 
 def hopper_packed_backward(
-    q: Float[Tensor, "total_queries heads head_dim"],
-    k: Float[Tensor, "total_keys kv_heads head_dim"],
-    v: Float[Tensor, "total_keys kv_heads head_dim"],
-    output: Float[Tensor, "total_queries heads head_dim"],
-    lse: Float[Tensor, "heads total_queries"],
-    grad_output: Float[Tensor, "total_queries heads head_dim"],
-    grad_lse: Float[Tensor, "heads total_queries"] | None,
-    cu_seqlens_q: Int[Tensor, " documents_plus_1"],
-    cu_seqlens_k: Int[Tensor, " documents_plus_1"],
-    max_seqlen_q: int,
-    is_causal: bool,
-    scale: float,
+    saved: Saved, documents: Documents, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return contiguous gradients of packed q, k and v; each document attends to itself alone.
 
-    As `hopper_backward` for each document's queries and keys. `max_seqlen_q`, the largest number of
-    queries of a document, decides how dQ is formed (`dq_way`).
+    As `hopper_backward` for each document's queries and keys. q is (total_queries, heads,
+    head_dim), k and v are (total_keys, kv_heads, head_dim), and `lse` is (heads, total_queries).
+    The largest number of queries of a document decides how dQ is formed (`dq_way`).
     """
+    q, k, v, output, lse, grad_output, grad_lse = saved
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, _ = documents
     head_dim = q.shape[-1]
     q, k, v, output, grad_output = (readable(x) for x in (q, k, v, output, grad_output))
 
     # sizes, in rows and in tiles
     (num_queries, heads, width), (num_keys, kv_heads, _) = q.shape, k.shape
     group, query_tile, key_tile = heads // kv_heads, QUERY_TILES[head_tile(width)], KEY_TILE.value
-    documents = len(cu_seqlens_q) - 1
-    num_rows = (num_queries // QUERY_PADDING.value + documents + 1) * QUERY_PADDING.value
+    num_documents = len(cu_seqlens_q) - 1
+    num_rows = (num_queries // QUERY_PADDING.value + num_documents + 1) * QUERY_PADDING.value
     heads_together = min(kv_heads, _heads_together(q, group, num_rows, L2_SHARE_BYTES))
     whole_key_tiles = is_causal and cu_seqlens_q is cu_seqlens_k
     way = dq_way(head_tile(width), is_causal, max_seqlen_q, False, packed=True)
@@ -1039,11 +1028,11 @@ def hopper_packed_backward(
         )  # fmt: skip
         launch(
             hopper_packed_backward_kernel,
-            ((num_keys // key_tile + documents + 1) * kv_heads,),
+            ((num_keys // key_tile + num_documents + 1) * kv_heads,),
             tensors,
             (
                 kv_heads, heads_together, heads * num_rows, num_queries, num_keys,
-                scale * LOG2_E.value, documents,
+                scale * LOG2_E.value, num_documents,
             ),
             _options(plan, q),
         )  # fmt: skip

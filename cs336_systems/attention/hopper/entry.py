@@ -12,6 +12,8 @@ kernel's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -40,11 +42,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
     refuse_hopper(q)  # an operator may be called directly
     with on_device_of(q):
         if call.documents is not None:
-            ends_q, ends_k, longest_q, longest_k = call.documents
-            longest = (longest_q, longest_k)
             return hopper_packed_forward(
-                q, k, v, ends_q, ends_k, longest, call.is_causal, call.scale, call.config
-            )
+                q, k, v, call.documents,
+                is_causal=call.is_causal, scale=call.scale, config=call.config,
+            )  # fmt: skip
         if call.lists is not None:
             return hopper_forward(q, k, v, False, call.scale, call.config, call.lists)
         if call.is_causal:
@@ -57,20 +58,17 @@ def _backward(saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     if _is_for_triton(saved.q, call):
         return triton_backward(saved, call)
     refuse_hopper(saved.q)
-    q, k, v, output, lse, grad_output, grad_lse = saved
-    rest = (output, lse.contiguous(), grad_output, grad_lse)
+    saved = saved._replace(lse=saved.lse.contiguous())
+    q, k, v = saved[:3]
+    options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale}
     with on_device_of(q):
         if call.documents is not None:
-            ends_q, ends_k, longest_q, _ = call.documents
-            return hopper_packed_backward(
-                q, k, v, *rest, ends_q, ends_k, longest_q, call.is_causal, call.scale
-            )
+            return hopper_packed_backward(saved, call.documents, **options)
         if call.lists is not None:
-            return hopper_backward(q, k, v, *rest, False, False, call.scale, call.lists)
+            return hopper_backward(saved, is_causal=False, scale=call.scale, lists=call.lists)
         seen_k, seen_v = (_visible(k, q), _visible(v, q)) if call.is_causal else (k, v)
-        grads = hopper_backward(
-            q, seen_k, seen_v, *rest, call.deterministic, call.is_causal, call.scale
-        )
+        seen = saved._replace(k=seen_k, v=seen_v)
+        grads = hopper_backward(seen, **options, deterministic=call.deterministic)
 
     # zeros for the keys that no query sees
     if seen_k is k:

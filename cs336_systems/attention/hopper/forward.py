@@ -61,7 +61,7 @@ all walks, if they are few. Each part stores the state of its online softmax, an
 `flash_merge_kernel` of the Triton forward that splits keys merges the parts.
 
 Four kernels differ only in their walk (`walk.py`), which is chosen by the type of `walked`: dense
-(None), `Parts` of dense walks, `Lists` of a `BlockMask`, packed `Documents`. For a mask's partial
+(None), `Parts` of dense walks, `Lists` of a `BlockMask`, `PackedDocuments`. For a mask's partial
 tiles the copier brings the bits beside the keys, and `_hide_keys` applies them. A dead tile is
 never read, and a tile without a key takes one step of zeros.
 
@@ -76,7 +76,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -88,6 +88,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from cs336_systems.attention.call import Documents
 from cs336_systems.attention.hopper.builtins import (
     along_rows,
     by_threads,
@@ -115,8 +116,8 @@ from cs336_systems.attention.hopper.schedule import (
 from cs336_systems.attention.hopper.walk import (
     KEYS_PER_WORD,
     ROWS,
-    Documents,
     Lists,
+    PackedDocuments,
     Parts,
     Problem,
     key_place,
@@ -781,7 +782,7 @@ def hopper_packed_forward_kernel(
 ):  # fmt: skip
     """Compute O (queries, heads, D) and L (heads, queries) of packed documents."""
     problem = Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
-    documents = Documents(cu_seqlens_q_ptr, cu_seqlens_k_ptr, N_DOCUMENTS)
+    documents = PackedDocuments(cu_seqlens_q_ptr, cu_seqlens_k_ptr, N_DOCUMENTS)
     _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, documents, PLAN)
 
 
@@ -898,26 +899,27 @@ def hopper_packed_forward(
     q: Float[Tensor, "total_queries heads head_dim"],
     k: Float[Tensor, "total_keys kv_heads head_dim"],
     v: Float[Tensor, "total_keys kv_heads head_dim"],
-    cu_seqlens_q: Int[Tensor, " documents_plus_1"],
-    cu_seqlens_k: Int[Tensor, " documents_plus_1"],
-    max_seqlens: tuple[int, int],
+    documents: Documents,
+    *,
     is_causal: bool,
     scale: float,
     config: str = "",
 ) -> tuple[Float[Tensor, "total_queries heads head_dim"], Float[Tensor, "heads total_queries"]]:
     """Return O and the log-sum-exp of packed documents, each of which attends to itself alone.
 
-    As `hopper_forward` for each document's queries and keys. `max_seqlens` are the largest numbers
-    of queries and of keys of a document, by which the schedule is chosen.
+    As `hopper_forward` for each document's queries and keys. The largest numbers of queries and of
+    keys of a document decide which schedule is taken.
     """
+    cu_seqlens_q, cu_seqlens_k = documents[:2]
+    max_seqlens = (documents.max_seqlen_q, documents.max_seqlen_k)
     head_dim = q.shape[-1]
     q, k, v = readable(q), readable(k), readable(v)
     (num_queries, heads, width), num_keys, group = q.shape, k.shape[0], q.shape[1] // k.shape[1]
-    documents = len(cu_seqlens_q) - 1
+    num_documents = len(cu_seqlens_q) - 1
     plan = plan_packed_forward(
         head_dim=width, is_causal=is_causal,
         num_queries=num_queries, num_keys=num_keys, heads=heads, group=group,
-        documents=documents, max_seqlens=max_seqlens,
+        documents=num_documents, max_seqlens=max_seqlens,
         num_multiprocessors=num_multiprocessors(q.device), config=config,
     )  # fmt: skip
     schedule = plan.schedule
@@ -941,7 +943,7 @@ def hopper_packed_forward(
             ),
             (
                 num_queries, num_keys, heads, group, heads, plan.heads_together,
-                scale * LOG2_E.value, documents,
+                scale * LOG2_E.value, num_documents,
             ),
             {"PLAN": plan.kernel_plan, **schedule.launch_options},
         )  # fmt: skip

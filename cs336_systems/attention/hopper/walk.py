@@ -64,7 +64,7 @@ class Sequence(NamedTuple):
     head: gl.tensor  # of the work item; 0 unless packed
 
 
-class Documents(NamedTuple):
+class PackedDocuments(NamedTuple):
     """Boundaries of packed documents in the queries and in the keys."""
 
     cu_seqlens_q: gl.tensor

@@ -46,7 +46,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -58,6 +57,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from cs336_systems.attention.call import Saved
 from cs336_systems.attention.hopper import backward_walk
 from cs336_systems.attention.hopper.builtins import as_block, mma_layout
 from cs336_systems.attention.hopper.descriptors import readable, tile_descriptor
@@ -605,20 +605,13 @@ def hopper_wide_dq_kernel(
 
 
 def hopper_wide_backward(
-    q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
-    v: Float[Tensor, "batch kv_heads keys head_dim"],
-    output: Float[Tensor, "batch heads queries head_dim"],
-    lse: Float[Tensor, "batch heads queries"],
-    grad_output: Float[Tensor, "batch heads queries head_dim"],
-    grad_lse: Float[Tensor, "batch heads queries"] | None,
-    is_causal: bool,
-    scale: float,
+    saved: Saved, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients that `hopper_backward` does, for heads of 129 to 256 columns.
 
     All gradients are bit-reproducible.
     """
+    q, k, v, output, lse, grad_output, grad_lse = saved
     head_dim = q.shape[-1]
     q, k, v, output, grad_output = (readable(x) for x in (q, k, v, output, grad_output))
     batch, heads, num_queries, width = q.shape

@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
+from cs336_systems.attention.call import Saved
 from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.attention.tiles.kernel_config import HALF_L2_SHARE_BYTES
@@ -40,6 +41,7 @@ from cs336_systems.attention.triton.launch import (
     empty,
     empty_like,
     grid_of,
+    heads_together,
     launch,
     num_tiles,
     overlap_options,
@@ -62,7 +64,6 @@ from cs336_systems.attention.triton.steps import (
     fold_queries,
     head_from,
     head_of,
-    heads_together,
     key_bounds,
     load_lse_and_delta,
     load_rows,
@@ -418,8 +419,7 @@ def launch_preprocess(
 
 
 def launch_backward(
-    q: Queries, k: Keys, v: Keys, output: Queries, lse: Rows, grad_output: Queries, grad_lse: Rows | None,
-    lists: TileLists | None = None, *,
+    saved: Saved, lists: TileLists | None = None, *,
     is_causal: bool, scale: float, dkdv_config: KernelConfig, dq_config: KernelConfig,
 ) -> tuple[Queries, Keys, Keys]:  # fmt: skip
     """Contiguous gradients of q, k, v in their dtypes.
@@ -428,6 +428,7 @@ def launch_backward(
     stride-0 `grad_output` (from `o.sum().backward()`) included, unless a configuration reads by
     TMA.
     """
+    q, k, v, output, lse, grad_output, grad_lse = saved
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
     grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)

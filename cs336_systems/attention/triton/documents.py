@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cs336_systems.attention.call import Saved
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.backward import (
     differentiate_keys,
@@ -46,6 +47,7 @@ from cs336_systems.attention.triton.launch import (
     described,
     empty,
     empty_like,
+    heads_together,
     launch,
     overlap_options,
     tile_options,
@@ -55,7 +57,6 @@ from cs336_systems.attention.triton.steps import (
     Problem,
     await_previous,
     head_of,
-    heads_together,
     start_next,
     tile_of_program,
 )
@@ -240,13 +241,13 @@ def launch_varlen_forward(
 
 
 def launch_varlen_backward(
-    q: PackedQueries, k: PackedKeys, v: PackedKeys, output: PackedQueries, lse: PackedRows, grad_output: PackedQueries,
-    grad_lse: PackedRows | None, cu_seqlens_q: Boundaries, cu_seqlens_k: Boundaries, *,
+    saved: Saved, cu_seqlens_q: Boundaries, cu_seqlens_k: Boundaries, *,
     is_causal: bool, scale: float, dkdv_config: KernelConfig, dq_config: KernelConfig,
 ) -> tuple[PackedQueries, PackedKeys, PackedKeys]:  # fmt: skip
     """Contiguous gradients of q, k, v in their dtypes; what `launch_backward` says of its arguments
     holds here.
     """
+    q, k, v, output, lse, grad_output, grad_lse = saved
     grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
     rows = launch_preprocess(  # of which none needs its document: one sequence of all rows
         output.transpose(0, 1)[None], lse[None], grad_output.transpose(0, 1)[None],

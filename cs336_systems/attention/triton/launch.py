@@ -40,7 +40,11 @@ from cs336_systems.attention.choose import INTERPRETER_BFLOAT16, INTERPRETER_HIN
 from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.replay import Launched, have_context, thread
 from cs336_systems.attention.tiles import KernelConfig, head_tile, smaller_config
-from cs336_systems.attention.tiles.kernel_config import TMA_ALIGNMENT_BYTES, tma_reads_rows
+from cs336_systems.attention.tiles.kernel_config import (
+    L2_SHARE_BYTES,
+    TMA_ALIGNMENT_BYTES,
+    tma_reads_rows,
+)
 from cs336_systems.attention.triton.steps import Tiles
 from cs336_systems.device import interpreter_is_on
 from cs336_systems.measure.stages import stages_are_timed
@@ -153,6 +157,21 @@ def grid_of(config: KernelConfig, q: Tensor, k: Tensor) -> tuple[int]:
     x, tile = (k, config.key_tile) if config.kernel == "dkdv" else (q, config.query_tile)
     batch, heads, rows, _ = x.shape
     return (num_tiles(rows, tile) * batch * heads,)
+
+
+def heads_together(
+    batch_heads: int, streamed: Tensor, group: int = 1, share: int = L2_SHARE_BYTES
+) -> int:
+    """Return how many heads `tile_of_program` takes at a time, a power of two.
+
+    Their programs read the rows of two tensors. `streamed` (..., rows, head_dim) is one of the two,
+    of which a program reads `group` heads, and `share` bytes of the L2 cache are for all of them.
+    It is for tiles of unequal length: of equal ones, one head after the other is faster. A power of
+    two, since Triton compiles a kernel anew for 1 and for multiples of 16.
+    """
+    head_bytes = 2 * streamed.shape[-2] * streamed.shape[-1] * streamed.element_size() * group
+    fitting = max(1, share // head_bytes)
+    return 2 ** (min(batch_heads, fitting).bit_length() - 1)
 
 
 def tile_options(

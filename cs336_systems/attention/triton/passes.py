@@ -189,13 +189,13 @@ def triton_backward(saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         configs = {name: fit_to_blocks(one, call.lists.block_size) for name, one in configs.items()}
     if copied and any(one.tma for one in configs.values()):
         grad_output = grad_output.clone(memory_format=torch.contiguous_format)
-    tensors = (q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse)
+    saved = Saved(q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse)
 
     def run(**configs: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
         options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale, **configs}
         if call.documents is not None:
-            return launch_varlen_backward(*tensors, *call.documents[:2], **options)
-        return launch_backward(*tensors, call.lists, **options)
+            return launch_varlen_backward(saved, *call.documents[:2], **options)
+        return launch_backward(saved, call.lists, **options)
 
     return launch_fitting(run, configs, q, seqlen_q=like_q.shape[2], seqlen_k=like_k.shape[2])
 

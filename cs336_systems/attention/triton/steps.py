@@ -32,10 +32,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from cs336_systems.attention.tiles.kernel_config import L2_SHARE_BYTES
 
 
 class Tiles(NamedTuple):
@@ -332,19 +329,3 @@ def fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, ZERO, TILES: tl.constexpr):
     dV = accumulate(dV, P_T.to(dO.dtype), dO, ZERO, TILES)
     dK = accumulate(dK, dS_T.to(Q.dtype), Q, ZERO, TILES)
     return dK, dV
-
-
-def heads_together(
-    batch_heads: int, streamed: Tensor, group: int = 1, share: int = L2_SHARE_BYTES
-) -> int:
-    """How many heads `tile_of_program` takes at a time, whose programs read the rows of two
-    tensors.
-
-    `streamed` (..., rows, head_dim) is one of the two; a program reads `group` of its heads;
-    `share` are the bytes that all may have. It is for tiles of unequal length: where all are
-    equally long, one head after the other is faster. The result is a power of two, since Triton
-    compiles a kernel anew for 1 and for multiples of 16.
-    """
-    head_bytes = 2 * streamed.shape[-2] * streamed.shape[-1] * streamed.element_size() * group
-    fitting = max(1, share // head_bytes)
-    return 2 ** (min(batch_heads, fitting).bit_length() - 1)
