@@ -12,6 +12,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -406,6 +407,8 @@ def test_what_refuses_a_cpu_needs_a_gpu(body: str, tmp_path: Path, grader: Grade
     """The handout's own example asserts that its tensors are on a GPU; it lost 20 points."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
+    if "nvtx" in body and torch.version.cuda is not None:
+        pytest.skip("a build with CUDA has NVTX, GPU or not")
     path = solution(
         tmp_path, "def get_ddp(module):", "    module.weight = next(module.parameters())", body
     )
@@ -595,7 +598,7 @@ def test_the_command_prints_json_and_exits_by_the_points(grader: Grader, monkeyp
     assert full.exit_code == 0, full.stderr
     found = json.loads(full.stdout)
     assert (found["total"], found["gradable_here"], found["points"]) == (15, 15, 15)
-    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["torch"] == metadata.version("torch")
     assert [check["beyond_the_handout"] for check in found["problems"][0]["checks"]] == [False] * 7
     assert all(check["requires"] for check in found["problems"][0]["checks"])
     assert "[ 1/7] passed    optimizer_state_sharding.shards_the_state" in full.stderr
@@ -727,7 +730,5 @@ def test_the_page_says_what_each_check_requires():
 def test_a_whole_grade_names_what_has_no_points_here():
     others = [problem for problem in problems_of(2026) if problem.answer != "graded"]
     told = lines(Grade(chosen_problems("fsdp", 2026), others))
-    assert any(
-        line.startswith("written, no points here: naive_ddp, alternate_ring") for line in told
-    )
+    assert any(line.startswith("written, no points here: alternate_ring") for line in told)
     assert told[-1] == "total: 0 of 15 points"

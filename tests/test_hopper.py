@@ -86,15 +86,13 @@ def replaced(monkeypatch) -> list[str]:
     """
     calls = []
 
-    def forward(q, k, v, is_causal, scale, config):
+    def forward(q, k, v, *, is_causal, scale, config):
         calls.append(f"hopper forward {config}".strip())
         return tiled_forward(q, k, v, is_causal, scale)
 
-    def backward(q, k, v, output, lse, grad_output, grad_lse, deterministic, is_causal, scale):
+    def backward(saved, *, is_causal, scale, deterministic):
         calls.append("deterministic backward" if deterministic else "hopper backward")
-        return tiled_backward(
-            Saved(q, k, v, output, lse, grad_output, grad_lse), is_causal=is_causal, scale=scale
-        )
+        return tiled_backward(saved, is_causal=is_causal, scale=scale)
 
     monkeypatch.setattr(function, "hopper_forward", forward)
     monkeypatch.setattr(function, "hopper_backward", backward)
@@ -129,7 +127,9 @@ def test_gradients_are_deterministic_if_asked_or_torch_is(replaced, deterministi
 def test_key_heads_are_not_repeated_and_leading_dimensions_come_back(replaced, monkeypatch):
     q, k, v, _ = cpu_inputs(4, 2)
     monkeypatch.setattr(
-        function, "hopper_forward", lambda q, k, *_: (torch.full_like(q, k.shape[1]), q.sum(-1))
+        function,
+        "hopper_forward",
+        lambda q, k, *_, **__: (torch.full_like(q, k.shape[1]), q.sum(-1)),
     )
     output, lse = flash_attention(*(x[None] for x in (q, k, v)), enable_gqa=True, return_lse=True)
     assert output.shape == (1, 2, 4, 20, 16) and lse.shape == (1, 2, 4, 20) and (output == 2).all()
@@ -224,7 +224,7 @@ def test_documents_that_are_short_on_average_are_not_padded(
     memory of 128,000.
     """
     monkeypatch.setattr(function, "refuse_hopper", lambda q: None)
-    monkeypatch.setattr(function, "hopper_packed_backward", lambda *_: "hopper")
+    monkeypatch.setattr(function, "hopper_packed_backward", lambda *_, **__: "hopper")
     monkeypatch.setattr(function, "triton_backward", lambda *_: "triton")
     q, ends = torch.empty(sum(lengths), 1, head_dim), torch.tensor([0, *lengths]).cumsum(0).int()
     call = Call(
@@ -326,10 +326,11 @@ def each_schedule(monkeypatch) -> Callable[[int], Iterator[str]]:
             replay.forget()  # calls with the schedule before would be replayed
             yield name
 
-    def run_named(forward: Callable[..., Any], name: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *rest, config = arguments
+    def run_named(
+        forward: Callable[..., Any], name: str, *tensors: Any, config: str, **options: Any
+    ) -> tuple[Tensor, Tensor]:
         assert not config
-        return forward(*rest, name)
+        return forward(*tensors, **options, config=name)
 
     return each
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 pytest.importorskip("hypothesis")  # a GPU machine may lack it
@@ -32,6 +33,7 @@ from triton.runtime.jit import JITFunction
 
 from cs336_systems.attention import BlockMask
 from cs336_systems.attention.call import Documents, Saved
+from cs336_systems.attention.choose import HOPPER_TRITON
 from cs336_systems.attention.hopper import backward, light
 from cs336_systems.attention.hopper import backward_walk as walk
 from cs336_systems.attention.hopper import wide_backward as wide
@@ -1000,6 +1002,10 @@ def test_bits_are_turned_to_keys(block_size, query_tile):
     assert torch.equal(turned.view(3 * parts, keys, query_tile // 32), expected)
 
 
+@pytest.mark.skipif(
+    tuple(map(int, triton.__version__.split(".")[:2])) >= HOPPER_TRITON[1],
+    reason="newer interpreters refuse one mask for a block, and hopper does not run there",
+)
 @pytest.mark.parametrize("second_rows", [0, 128, 256])
 def test_sums_of_both_laps_make_one_gradient(second_rows):
     """`convert` reads of second laps the rows that have sums, and not the others, which nothing has

@@ -19,9 +19,9 @@ PACKAGE = "cs336_systems"
 # A file imports from its own unit (a module or a folder directly under the package) and from those
 # before it.
 ORDER = (
-    "handout", "config", "accounting", "device", "processes", "analysis", "inputs", "grids", "measure", "attention", "compiler",
-    "model", "distributed", "training", "integrations", "bench", "book", "subjects", "experiments", "grading",
-    "commands", "cli", "notebook",
+    "handout", "config", "accounting", "device", "processes", "analysis", "inputs", "grids",
+    "measure", "attention", "compiler", "model", "distributed", "training", "integrations",
+    "bench", "book", "subjects", "experiments", "grading", "commands", "cli", "notebook",
 )  # fmt: skip
 # The only modules that may load Triton when imported: they hold or list kernels and nothing imports
 # them eagerly.

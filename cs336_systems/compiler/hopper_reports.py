@@ -222,6 +222,12 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
             requests += [few(), few(seqlen=LATE_FROM)]
 
     # the forward along lists
+    for schedule, is_causal in product(SCHEDULES[64], (True, False)):  # of half a tile's columns
+        requests.append(
+            HopperRequest(
+                kernel="forward", head_dim=32, is_causal=is_causal, config=schedule.name("tiles")
+            )
+        )
     small, large = SCHEDULES[64][1], SCHEDULES[128]
     for columns, rows, schedule in (
         (64, 128, small),

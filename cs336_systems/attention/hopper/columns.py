@@ -1,9 +1,10 @@
-"""Matmuls over the columns of heads: 64, 128 or 256 at once, or 96 in parts of 64 and 32.
+"""Matmuls over the columns of heads: 32, 64, 128 or 256 at once, or 96 in parts of 64 and 32.
 
 Shapes are powers of two. At head dims from 65 to 96 tiles have 128 columns, of which TMA fills the
 last with zeros. The scores leave out 32 of them. In the backward dP, dK and dV do too, and the sums
 are tuples of their parts by columns: one part, or of 96 columns two. The forward's P V has all 128
-columns: in parts it took longer (docs/log.md).
+columns: in parts it took longer (docs/log.md). At head dims up to 32 both products of the forward
+have 32 columns, the first of a tile of 64.
 """
 
 from __future__ import annotations
@@ -20,10 +21,21 @@ ROWS = gl.constexpr(64)  # of a warp group's product
 @gluon.jit
 def in_parts(tile, COLUMNS: gl.constexpr):
     """Return a tile of shared memory as a tuple of parts by columns: two of 96, else one."""
-    if COLUMNS == 96:
+    if COLUMNS == 32:
+        return (tile.slice(0, 32, dim=1),)
+    elif COLUMNS == 96:
         return tile.slice(0, 64, dim=1), tile.slice(64, 32, dim=1)
     else:
         return (tile,)
+
+
+@gluon.jit
+def first_columns(tile, COLUMNS: gl.constexpr):
+    """Return the first COLUMNS columns of a tile of shared memory."""
+    if tile.shape[1] == COLUMNS:
+        return tile
+    else:
+        return tile.slice(0, COLUMNS, dim=1)
 
 
 @gluon.jit

@@ -40,17 +40,19 @@ from cs336_systems.attention.triton.passes import triton_backward
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return (O, log-sum-exp) of a call on q's device, from the Hopper kernel for its kind."""
     refuse_hopper(q)  # an operator may be called directly
+    options: dict[str, Any] = {
+        "is_causal": call.is_causal and call.lists is None,
+        "scale": call.scale,
+        "config": call.config,
+    }
     with on_device_of(q):
         if call.documents is not None:
-            return hopper_packed_forward(
-                q, k, v, call.documents,
-                is_causal=call.is_causal, scale=call.scale, config=call.config,
-            )  # fmt: skip
+            return hopper_packed_forward(q, k, v, call.documents, **options)
         if call.lists is not None:
-            return hopper_forward(q, k, v, False, call.scale, call.config, call.lists)
+            return hopper_forward(q, k, v, **options, lists=call.lists)
         if call.is_causal:
             k, v = _visible(k, q), _visible(v, q)
-        return hopper_forward(q, k, v, call.is_causal, call.scale, call.config)
+        return hopper_forward(q, k, v, **options)
 
 
 def _backward(saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,7 +26,8 @@ The schedules of large grids, by columns of a head tile:
          tensor cores   S(1)   P(0) V(0)         S(2)   P(1) V(1)
          consumer              softmax of S(1)          softmax of S(2)
        Exponentials take as long as products here, and a third consumer hides more of them. Q stays
-       in shared memory: in registers it would make the compiler spill.
+       in shared memory: in registers it would make the compiler spill. At head dims up to 32 both
+       products have 32 columns (`columns.py`).
   128  Two consumers, 128 x 128, 240 registers a thread, which hold Q too, with the same steps.
        At head dims from 65 to 96 the scores leave out the last 32 columns, which are zeros
        (`columns.py`).
@@ -100,7 +101,12 @@ from cs336_systems.attention.hopper.builtins import (
     rescale_rows,
     warp_fence,
 )
-from cs336_systems.attention.hopper.columns import in_parts, load_parts, over_columns
+from cs336_systems.attention.hopper.columns import (
+    first_columns,
+    in_parts,
+    load_parts,
+    over_columns,
+)
 from cs336_systems.attention.hopper.descriptors import (
     document_descriptor,
     readable,
@@ -388,7 +394,8 @@ def _issue(Q, P, O, shared, slot, phase, COLUMNS: gl.constexpr):
     """
     mbarrier.wait(shared.full.index(slot), phase)
     S = over_columns(Q, shared.K_ring.index(slot), COLUMNS)
-    O = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
+    V = first_columns(shared.V_ring.index(slot), O.shape[1])
+    O = warpgroup_mma(P, V, O, is_async=True)
     return S, O
 
 
@@ -492,7 +499,8 @@ def _store_tile(
     """
     O = O * gl.convert_layout(inverse, gl.SliceLayout(1, O.type.layout))[:, None]
     tma.store_wait(0)  # the last tile's O has left shared memory
-    O_tile.store(gl.reshape(O.to(O_desc.dtype), [ROWS, D_TILE]))
+    O = gl.reshape(O.to(O_desc.dtype), [ROWS, O.shape[1]])
+    first_columns(O_tile, O.shape[1]).store(O)
     fence_async_shared()
     batch, head = tile.batch_head // problem.N_HEADS, tile.batch_head % problem.N_HEADS
     tma.async_copy_shared_to_global(
@@ -512,7 +520,8 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
     SLOTS: gl.constexpr = PLAN.slots
     IS_LISTED: gl.constexpr = PLAN.key_block > 0
     S_LAYOUT: gl.constexpr = mma_layout(K_TILE_SIZE)
-    O_LAYOUT: gl.constexpr = mma_layout(D_TILE)
+    O_COLUMNS: gl.constexpr = 32 if PLAN.columns == 32 else D_TILE  # that P V has
+    O_LAYOUT: gl.constexpr = mma_layout(O_COLUMNS)
     Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     num_tiles, num_items = work_of_call(problem, walked, PLAN)
@@ -546,7 +555,7 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
                 m = gl.full([ROWS], LOWEST, gl.float32, ROW_LAYOUT)
                 l = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
             rest = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
-            O = gl.zeros([ROWS, D_TILE], gl.float32, O_LAYOUT)
+            O = gl.zeros([ROWS, O_COLUMNS], gl.float32, O_LAYOUT)
 
             # step 0: the first scores
             slot, phase = ring_slot(step, SLOTS)
@@ -605,7 +614,8 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
             # step n: the last product, under which the row sums are inverted
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.full.index(slot), phase)
-            O_pending = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
+            V = first_columns(shared.V_ring.index(slot), O_COLUMNS)
+            O_pending = warpgroup_mma(P, V, O, is_async=True)
             if PLAN.softmax_overlaps:
                 m = gl.convert_layout(gl.max(m, axis=1), ROW_LAYOUT)
                 l = gl.convert_layout(gl.sum(l, axis=1), ROW_LAYOUT)

@@ -58,6 +58,15 @@ def columns_of(width: int) -> int:
     return 96 if 64 < width <= 96 else head_tile(width)
 
 
+def forward_columns_of(width: int) -> int:
+    """Return how many columns the forward multiplies for heads of `width`: 32 up to that width.
+
+    Both products then take half as long as of 64 columns: 1.06 to 1.12 times as fast in all on an
+    H200, triton 3.6.0, 2026-11-29.
+    """
+    return 32 if width <= 32 else columns_of(width)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ForwardSchedule:
     """How the forward divides a head of `head_tile` columns."""
@@ -352,7 +361,7 @@ def plan_forward(
     # the fastest plan
     plans = [
         ForwardPlan(
-            schedule=schedule, columns=columns_of(head_dim), is_causal=is_causal, order=order,
+            schedule=schedule, columns=forward_columns_of(head_dim), is_causal=is_causal, order=order,
             num_queries=num_queries, num_keys=num_keys, batch_heads=batch_heads,
             heads_together=min(together, batch_heads), block_size=block_size or (0, 0),
         )
