@@ -43,11 +43,13 @@ CHECK_PYTHON = command -v $(PYTHON) >/dev/null || \
     { echo "error: no $(PYTHON): install Python 3.11 or later, or set PYTHON" >&2; exit 1; }; \
     $(PYTHON) tools/check_python.py
 
+# the requirement as pyproject.toml has it: torch>=...,<...
+TORCH = $(shell sed -n 's/^ *"\(torch[>=<][^"]*\)",$$/\1/p' pyproject.toml)
 # torch alone: what it needs comes with the installation that follows, which keeps any build of the right version.
 TORCH_FIRST = if [ -n "$(TORCH_INDEX)" ] && ! $(@D)/bin/python -c "import torch" 2>/dev/null; then \
     echo "no NVIDIA GPU here: taking torch's CPU build (make TORCH_INDEX= takes pip's default)"; \
     $(@D)/bin/python -m pip install --quiet --no-compile --no-deps --retries 1 --timeout 15 --index-url $(TORCH_INDEX) \
-        $(addprefix -c ,$(CONSTRAINTS)) 'torch>=2.11,<2.16' || \
+        $(addprefix -c ,$(CONSTRAINTS)) '$(TORCH)' || \
     echo "$(TORCH_INDEX) could not be used: taking the torch of pip's own index"; fi
 
 # Python keeps what it has compiled, or every process of a test compiles its imports again: five seconds each.

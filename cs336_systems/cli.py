@@ -8,7 +8,7 @@ termination or a hang-up (143, 129).
 
 import warnings
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -39,6 +39,7 @@ app = typer.Typer(
 
 @app.callback()
 def options(
+    *,
     version: Annotated[bool, typer.Option("--version", help="Say which version this is.")] = False,
 ) -> None:
     if version:
@@ -69,10 +70,14 @@ def main(run_app: Callable[[], None] = app) -> None:
     format_warning = warnings.formatwarning
 
     def briefly(
-        message: Warning | str, category: type[Warning], *place: Any, **options: Any
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        line: str | None = None,
     ) -> str:
         if not issubclass(category, UserWarning):
-            return format_warning(message, category, *place, **options)
+            return format_warning(message, category, filename, lineno, line)
         return f"warning: {in_one_line(message)}\n"
 
     warnings.formatwarning = briefly

@@ -26,7 +26,7 @@ MAX_SEED = 2**63 - 1  # the largest that a torch.Generator takes
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def require_positive(config: Any, *fields: str) -> None:
+def require_positive(config: Any, fields: list[str]) -> None:
     """Raise ValueError naming the first of `fields` of `config` that is not a positive int."""
     for field in fields:
         value = getattr(config, field)
@@ -60,7 +60,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require_positive(
-            self, "d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length"
+            self, ["d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length"]
         )
         if self.d_model % self.num_heads or self.head_dim % 2:
             raise ValueError(
@@ -140,10 +140,10 @@ class AttentionShape:
     kv_heads: int | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, "batch", "heads", "seqlen_q", "seqlen_k", "head_dim")
+        require_positive(self, ["batch", "heads", "seqlen_q", "seqlen_k", "head_dim"])
         require_choice(self, "dtype", DTYPES)
         if self.kv_heads is not None:
-            require_positive(self, "kv_heads")
+            require_positive(self, ["kv_heads"])
             if self.heads % self.kv_heads:
                 raise ValueError(
                     f"AttentionShape.kv_heads must divide heads={self.heads}, got {self.kv_heads}"
@@ -164,7 +164,9 @@ class MaskCase:
     key_block: int = 128  # columns of the mask's tiles
 
     def __post_init__(self) -> None:
-        require_positive(self, "batch", "heads", "seqlen_q", "head_dim", "query_block", "key_block")
+        require_positive(
+            self, ["batch", "heads", "seqlen_q", "head_dim", "query_block", "key_block"]
+        )
         require_choice(self, "dtype", DTYPES)
 
     @property
@@ -206,7 +208,7 @@ class ModelCase:
     warmup: int = 5
 
     def __post_init__(self) -> None:
-        require_positive(self, "batch")
+        require_positive(self, ["batch"])
         if self.warmup < 0:
             raise ValueError(f"ModelCase.warmup must not be negative, got {self.warmup}")
 
@@ -228,7 +230,7 @@ class CollectiveCase:
     def __post_init__(self) -> None:
         require_choice(self, "operation", COLLECTIVES)
         require_choice(self, "backend", DISTRIBUTED_BACKENDS)
-        require_positive(self, "num_bytes", "num_ranks")
+        require_positive(self, ["num_bytes", "num_ranks"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +274,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         require_choice(self, "scale", SCALES)
         require_choice(self, "device", ("cpu", "cuda"))
-        require_positive(self, "cell_timeout_s")
+        require_positive(self, ["cell_timeout_s"])
         if self.cell_timeout_s > MAX_CELL_TIMEOUT_S:
             raise ValueError(
                 f"RunConfig.cell_timeout_s must be at most {MAX_CELL_TIMEOUT_S} (a day), "

@@ -14,7 +14,6 @@ from cs336_systems.distributed.collectives import (
     all_gather_flat,
     all_reduce_mean,
     broadcast_parameters,
-    check_same_shapes,
     num_ranks,
     rank_in,
     reduce_scatter_mean_flat,
@@ -22,6 +21,7 @@ from cs336_systems.distributed.collectives import (
 )
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.guards import check_same_shapes
 from cs336_systems.distributed.loss_scale import LossScaler
 from cs336_systems.distributed.ring_attention import ring_attention
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer

@@ -24,9 +24,10 @@ from cs336_systems.distributed import (
     OverlapDDP,
     Zero1Optimizer,
 )
-from cs336_systems.distributed.ddp import DataParallel, dense_gradient
+from cs336_systems.distributed.ddp import DataParallel
 from cs336_systems.distributed.ddp_bucketed import plan_buckets
 from cs336_systems.distributed.fsdp import unit
+from cs336_systems.distributed.guards import dense_gradient
 from cs336_systems.grading.counting import SENT, count_messages
 from tests.one_job import OneJob
 from tests.sharding_models import RaiseInBackward

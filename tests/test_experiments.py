@@ -284,6 +284,17 @@ def plant(sweep: Sweep, cell: Cell, status: str) -> None:
     append_records(sweep.record_file(cell.problem), records)
 
 
+@pytest.mark.parametrize("model", [None, "own_model:Own"])
+def test_a_cells_keys_are_those_of_its_records(model, tmp_path):
+    """`pending` finds finished cells by these keys; the user's own model has its own."""
+    run = replace(TINY, model=model)
+    sweep = Sweep(run, tmp_path, PROVENANCE)
+    outcome = sweep_module.Outcome(status="skipped", message="planted")
+    for problem in measured_problems():
+        for cell in planned_cells(problem, run):
+            assert cell.keys(run) == [record.key for record in sweep._records(cell, outcome)]
+
+
 @pytest.mark.parametrize(
     ("status", "again", "changes"),
     [

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.bench.placing import NotMade, of_one_machine
-from cs336_systems.bench.records import read_records
+from cs336_systems.bench.placing import NotMade
 from cs336_systems.bench.spec import load
-from cs336_systems.book.frames import load_frame
+from cs336_systems.book.frames import read_frame
 from cs336_systems.book.html_report import PAGE, write_report
 from cs336_systems.book.tables import Listing
 from tests.command_line import invoke
@@ -107,13 +106,12 @@ class Folder:
         self.path.write_text(f"{few}{line}\n", encoding="utf-8")
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            records = read_records(self.path)
-            frame = load_frame(load(self.problem), of_one_machine(records))
+            frame = read_frame(load(self.problem), self.folder)
         messages = [str(one.message) for one in told]
         assert "\x1b" not in "".join(messages)
         if any(re.search(rf"{self.problem}(.jsonl:\d+)?: .*left out", one) for one in messages):
             return True
-        assert messages == [] and frame["position"].max() == len(records) - 1, (line, messages)
+        assert messages == [] and frame["position"].max() == len(self.good[:3]), (line, messages)
         return False
 
 
@@ -167,6 +165,31 @@ def test_a_row_of_an_older_release_finds_its_cell(few):
         without = changed(row, ("case", name), REMOVED)
     text, told = few.report(without)
     assert told == [] and text == plain, without
+
+
+@pytest.mark.parametrize(
+    ("problem", "change", "why"),
+    [
+        ("masked_attention", {"mask": "another"}, "'another' is unknown here"),
+        ("benchmarking_script", {"samples": [0.0]}, "float division by zero"),
+    ],
+)
+def test_a_row_without_columns_is_left_out_with_its_reason(problem, change, why, tmp_path):
+    folder = Folder(problem, tmp_path)
+    row = folder.good[0]
+    row = row | change if "samples" in change else row | {"case": row["case"] | change}
+    folder.path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    with pytest.warns(UserWarning, match=f"left out, no columns for its .*: {re.escape(why)}"):
+        assert read_frame(load(problem), folder.folder).empty
+
+
+def test_a_mistake_in_an_experiments_columns_is_raised(tmp_path, monkeypatch):
+    folder = Folder("mixed_precision_accumulation", tmp_path)
+    folder.path.write_text(folder.text, encoding="utf-8")
+    experiment = load(folder.problem)
+    monkeypatch.setattr(experiment, "columns", lambda row: row["kernel"].no_such_method())
+    with pytest.raises(AttributeError, match="no_such_method"):
+        read_frame(experiment, folder.folder)
 
 
 def test_the_command_says_what_it_left_out_in_a_line_and_ends_well(tmp_path, monkeypatch):

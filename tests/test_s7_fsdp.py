@@ -28,7 +28,8 @@ from cs336_systems.attention.checks import has_hooks
 from cs336_systems.device import has_cxx_compiler
 from cs336_systems.distributed import FSDP, RankError, Zero1Optimizer, run_ranks, wrap_blocks
 from cs336_systems.distributed.fsdp.life import watch
-from cs336_systems.distributed.fsdp.plan import chunk_rows, own_rows, plan_units, whole_of
+from cs336_systems.distributed.fsdp.plan import plan_units
+from cs336_systems.distributed.fsdp.weight import chunk_rows, own_rows, whole_of
 from cs336_systems.grading.counting import LiveBytes
 from cs336_systems.model import AdamW, TransformerLM
 from tests.module_kinds import Net

@@ -27,13 +27,14 @@ MANY = 8  # positional parameters of a function on the host
 SHARED_NAMES = ("__init__", "__main__", "forward", "backward")
 # decorators: Triton passes a kernel's arguments by position
 COMPILED = ("jit", "constexpr_function", "builtin")
+AUTOGRAD = ("forward", "backward", "__init__")  # autograd passes arguments by position
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 
 ALLOWED = {
     "tokens a line": 6.89,
     "percent of lines over 100 characters": 0.2,
-    "functions with *args": 54,
-    "functions with more than 8 positional parameters": 10,
+    "functions with *args": 30,
+    "functions with more than 8 positional parameters": 0,
     "modules that share a name": 0,
     "modules in circles of imports": 0,
 }
@@ -86,6 +87,8 @@ class House:
             where = f"{place}:{node.lineno} {node.name}"
             if node.args.vararg is not None:
                 self.starred.append(where)
+            if node.name in AUTOGRAD:
+                continue
             decorators = " ".join(map(ast.unparse, node.decorator_list))
             if len(node.args.posonlyargs + node.args.args) > MANY and not any(
                 one in decorators for one in COMPILED

@@ -34,7 +34,7 @@ class FeedForward:
     d_ff: int  # F
 
     def __post_init__(self) -> None:
-        require_positive(self, "tokens", "d_model", "d_ff")
+        require_positive(self, ["tokens", "d_model", "d_ff"])
 
     @property
     def weight_bytes(self) -> int:

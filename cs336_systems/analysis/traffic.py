@@ -48,7 +48,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         require_choice(self, "scheme", SCHEMES)
-        require_positive(self, "data_parallel", "tensor_parallel")
+        require_positive(self, ["data_parallel", "tensor_parallel"])
         if self.scheme == "none" and self.data_parallel > 1:
             raise ValueError(
                 f"Plan.data_parallel must be 1 for scheme none, got {self.data_parallel}"

@@ -67,18 +67,18 @@ def find_provenance(commit: str | None, dirty: bool | None) -> Provenance:
         raise ValueError(f"--commit must not be empty, got {commit!r}")
     if commit is None:
         # An installed package may lie in the checkout of another project, which does not track it.
-        tracked = _git(folder, "ls-files", "--error-unmatch", file.name) is not None
-        commit = _git(folder, "rev-parse", "--short=12", "HEAD") if tracked else None
+        tracked = _git(folder, ["ls-files", "--error-unmatch", file.name]) is not None
+        commit = _git(folder, ["rev-parse", "--short=12", "HEAD"]) if tracked else None
         if commit is None:
             return Provenance(commit=f"unknown ({__version__})", dirty=bool(dirty))
         if dirty is None:
-            dirty = bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
+            dirty = bool(_git(folder, ["status", "--porcelain", "--untracked-files=no"]))
     if dirty is None:
         raise ValueError("--commit needs --dirty or --clean")
     return Provenance(commit=commit, dirty=dirty)
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _git(folder: Path, arguments: list[str]) -> str | None:
     """Return the output of a git command in `folder`; None if it fails, or takes over 30 s."""
     try:
         result = subprocess.run(
@@ -245,9 +245,8 @@ class Sweep:
         pending: list[Cell] = []
         finished: Counter[str] = Counter()
         for cell in cells:
-            rows = self._records(cell, Outcome(status="skipped", message="key only"))
-            known = [done[row.key] for row in rows if row.key in done]
-            if len(known) < len(rows):
+            known = [done[key] for key in cell.keys(self.run) if key in done]
+            if len(known) < len(cell.rows):
                 pending.append(cell)
             else:
                 finished[cell_status(known)] += 1
@@ -291,10 +290,6 @@ class Sweep:
         The record of a row without a measurement has the outcome's status and message instead.
         """
         measured = {sample.row: sample for sample in outcome.measurements}
-        implementation = cell.implementation
-        # A user's own model counts as a separate implementation.
-        if self.run.model is not None and hasattr(cell.case, "model"):
-            implementation += f" {self.run.model}"
         records = []
         for row in cell.rows:
             status, message = outcome.status, outcome.message
@@ -305,7 +300,7 @@ class Sweep:
                 run=self.facts,
                 problem=cell.problem,
                 case=case_to_dict(row.case or cell.case),
-                implementation=row.implementation or implementation,
+                implementation=cell.name_in_records(row, self.run),
                 mode=row.mode,
                 quantity=row.quantity,
                 unit=row.unit,

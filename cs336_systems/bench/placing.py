@@ -1,6 +1,6 @@
 """Match records to the cells of an experiment, which decides what a report shows.
 
-    records = of_one_machine(read_records(path))
+    records = read_of_one_machine(folder, experiment.name)  # a results folder
     placed, left_out = place_records(experiment.name, records, plan_for(experiment, records))
 
 A record belongs to the experiment if its case can be built from the experiment's case classes.
@@ -20,11 +20,12 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from cs336_systems.bench.records import Record, case_key, case_to_dict
+from cs336_systems.bench.records import Record, case_key, case_to_dict, read_records
 from cs336_systems.bench.spec import Cell, Experiment
 from cs336_systems.config import RunConfig
 from cs336_systems.measure.text import in_one_line
@@ -123,13 +124,13 @@ def warn_of(lines: Sequence[str], stacklevel: int) -> None:
         warnings.warn(in_one_line(lines[0])[:LONGEST_WARNING] + more, stacklevel=stacklevel + 1)
 
 
-def attempt(what: str, make: Callable[..., T], *arguments: Any) -> T | None:
-    """Return `make(*arguments)`; if it raises one of UNREADABLE, warn and return None.
+def attempt(what: str, make: Callable[[], T]) -> T | None:
+    """Return `make()`; if it raises one of UNREADABLE, warn and return None.
 
     The warning is a `NotMade` that names `what`, the table or figure, and the reason.
     """
     try:
-        return make(*arguments)
+        return make()
     except UNREADABLE as error:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         warnings.warn(
@@ -184,8 +185,12 @@ def _filled(given: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
     return given if filled == given else filled
 
 
-def of_one_machine(records: Sequence[Record]) -> list[Record]:
-    """Return the records of the most frequent pair of device and scale, and warn of the others."""
+def read_of_one_machine(folder: Path, problem: str) -> list[Record]:
+    """Return the records of `problem` in a results folder, of one pair of device and scale.
+
+    It is the most frequent pair; a warning names what was measured elsewhere.
+    """
+    records = read_records(folder / "records" / f"{problem}.jsonl")
 
     def machine(record: Record) -> tuple[str, str]:
         """Return the (device name, scale) that the record was measured with."""
@@ -193,7 +198,7 @@ def of_one_machine(records: Sequence[Record]) -> list[Record]:
 
     counts = Counter(map(machine, records))
     if len(counts) < 2:
-        return list(records)
+        return records
     most = max(counts, key=lambda one: counts[one])
     others = [record for record in records if machine(record) != most]
     warn_of(

@@ -19,6 +19,8 @@ from typing import Any
 from cs336_systems.handout import HANDOUT
 
 PACKAGE = "cs336_systems"
+EXPERIMENTS = "experiments"  # folder of the handouts' problems, a file each
+BEYOND = "beyond"  # its subfolder of problems that no handout has
 OPERATIONS = ("attention", "model", "distributed", "training")  # folders whose code is measured
 # fields of syntax trees that follow from other fields or mean nothing
 UNSAID = ("ctx", "kind", "type_comment", "type_ignores")
@@ -34,7 +36,7 @@ def sources_hash(problem: str, root: Path = ROOT) -> str:
 
     They are those of the checkout `root`; "" if it has no file of the experiment.
     """
-    if not _file_of(problem, root).is_file():
+    if not file_of(problem, root).is_file():
         return ""
     digest = hashlib.sha256()
     for file in reached(problem, root):
@@ -52,7 +54,7 @@ def reached(problem: str, root: Path = ROOT) -> tuple[Path, ...]:
 
     C++ sources in the same folders are included.
     """
-    waiting, seen = [_file_of(problem, root)], set()
+    waiting, seen = [file_of(problem, root)], set()
     while waiting:
         file = waiting.pop()
         if file in seen:
@@ -64,10 +66,10 @@ def reached(problem: str, root: Path = ROOT) -> tuple[Path, ...]:
     return tuple(sorted(found | {native for file in found for native in file.parent.glob("*.cpp")}))
 
 
-def _file_of(problem: str, root: Path) -> Path:
+def file_of(problem: str, root: Path = ROOT) -> Path:
     """Return the path of the experiment `problem` in the checkout `root`; it need not exist."""
-    folder = root / PACKAGE / "experiments"
-    return folder / f"{problem}.py" if problem in HANDOUT else folder / "beyond" / f"{problem}.py"
+    folder = root / PACKAGE / EXPERIMENTS
+    return (folder if problem in HANDOUT else folder / BEYOND) / f"{problem}.py"
 
 
 @cache

@@ -42,7 +42,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from cs336_systems.bench.records import Status
+from cs336_systems.bench.records import Status, case_key, case_to_dict
+from cs336_systems.bench.sources import BEYOND, EXPERIMENTS, ROOT, file_of
 from cs336_systems.config import RunConfig
 from cs336_systems.handout import HANDOUT
 
@@ -51,9 +52,7 @@ if TYPE_CHECKING:
 
 
 PACKAGE = "cs336_systems.experiments"
-# the problems of the handouts, one file each
-FOLDER = Path(__file__).resolve().parents[1] / "experiments"
-BEYOND = "beyond"  # subfolder of problems that no handout has
+FOLDER = ROOT / "cs336_systems" / EXPERIMENTS
 # A choice of rows: column -> the value, a tuple or list of values, or a predicate of the value.
 Where = Mapping[str, Any]
 BY_TURNS = "by turns"  # the implementation of a cell that measures several
@@ -128,6 +127,28 @@ class Cell:
     def implementations(self) -> tuple[str, ...]:
         """The implementations whose rows the cell promises, each once."""
         return tuple(dict.fromkeys(row.implementation or self.implementation for row in self.rows))
+
+    def name_in_records(self, row: Row, run: RunConfig) -> str:
+        """Return the implementation that records of `row` name; the user's own model is part of it."""
+        if row.implementation:
+            return row.implementation
+        own = f" {run.model}" if run.model is not None and hasattr(self.case, "model") else ""
+        return self.implementation + own
+
+    def keys(self, run: RunConfig) -> list[tuple[str, ...]]:
+        """Return the `Record.key` of each row, in the order of `rows`, as `run` measures them."""
+        cases = [case_key(case_to_dict(row.case or self.case)) for row in self.rows]
+        return [
+            (
+                self.problem,
+                run.scale,
+                self.name_in_records(row, run),
+                case,
+                row.mode,
+                row.quantity,
+            )
+            for row, case in zip(self.rows, cases)
+        ]
 
     @property
     def alone(self) -> bool:
@@ -227,7 +248,8 @@ class Experiment:
 
         `row` has the fields of the record and of its case.
 
-        A record for which it raises KeyError, ValueError or TypeError is left out with a warning.
+        A record is left out with a warning if it raises KeyError (a mode, a mask or a quantity that
+        is unknown here), ValueError (a malformed value), or ZeroDivisionError (a measured 0).
         """
         return {}
 
@@ -347,11 +369,6 @@ def _outline(file: Path) -> Outline:
 def measured_problems() -> dict[str, Experiment]:
     """Return the experiments that `run` measures, by name: all but the calculations."""
     return {name: one for name, one in experiments().items() if not isinstance(one, Calculation)}
-
-
-def file_of(name: str) -> Path:
-    """Return the path of the file for the experiment `name`; it need not exist."""
-    return (FOLDER if name in HANDOUT else FOLDER / BEYOND) / f"{name}.py"
 
 
 def load(name: str) -> Experiment:

@@ -29,7 +29,7 @@ import json
 import math
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -201,7 +201,7 @@ class Figure(ABC):
         """Return the Altair chart of one panel, without size and title."""
         ...
 
-    def _data(self, rows: pd.DataFrame, *more: str) -> alt.Data:
+    def _data(self, rows: pd.DataFrame, more: Sequence[str]) -> alt.Data:
         """Return the drawn columns of `rows` and `more`, so that a figure holds no raw samples."""
         names = dict.fromkeys(
             name for name in (self.x, self.y, self.color, self.facet, *more) if name
@@ -327,7 +327,7 @@ class Lines(Figure):
         has_quartiles = self.y == "median"
         rows = self._with_labels(rows)
         quartiles = ("low", "high") if has_quartiles else ()
-        base = alt.Chart(self._data(rows, "label", "shift", *quartiles))
+        base = alt.Chart(self._data(rows, ["label", "shift", *quartiles]))
         color = self._color(rows).legend(None)
         line = base.mark_line(point=True).encode(x=x, y=y, color=color, tooltip=self._tooltip(rows))
         layers = [line]
@@ -475,7 +475,7 @@ class Bars(Figure):
             label = label + "  " + names.map(lambda name: NAMES.get(name, name))
             color = color.legend(None)
 
-        base = alt.Chart(self._data(rows.assign(label=label), "label")).encode(*encoding)
+        base = alt.Chart(self._data(rows.assign(label=label), ["label"])).encode(*encoding)
         bars = base.mark_bar().encode(color=color, tooltip=self._tooltip(rows))
         if self.stacked or not (lie or self._has_room(rows, label)):
             return bars
@@ -499,7 +499,7 @@ class Heat(Figure):
 
     def _marks(self, rows: pd.DataFrame) -> Any:
         """Return the fields with their numbers."""
-        base = alt.Chart(self._data(rows, self.value)).encode(
+        base = alt.Chart(self._data(rows, [self.value])).encode(
             x=alt.X(
                 f"{_field(self.x)}:O", sort=None, title=self._x_title(), axis=alt.Axis(labelAngle=0)
             ),
@@ -534,7 +534,7 @@ class Spans(Figure):
         spans = rows.assign(pair=pairs).explode("pair", ignore_index=True).dropna(subset="pair")
         spans = spans.assign(start=spans["pair"].str[0], end=spans["pair"].str[1])
         return (
-            alt.Chart(self._data(spans, "start", "end"))
+            alt.Chart(self._data(spans, ["start", "end"]))
             .mark_bar(height=14)
             .encode(
                 x=alt.X(

@@ -1,6 +1,6 @@
 """Load records of one problem into a pandas frame, the source of its tables, figures and page.
 
-    frame = load_frame(load("attention_shapes"), read_records(path))
+    frame = read_frame(load("attention_shapes"), Path("results/nvidia-h200"))
     pick(frame, {"quantity": "time", "mode": "forward", "implementation": ("hopper", "triton")})
 
 Columns of the frame:
@@ -24,13 +24,14 @@ Rows stand in the order in which the experiment lists its cells.
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from msgspec.structs import asdict
 
-from cs336_systems.bench.placing import UNREADABLE, place_records, plan_for, warn_of
+from cs336_systems.bench.placing import place_records, plan_for, read_of_one_machine, warn_of
 from cs336_systems.bench.records import Record, case_key, is_series
 from cs336_systems.bench.spec import Calculation, Experiment, Where
 
@@ -43,6 +44,11 @@ UNITS = {
 }
 INTERPRETED = "interpreter"  # prefix of `kernel` in records of Triton's interpreter
 STATISTICS = ("median", "low", "high", "mean", "std")
+
+
+def read_frame(experiment: Experiment, folder: Path) -> pd.DataFrame:
+    """Return the `load_frame` of the experiment's records in a results folder, of one machine."""
+    return load_frame(experiment, read_of_one_machine(folder, experiment.name))
 
 
 def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFrame:
@@ -82,10 +88,11 @@ def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFram
         ) in plan.promised
         try:
             newest[record.key] = row | experiment.columns(row)
-        except UNREADABLE as error:
+        except (KeyError, ValueError, ZeroDivisionError) as error:
+            why = f"{error} is unknown here" if isinstance(error, KeyError) else str(error)
             left_out.append(
                 f"{record.problem}: {record.implementation} left out, "
-                f"{type(error).__name__}: {error}"
+                f"no columns for its {record.mode} {record.quantity}: {why}"
             )
     warn_of(left_out, stacklevel=2)
     if not newest:

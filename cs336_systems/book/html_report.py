@@ -8,6 +8,7 @@ with a warning. The template, report.html beside this file, escapes all text.
 
 from collections import Counter
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,14 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
-from cs336_systems.bench.placing import attempt, of_one_machine, place_records, plan_for, warn_of
-from cs336_systems.bench.records import Record, failures, read_records
+from cs336_systems.bench.placing import (
+    attempt,
+    place_records,
+    plan_for,
+    read_of_one_machine,
+    warn_of,
+)
+from cs336_systems.bench.records import Record, failures
 from cs336_systems.bench.spec import Experiment, experiments
 from cs336_systems.book.figures import PAGE_INK, spec_of
 from cs336_systems.book.frames import load_frame
@@ -85,12 +92,12 @@ def _measured(experiment: Experiment, folder: Path) -> tuple[list[Record], pd.Da
 
     Both are empty if there are no records of it; the frame alone is if it cannot be made.
     """
-    records = of_one_machine(read_records(folder / "records" / f"{experiment.name}.jsonl"))
+    records = read_of_one_machine(folder, experiment.name)
     if not records:
         return [], pd.DataFrame()
     placed, left_out = place_records(experiment.name, records, plan_for(experiment, records))
     warn_of(left_out, stacklevel=2)
-    frame = attempt(f"the section {experiment.name}", load_frame, experiment, placed)
+    frame = attempt(f"the section {experiment.name}", partial(load_frame, experiment, placed))
     if frame is None:
         return placed, pd.DataFrame()
     if frame.empty:
@@ -108,7 +115,7 @@ def _section(
     figures: list[dict[str, Any]] = []
     for name, figure in experiment.figures.items():
         for whose, frame in frames.items():
-            spec = attempt(f"the figure {name} of {experiment.name}", _spec, figure, frame)
+            spec = attempt(f"the figure {name} of {experiment.name}", partial(_spec, figure, frame))
             if spec is not None:
                 place = f"{experiment.name}-{len(figures)}"
                 caption = f"{name.replace('_', ' ')}, {whose}"
@@ -117,7 +124,7 @@ def _section(
     tables: list[Table] = []
     needs: dict[str, list[str]] = {}  # reason of a skip on this machine -> columns of tables
     for name, declared in experiment.tables.items() if not frame.empty else ():
-        made = attempt(f"the table {name} of {experiment.name}", declared.build, frame)
+        made = attempt(f"the table {name} of {experiment.name}", partial(declared.build, frame))
         table, skipped = (made or Table("", [], [])).without_blanks()
         if table.lines:  # a table for another scale has no lines here
             tables.append(table)

@@ -21,15 +21,14 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import pandas as pd
 
-from cs336_systems.bench.placing import UNREADABLE, attempt, of_one_machine, preferred_rows
-from cs336_systems.bench.records import read_records
+from cs336_systems.bench.placing import UNREADABLE, attempt, preferred_rows
 from cs336_systems.bench.sources import older_hashes, reached, sources_hash
 from cs336_systems.bench.spec import Calculation, Experiment, experiments
 from cs336_systems.bench.worker import MOST_HELD_BYTES
@@ -40,8 +39,8 @@ from cs336_systems.book.frames import (
     digits,
     flat_case,
     in_unit,
-    load_frame,
     pick,
+    read_frame,
     span,
     with_speeds,
 )
@@ -105,11 +104,11 @@ class Book:
     def frame(self, name: str) -> pd.DataFrame:
         """Return the frame of the experiment `name`, which is read or calculated once."""
         if name not in self._frames:
-            one, path = experiments()[name], self.folder_of(name) / "records" / f"{name}.jsonl"
+            one = experiments()[name]
             if isinstance(one, Calculation):
                 self._frames[name] = calculated_frame(one)
             else:
-                self._frames[name] = load_frame(one, of_one_machine(read_records(path)))
+                self._frames[name] = read_frame(one, self.folder_of(name))
         return self._frames[name]
 
     def template(self, name: str) -> str:
@@ -217,7 +216,7 @@ class Book:
 
     def _page_or_why(self, name: str) -> str:
         """Return the page `name`, or a section that says it cannot be made, with a warning why."""
-        page = attempt(f"the section {name} of {DOCUMENT}", self.page, name)
+        page = attempt(f"the section {name} of {DOCUMENT}", partial(self.page, name))
         return page if page is not None else f"## {name}\n\n{CANNOT_BE_MADE}\n"
 
     def readme(self) -> str:
@@ -229,7 +228,7 @@ class Book:
         def made(block: re.Match[str]) -> str:
             """Return the block with its value, or with CANNOT_BE_MADE and a warning."""
             self._rendering = README
-            value = attempt(f"the block {block[2]} of {README}", self._value, block[2])
+            value = attempt(f"the block {block[2]} of {README}", partial(self._value, block[2]))
             return f"{block[1]}\n{CANNOT_BE_MADE if value is None else value}\n\n{block[3]}"
 
         return BLOCK.sub(made, (self.root / README).read_text(encoding="utf-8"))
@@ -282,7 +281,7 @@ class Book:
         for name in (name for name in self.names if name in experiments()):
             text = self.template(name)
             for figure in (one for one in experiments()[name].figures if f'figure("{one}"' in text):
-                spec = attempt(f"the figure {figure} of {name}", self._spec, name, figure)
+                spec = attempt(f"the figure {figure} of {name}", partial(self._spec, name, figure))
                 if spec is not None:
                     specs[self.figure_path(name, figure)] = spec
         return specs
@@ -392,12 +391,12 @@ class Book:
                 is_here = book.has(name) or (book is self and isinstance(experiment, Calculation))
                 if not is_here or not experiment.tables:
                     continue
-                frame = attempt(f"the tables of {name}", book.frame, name)
+                frame = attempt(f"the tables of {name}", partial(book.frame, name))
                 if frame is None or frame.empty:
                     continue
                 parts = [f"# {name}", experiment.title + "."]
                 for which, declared in experiment.tables.items():
-                    table = attempt(f"the table {which} of {name}", declared.build, frame)
+                    table = attempt(f"the table {which} of {name}", partial(declared.build, frame))
                     if table is not None and table.lines:
                         parts += (
                             [f"**{table.title}**", table.markdown()]

@@ -40,6 +40,7 @@ def branches(
     base: Annotated[str, typer.Argument(help="A revision: branch, tag or commit.")],
     target: Annotated[str, typer.Argument(help="The revision that is compared with it.")],
     problem: Annotated[str, typer.Argument(help="What is measured; see `list`.")],
+    *,
     scale: shared.ScaleOption = "auto",
     device: DeviceOption = "auto",
     rounds: Annotated[
@@ -65,7 +66,7 @@ def branches(
         check_options(threshold, fail_on)
 
         # The repository is the one that holds the current folder.
-        repository = Path(_git(Path.cwd(), "rev-parse", "--show-toplevel"))
+        repository = Path(_git(Path.cwd(), ["rev-parse", "--show-toplevel"]))
         revisions = dict(zip(SIDES, (_resolve(repository, name) for name in (base, target))))
 
         options = ["--scale", scale, "--device", device]
@@ -101,7 +102,7 @@ def branches(
     raise typer.Exit(code)
 
 
-def _git(repository: Path, *arguments: str) -> str:
+def _git(repository: Path, arguments: list[str]) -> str:
     """Return the output of a git command in `repository`; the repository's hooks do not run.
 
     ValueError with git's own message if the command fails or git is not installed.
@@ -125,12 +126,13 @@ def _resolve(repository: Path, name: str) -> str:
     """
     try:
         commit = _git(
-            repository, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}"
+            repository,
+            ["rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}"],
         )
     except ValueError:
         raise ValueError(f"no revision {name!r} in {repository.name}") from None
     try:
-        _git(repository, "cat-file", "-e", f"{commit}:cs336_systems/__main__.py")
+        _git(repository, ["cat-file", "-e", f"{commit}:cs336_systems/__main__.py"])
     except ValueError:
         raise ValueError(f"revision {name!r} has no cs336_systems to measure") from None
     return commit
@@ -146,7 +148,8 @@ def _worktrees(repository: Path, revisions: dict[str, str]) -> Iterator[dict[str
     try:
         paths = {side: folder / side for side in revisions}
         for side, path in paths.items():
-            _git(repository, "worktree", "add", "--detach", "--quiet", str(path), revisions[side])
+            add = ["worktree", "add", "--detach", "--quiet", str(path), revisions[side]]
+            _git(repository, add)
         yield paths
     finally:
         # A second Ctrl-C must not interrupt the removal.
@@ -154,7 +157,7 @@ def _worktrees(repository: Path, revisions: dict[str, str]) -> Iterator[dict[str
         try:
             shutil.rmtree(folder, ignore_errors=True)
             # Prune drops only the records of worktrees whose folders are gone.
-            _git(repository, "worktree", "prune")
+            _git(repository, ["worktree", "prune"])
         finally:
             signal.signal(signal.SIGINT, previous)
 

@@ -41,6 +41,7 @@ FailOnOption = Annotated[
 def compare(
     base: Annotated[Path, typer.Argument(help="A record file or a results folder.")],
     target: Annotated[Path, typer.Argument(help="What is compared with it.")],
+    *,
     threshold: ThresholdOption = 1.5,
     fail_on: FailOnOption = "regression",
     problem: Annotated[str | None, typer.Option(help="One problem's records alone.")] = None,

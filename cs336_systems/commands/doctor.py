@@ -11,6 +11,7 @@ from cs336_systems.commands.shared import DeviceOption, one_line_errors
 
 
 def doctor(
+    *,
     device: DeviceOption = "auto",
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure copies, matmuls and our back ends.")

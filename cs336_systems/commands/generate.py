@@ -16,6 +16,7 @@ from cs336_systems.commands.shared import (
 
 
 def generate(
+    *,
     out: Annotated[Path, typer.Option(help="Folder of a run, as `train --out` left it.")],
     prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "Alice ",
     length: Annotated[int, typer.Option(help="Characters to write.")] = 200,

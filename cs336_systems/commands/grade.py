@@ -44,6 +44,7 @@ Gradescope = Annotated[
 
 def grade(
     adapters: Paths,
+    *,
     problem: Problems = None,
     edition: Edition = None,
     beyond: Beyond = True,

@@ -30,6 +30,7 @@ OF_A_PREDICTION = (
 
 def memory(
     given: typer.Context,
+    *,
     model: Annotated[
         str,
         typer.Option(

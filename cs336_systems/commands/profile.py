@@ -67,6 +67,7 @@ def profile(
         str,
         typer.Argument(help="A model size (xl, small-proxy) or an attention shape (1x16x4096x64)."),
     ],
+    *,
     mode: Annotated[
         str, typer.Option(help="forward, backward, forward_backward or train_step.")
     ] = "forward_backward",

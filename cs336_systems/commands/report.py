@@ -40,6 +40,7 @@ def list_problems() -> None:
 
 
 def report(
+    *,
     results: ResultsOption = Path("results"),
     folder: Annotated[
         str | None, typer.Option(help="One results folder; default: all of this machine's.")

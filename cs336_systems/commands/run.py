@@ -34,6 +34,7 @@ MOST_REASONS = 8  # printed for the skipped cells of a problem
 
 def run(
     problems: Annotated[list[str] | None, typer.Argument(help="Problem names; see `list`.")] = None,
+    *,
     run_all: Annotated[bool, typer.Option("--all", help="Run every problem.")] = False,
     scale: shared.ScaleOption = "auto",
     device: DeviceOption = "auto",

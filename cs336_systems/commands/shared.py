@@ -7,11 +7,11 @@ import signal
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -141,7 +141,14 @@ def warnings_as_lines() -> Iterator[list[type[Warning]]]:
     """
     told: list[type[Warning]] = []
 
-    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         told.append(category)
         typer.echo(f"warning: {in_one_line(message)}", err=True)
 
@@ -150,7 +157,7 @@ def warnings_as_lines() -> Iterator[list[type[Warning]]]:
         yield told
 
 
-def check_writable(folder: Path, *files: Path) -> None:
+def check_writable(folder: Path, files: Iterable[Path] = ()) -> None:
     """Raise OSError if `folder`, or one of the `files` that exist, cannot be written.
 
     Commands call it before they measure anything. The folder is created.

@@ -53,7 +53,7 @@ def open_sweep(
 
     folder = results_folder(results, get_device_info(run.device), run)
     records = folder / "records"
-    check_writable(records, *(records / f"{name}.jsonl" for name in problems))
+    check_writable(records, [records / f"{name}.jsonl" for name in problems])
     sweep = Sweep(run, folder, find_provenance(commit, dirty), **options)
     sweep.lock()
     return sweep

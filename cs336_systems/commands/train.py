@@ -22,6 +22,7 @@ SAMPLE_BYTES = 200  # of text that the trained model writes
 
 
 def train(
+    *,
     size: Annotated[
         str, typer.Option(help="nano, or a model of the handout: small, medium, large, xl, ...")
     ] = "nano",

@@ -50,6 +50,7 @@ def _group() -> None:  # keeps `flash` a subcommand, although it is the only one
 
 @tune.command(cls=Command)
 def flash(
+    *,
     kernel: Annotated[
         list[str] | None, typer.Option(help="forward, dkdv or dq; may be repeated. All three.")
     ] = None,

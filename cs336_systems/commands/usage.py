@@ -7,7 +7,7 @@ app.command(cls=Command)(run)
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import typer
@@ -24,8 +24,8 @@ USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 class _Checked:
     """Checks text arguments before they are converted, and shows flags without a type in help."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         for parameter in self.params:  # type: ignore[attr-defined]
             _hide_type_of_flag(parameter)
 
@@ -64,10 +64,12 @@ class Group(_Checked, TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, args or ["--help"])
 
-    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
+    def main(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **options: Any
+    ) -> Any:
         """Run the command; as a program, print a usage error in one line and exit."""
         try:
-            code = super().main(*args, standalone_mode=False, **options)  # type: ignore[misc]
+            code = super().main(args, standalone_mode=False, **options)
         except USAGE_ERROR as error:
             if not standalone_mode:
                 raise

@@ -12,9 +12,8 @@ or None for the default one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,6 +21,8 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import AllreduceOptions
+
+from cs336_systems.distributed.guards import as_group
 
 Group = dist.ProcessGroup | None
 
@@ -64,34 +65,13 @@ def wait_for(works: list[Work]) -> None:
         works.pop(0).wait()
 
 
-def as_group(group: Group) -> dist.ProcessGroup:
-    """Return `group`, or the default process group if it is None.
-
-    Raises RuntimeError if there is no default group, ValueError if this process is not a member of
-    `group`, TypeError if `group` is not a process group.
-    """
-    found = dist.group.WORLD if group is None else group
-    if found is None:
-        raise RuntimeError(
-            "there is no process group: start the ranks with run_ranks, or by launch under torchrun"
-        )
-    if not isinstance(found, dist.ProcessGroup):
-        if found != dist.GroupMember.NON_GROUP_MEMBER:
-            raise TypeError(f"group must be a process group or None, got {found!r}")
-        raise ValueError(
-            "this process must be a member of the process group, "
-            f"and rank {dist.get_rank()} is none"
-        )
-    return found
-
-
 def num_ranks(group: Group = None) -> int:
-    """Return the number of ranks of `group`; raises as `as_group` does."""
+    """Return the number of ranks of `group`; raises as `guards.as_group` does."""
     return as_group(group).size()
 
 
 def rank_in(group: Group = None) -> int:
-    """Return this process's rank in `group`; raises as `as_group` does."""
+    """Return this process's rank in `group`; raises as `guards.as_group` does."""
     return as_group(group).rank()
 
 
@@ -261,34 +241,6 @@ def _mean_op(divides: bool) -> Any:
 
 
 # Construction: every rank starts from rank 0's model
-
-
-def check_same_shapes(
-    named_tensors: Iterable[tuple[str, Tensor]], group: Group = None, *, what: str = "parameters"
-) -> None:
-    """Raise ValueError on every rank unless all ranks of `group` have the same tensors.
-
-    Names, shapes, dtypes, order and whether a parameter is frozen must agree. The message names the
-    first difference and calls the tensors `what`. Ranks that differ would issue different
-    collectives, and hang or, worse, add up tensors that do not belong together.
-    """
-    own = []
-    for name, tensor in named_tensors:
-        frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
-        own.append(
-            f"{name!r} of shape {tuple(tensor.shape)}, "
-            f"{str(tensor.dtype).removeprefix('torch.')}{frozen}"
-        )
-
-    everyone: list[Any] = [own] * num_ranks(group)
-    if len(everyone) > 1:
-        dist.all_gather_object(everyone, own, group=group)
-    for rank, others in enumerate(everyone):
-        for first, other in zip_longest(everyone[0], others, fillvalue="no more"):
-            if first != other:
-                raise ValueError(
-                    f"{what} must be the same on all ranks: rank 0 has {first}, rank {rank} {other}"
-                )
 
 
 def broadcast_parameters(module: nn.Module, group: Group = None) -> None:

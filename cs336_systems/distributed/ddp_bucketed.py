@@ -14,8 +14,9 @@ from itertools import accumulate
 
 from torch import Tensor, nn
 
+from cs336_systems.distributed import guards
 from cs336_systems.distributed.collectives import Group, Work, all_reduce_mean
-from cs336_systems.distributed.ddp import DataParallel, SendQueue, dense_gradient
+from cs336_systems.distributed.ddp import DataParallel, SendQueue
 
 BYTES_PER_MB = 2**20  # as torch's DistributedDataParallel counts its bucket_cap_mb
 ALIGNMENT_BYTES = 16  # of each view: the width of a GPU's vector loads
@@ -45,13 +46,14 @@ class BucketedDDP(DataParallel):
         plan = plan_buckets(self.trainable, limit)
         self.buckets = [Bucket([self.trainable[index] for index in indices]) for indices in plan]
         self._queue = SendQueue([bucket.parameters for bucket in self.buckets], self.names, group)
+        self.sent = self._queue.sent
 
     def _arrive(self, index: int) -> None:
         """Move gradient `index` into its bucket, and send the full buckets whose turn it is.
 
         `index` counts the trainable parameters from the last one.
         """
-        super()._arrive(index)
+        guards.unaveraged.add(self)
         self._take_gradient(index)
         if self.sends:
             self._queue.arrive(index, self._send)
@@ -64,10 +66,6 @@ class BucketedDDP(DataParallel):
     def _send(self, message: int) -> Work:
         """Start the all-reduce of one bucket; return the handle to wait for."""
         return all_reduce_mean(self.buckets[message].flat, self.group, async_op=True)
-
-    def _check_sent(self) -> None:
-        """Raise RuntimeError naming a gradient that was replaced after it was sent."""
-        self._queue.check_sent()
 
     def _synchronize(self) -> None:
         """Send the buckets that are unsent, wait for all of them, and begin a new step."""
@@ -113,11 +111,9 @@ class Bucket:
         if is_taken and (not view.numel() or view.data_ptr() == address):
             return
 
-        gradient = dense_gradient(parameter)
+        gradient = guards.dense_gradient(parameter)
         if is_taken or gradient.dtype != self.flat.dtype or gradient.device != self.flat.device:
-            raise RuntimeError(
-                f"parameter {name!r} was moved or cast after it was wrapped: wrap again, at the end"
-            )
+            guards.refuse_moved(name)
         view.copy_(gradient)
         parameter.grad = view
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from cs336_systems.distributed import guards
 from cs336_systems.distributed.collectives import Group, all_reduce_mean
-from cs336_systems.distributed.ddp import DataParallel, dense_gradient
+from cs336_systems.distributed.ddp import DataParallel
 
 
 class FlatDDP(DataParallel):
@@ -23,7 +24,7 @@ class FlatDDP(DataParallel):
     def _synchronize(self) -> None:
         """Average the gradients of all parameters that have elements."""
         average_flat(
-            [dense_gradient(parameter) for parameter in self.trainable if parameter.numel()],
+            [guards.dense_gradient(parameter) for parameter in self.trainable if parameter.numel()],
             self.group,
         )
 

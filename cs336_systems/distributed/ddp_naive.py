@@ -7,8 +7,9 @@ buffers when a module is wrapped.
 
 from __future__ import annotations
 
+from cs336_systems.distributed import guards
 from cs336_systems.distributed.collectives import all_reduce_mean
-from cs336_systems.distributed.ddp import DataParallel, dense_gradient
+from cs336_systems.distributed.ddp import DataParallel
 
 
 class NaiveDDP(DataParallel):
@@ -17,4 +18,4 @@ class NaiveDDP(DataParallel):
     def _synchronize(self) -> None:
         """All-reduce each gradient in place, and wait for it before the next one starts."""
         for parameter in self.trainable:
-            all_reduce_mean(dense_gradient(parameter), self.group)
+            all_reduce_mean(guards.dense_gradient(parameter), self.group)

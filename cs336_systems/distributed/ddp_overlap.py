@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from cs336_systems.distributed import guards
 from cs336_systems.distributed.collectives import Group, Work, all_reduce_mean
-from cs336_systems.distributed.ddp import DataParallel, SendQueue, dense_gradient
+from cs336_systems.distributed.ddp import DataParallel, SendQueue
 
 
 class OverlapDDP(DataParallel):
@@ -29,25 +30,22 @@ class OverlapDDP(DataParallel):
         self._queue = SendQueue(
             [[parameter] for parameter in reversed(self.trainable)], self.names, group
         )
+        self.sent = self._queue.sent
 
     def _arrive(self, index: int) -> None:
         """Start the all-reduces whose turn it is, now that gradient `index` is there.
 
         `index` counts the trainable parameters from the last one.
         """
-        super()._arrive(index)
+        guards.unaveraged.add(self)
         if self.sends:
             self._queue.arrive(index, self._send)
 
     def _send(self, message: int) -> Work:
         """Start the all-reduce of one gradient; return the handle to wait for."""
         return all_reduce_mean(
-            dense_gradient(self._queue.parameters[message]), self.group, async_op=True
+            guards.dense_gradient(self._queue.parameters[message]), self.group, async_op=True
         )
-
-    def _check_sent(self) -> None:
-        """Raise RuntimeError naming a gradient that was replaced after it was sent."""
-        self._queue.check_sent()
 
     def _synchronize(self) -> None:
         """Send what the backward has not sent, wait for all all-reduces, and begin a new step."""

@@ -1,4 +1,4 @@
-"""The base class of ShardedOptimizer and Zero1Optimizer, and checks of the wrapped optimizer.
+"""The base class of ShardedOptimizer and Zero1Optimizer.
 
 Both look like one optimizer over all parameters, and wrap one over the share that this rank
 updates.
@@ -6,28 +6,15 @@ updates.
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
-from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from cs336_systems.distributed import guards
 from cs336_systems.distributed.collectives import Group, num_ranks, rank_in
-
-# Errors of an optimizer that needs other arguments, a closure, a sparse gradient or a parameter of
-# another shape than `check_elementwise` gives it.
-CANNOT_STEP = (
-    ValueError,
-    TypeError,
-    AssertionError,
-    ArithmeticError,
-    RuntimeError,
-    AttributeError,
-    LookupError,
-)
 
 
 class OptimizerOfShares(torch.optim.Optimizer):
@@ -47,7 +34,7 @@ class OptimizerOfShares(torch.optim.Optimizer):
         group: Group,
         kwargs: dict[str, Any],
     ) -> None:
-        check_no_search(optimizer_cls)
+        guards.check_no_search(optimizer_cls)
         self.process_group = group
         self.rank, self.num_ranks = rank_in(group), num_ranks(group)
         super().__init__(params, kwargs)
@@ -133,57 +120,3 @@ class OptimizerOfShares(torch.optim.Optimizer):
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group without its parameters and their names."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def check_no_search(optimizer_cls: type[torch.optim.Optimizer]) -> None:
-    """Raise TypeError if the optimizer's step needs a closure, as LBFGS does.
-
-    Such an optimizer evaluates the loss along all parameters at once, so it cannot be sharded.
-    """
-    closure = inspect.signature(optimizer_cls.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{optimizer_cls.__name__} cannot be sharded: it searches along all parameters at once"
-        )
-
-
-def check_elementwise(
-    optimizer_cls: type[torch.optim.Optimizer], settings: dict[str, Any], *, rows: bool
-) -> None:
-    """Raise ValueError if `optimizer_cls` updates a cut matrix in another way than a whole one.
-
-    The matrix is cut into rows if `rows`, else into flat pieces. Adafactor fails. The check makes
-    two steps on a 4 x 4 matrix. An optimizer that needs more than a gradient, or arguments that are
-    not in `settings`, cannot be checked and passes.
-    """
-    # a matrix, two gradients, and the arguments that the optimizer accepts
-    generator = torch.Generator().manual_seed(0)
-    weight, *gradients = (torch.randn(4, 4, generator=generator) for _ in range(3))
-    accepted = inspect.signature(optimizer_cls).parameters
-    options = {name: value for name, value in settings.items() if name in accepted}
-    options |= {"lr": 0.1} if "lr" in accepted else {}  # a warm-up may begin at 0
-
-    def stepped(cut: Callable[[Tensor], Any]) -> Tensor:
-        """Return the matrix, flat, after two steps on the parts that `cut` makes of it."""
-        parts = [nn.Parameter(part.clone()) for part in cut(weight)]
-        optimizer = optimizer_cls(parts, **options)
-        for gradient in gradients:
-            for part, piece in zip(parts, cut(gradient)):
-                part.grad = piece.clone()
-            optimizer.step()
-        return torch.cat([part.detach().flatten() for part in parts])
-
-    # compare: the matrix as one parameter, and cut in two
-    try:
-        whole = stepped(lambda matrix: [matrix])
-        apart = stepped(
-            lambda matrix: (matrix if rows else matrix.flatten()).tensor_split([1 if rows else 7])
-        )
-    except CANNOT_STEP:
-        return
-    if not torch.allclose(whole, apart, rtol=1e-3, atol=1e-5):
-        raise ValueError(
-            f"{optimizer_cls.__name__} does not update a weight element by element, "
-            "so it and its state cannot be cut: "
-            "use ShardedOptimizer, which keeps weights whole"
-        )

@@ -39,7 +39,8 @@ from torch import Tensor, nn
 
 from cs336_systems.attention.api import attention_backward, flash_attention
 from cs336_systems.attention.checks import DOUBLE_BACKWARD, to_autocast_dtype
-from cs336_systems.distributed.collectives import Group, as_group, check_same_shapes
+from cs336_systems.distributed.collectives import Group
+from cs336_systems.distributed.guards import as_group, check_same_shapes
 from cs336_systems.model import CausalMultiHeadSelfAttention, RotaryEmbedding
 
 Pair = tuple[Tensor, Tensor]
@@ -202,10 +203,11 @@ class _RingAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+    def backward(ctx: Any, grad_output: Any) -> Any:
         """Return the gradients of q, k and v, and None for the other arguments."""
-        grads = _ring_backward(ctx, grad_outputs[0])
-        return *refuse_double_backward(grads, *ctx.saved_tensors[:3], grad_outputs[0]), *(None,) * 5
+        grads = _ring_backward(ctx, grad_output)
+        inputs = [*ctx.saved_tensors[:3], grad_output]
+        return *refuse_double_backward(grads, inputs), *(None,) * 5
 
 
 @torch.no_grad()
@@ -251,27 +253,36 @@ def _ring_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 class _FirstOrderOnly(torch.autograd.Function):
-    """Makes gradients depend on the inputs for autograd, so that differentiating them raises.
-
-    apply(grad_q, grad_k, grad_v, *inputs) returns the three gradients.
-    """
+    """Makes three gradients depend on four inputs for autograd: differentiating them raises."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the first three tensors, the gradients."""
-        return tuple(x.view_as(x) for x in tensors[:3])
+    def forward(
+        ctx: Any,
+        grad_q: Tensor,
+        grad_k: Tensor,
+        grad_v: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grad_output: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the three gradients."""
+        return grad_q.view_as(grad_q), grad_k.view_as(grad_k), grad_v.view_as(grad_v)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
         """Raise NotImplementedError."""
         raise NotImplementedError(DOUBLE_BACKWARD)
 
 
-def refuse_double_backward(grads: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+def refuse_double_backward(
+    grads: tuple[Tensor, Tensor, Tensor], inputs: list[Tensor]
+) -> tuple[Tensor, ...]:
     """Return `grads`; under `create_graph` differentiating them raises NotImplementedError.
 
-    `inputs` are the tensors that they depend on. Without this the gradients would be constants for
-    autograd, and a penalty on a gradient would silently train nothing.
+    `inputs`, on which they depend, are q, k, v and the output's gradient. Without this the
+    gradients would be constants for autograd, and a penalty on a gradient would silently train
+    nothing.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return grads

@@ -25,7 +25,8 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils._pytree import tree_map_only
 
-from cs336_systems.distributed.collectives import Group, check_same_shapes
+from cs336_systems.distributed import guards
+from cs336_systems.distributed.collectives import Group
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, hyperparameters
 
 PACKED_BYTES = 2**20  # smaller parameters of an owner travel together, in one message per dtype
@@ -71,7 +72,7 @@ class ShardedOptimizer(OptimizerOfShares):
         super().add_param_group(param_group)
         group, number = self.param_groups[-1], len(self.param_groups) - 1
         names = (f"parameter {index} of group {number}" for index in range(len(group["params"])))
-        check_same_shapes(zip(names, group["params"]), self.process_group)
+        guards.check_same_shapes(zip(names, group["params"]), self.process_group)
 
         # A stable sort, so that all ranks choose the same owners.
         for parameter in sorted(group["params"], key=lambda parameter: -parameter.nbytes):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from cs336_systems.distributed.fsdp.plan import ShardedWeight, whole_of
+from cs336_systems.distributed.fsdp.weight import ShardedWeight, whole_of
 from cs336_systems.distributed.fsdp.wrapper import plain_name
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, hyperparameters
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer

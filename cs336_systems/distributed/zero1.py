@@ -27,28 +27,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.distributed import guards
 from cs336_systems.distributed.collectives import (
     Group,
     Work,
     all_gather_flat,
     broadcast_from_first,
-    check_same_shapes,
     clip_shards,
     reduce_scatter_mean_flat,
     wait_for,
 )
 from cs336_systems.distributed.ddp import (
     Accumulating,
-    DataParallel,
     SendQueue,
     call_at_each_gradient,
 )
 from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, Bucket, plan_buckets
-from cs336_systems.distributed.optimizer_shares import (
-    OptimizerOfShares,
-    check_elementwise,
-    hyperparameters,
-)
+from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, hyperparameters
 
 ALIGNMENT = 64  # a rank's slice is a multiple of so many elements
 # key in an optimizer's state of the float32 values of a parameter below float32
@@ -93,19 +88,11 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         super().__init__(params, optimizer_cls, process_group, kwargs)
 
         # check that the slices can be updated, and that all ranks have the same parameters
-        check_elementwise(optimizer_cls, kwargs, rows=False)
-        for wrapper in DataParallel.alive:
-            if not set(wrapper.trainable).isdisjoint(self.parameters):
-                kind = type(wrapper).__name__
-                raise ValueError(
-                    f"{kind} averages the gradients already: "
-                    "give Zero1Optimizer the plain module's parameters"
-                )
+        guards.check_elementwise(optimizer_cls, kwargs, rows=False)
+        guards.check_not_averaged(self.parameters)
         names = {parameter: str(place) for place, parameter in enumerate(self.parameters)}
-        self.fixed = [
-            (name, parameter, parameter.requires_grad) for parameter, name in names.items()
-        ]
-        check_same_shapes(((name, parameter) for name, parameter, _ in self.fixed), process_group)
+        guards.check_same_shapes([(name, one) for one, name in names.items()], process_group)
+        self.watch = guards.Watch((name, one) for one, name in names.items())
 
         # frozen parameters are in no bucket, so they are broadcast here
         for parameter in self.parameters:
@@ -160,7 +147,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         """Start averaging one bucket; return the handle to wait for."""
         return self.buckets[message].reduce()
 
-    def _finish(self) -> None:
+    def _synchronize(self) -> None:
         """Send the buckets that the backward has not filled, and wait for all."""
         self._queue.finish(self._send)
 

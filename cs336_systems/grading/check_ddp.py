@@ -6,7 +6,7 @@ batch.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from typing import Any
 
@@ -72,11 +72,13 @@ class Wrapped:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         optimizer.zero_grad(set_to_none=True)
         if self._is_bucketed:
-            self._adapters.call_if_there(
-                "ddp_bucketed_on_train_batch_start", ddp_model=self.model, optimizer=optimizer
-            )
+            with suppress(NotImplementedYet):
+                self._adapters.call(
+                    "ddp_bucketed_on_train_batch_start", ddp_model=self.model, optimizer=optimizer
+                )
         yield
-        self._adapters.call_if_there(self._after, self.model, optimizer)
+        with suppress(NotImplementedYet):
+            self._adapters.call(self._after, self.model, optimizer)
         optimizer.step()
 
 

@@ -257,7 +257,7 @@ def works_by_tiles(adapters: Adapters, implementation: str) -> None:
     """
     function, device = autograd_function(adapters, implementation)
     q, k, v = draw(LONG, device)[:3]
-    with LiveBytes(q, k, v) as seen:
+    with LiveBytes([q, k, v]) as seen:
         function.apply(q, k, v, False)
     _, queries, keys, _ = LONG
     large = [shape for shape in sorted(seen.shapes) if math.prod(shape) >= queries * keys]
@@ -274,7 +274,7 @@ def calls_a_fused_kernel(adapters: Adapters, implementation: str) -> None:
     function, device = autograd_function(adapters, implementation)
     q, k, v = draw(SQUARE[0], device)[:3]
     launched = count_launches()
-    with LiveBytes(q, k, v) as seen:
+    with LiveBytes([q, k, v]) as seen:
         function.apply(q, k, v, False)
     assert launched, "the forward launches no Triton kernel"
     outside = [
@@ -389,7 +389,7 @@ def keeps_no_matrix_of_scores(adapters: Adapters, implementation: str) -> None:
     shape = (1, 256, 256, 16)
     q, k, v = (tensor.requires_grad_() for tensor in draw(shape, device)[:3])
     _, queries, keys, _ = shape
-    with LiveBytes(q, k, v) as live:
+    with LiveBytes([q, k, v]) as live:
         output = function.apply(q, k, v, False)
         gc.collect()
         kept = live.now()

@@ -264,7 +264,7 @@ def watch_a_step(adapters: Adapters, compute_dtype: torch.dtype | None = None) -
 
     for notes in (SENT, AWAITED, REDUCED):
         notes.clear()
-    with LiveBytes(*fsdp.parameters()) as live:
+    with LiveBytes(fsdp.parameters()) as live:
         shards = HALF * LAYER_BYTES  # shards that are views would keep whole weights alive
 
         def layers_held(*, without: Any = ()) -> float:

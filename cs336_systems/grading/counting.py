@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -56,9 +57,9 @@ def count_messages() -> None:
 
     wait = dist.Work.wait
 
-    def awaited(work: Any, *args: Any) -> Any:
+    def awaited(work: Any, timeout: timedelta = timedelta(0)) -> Any:  # 0: no limit
         AWAITED.append(len(SENT))
-        return wait(work, *args)
+        return wait(work, timeout)
 
     dist.Work.wait = awaited  # type: ignore[assignment,method-assign]
 
@@ -78,9 +79,9 @@ class LiveBytes(TorchDispatchMode):
     `operators` are those of all results.
     """
 
-    def __init__(self, *known: Tensor) -> None:
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self._storages = storages_of(known)
+        self._storages = storages_of(list(known))
         self.peak = 0
         self.shapes: set[tuple[int, ...]] = set()  # of the operators' results
         self.operators: set[str] = set()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 
 from cs336_systems.grading import (  # noqa: F401 - importing them registers their checks
     check_ddp,
@@ -58,7 +59,15 @@ class Grader:
     def __enter__(self) -> Grader:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
         """Close the server's input, which ends it and what it runs, and wait for it."""
         if (
             self._server is not None
@@ -100,7 +109,7 @@ class Grader:
             print(json.dumps(request), file=self._server.stdin, flush=True)
             answer = self._server.stdout.readline()
         if not answer:
-            self.__exit__()  # the next check starts a new server
+            self.close()  # the next check starts a new server
             return Result(
                 check=check,
                 status="failed",

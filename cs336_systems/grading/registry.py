@@ -13,7 +13,6 @@ required.
 
 import inspect
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -111,8 +110,3 @@ class Adapters:
         if result is None and name.startswith("get_"):
             raise AssertionError(f"{name} returns None")
         return result
-
-    def call_if_there(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Call an adapter that the handout makes optional, if it is implemented."""
-        with suppress(NotImplementedYet):
-            self.call(name, *args, **kwargs)

@@ -123,12 +123,12 @@ def attention_forward(
     key: Float[Tensor, "batch kv_heads keys head_dim"],
     value: Float[Tensor, "batch kv_heads keys head_dim"],
     attention_mask: Tensor | None,
+    *,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     s_aux: Float[Tensor, "heads"] | None = None,
-    *,
     backend: str = "auto",
     **others: Any,
 ) -> tuple[Float[Tensor, "batch queries heads head_dim"], None]:

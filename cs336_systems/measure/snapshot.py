@@ -14,6 +14,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -200,7 +201,12 @@ class CudaHistory:
         self._start = self._count()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def _count(self) -> int:

@@ -79,12 +79,12 @@ def run_in_parts(
     first, last, mixing, gating = parts
 
     if recompute == "around_attention":
-        first = partial(_recomputed, first)
+        first = _recomputed(first)
     if recompute in ("around_attention", "after_attention"):
-        last = partial(_recomputed, last)
+        last = _recomputed(last)
     run: Callable[..., Any] = partial(_through_parts, first, last)
     if recompute == "block":
-        run = partial(_recomputed, run)
+        run = _recomputed(run)
 
     wide: Callable[..., Any] = partial(_through_parts, first, partial(_finish_wide, mixing, gating))
     for index, block in enumerate(model.layers):
@@ -135,13 +135,13 @@ def _finish_wide(
     `mix` and `gated` are computed again. w2 lies outside of the compiler, so that the checkpoint,
     which ends with the last tensor that backward needs, stops before w2's product.
     """
-    mixed, normalized = _recomputed(mixing, block, x, attended)
+    mixed, normalized = _recomputed(mixing)(block, x, attended)
     gate, up = block.ffn.w1(normalized), block.ffn.w3(normalized)
 
-    def narrow(_: TransformerBlock, gate: Tensor, up: Tensor) -> Tensor:
+    def narrow(gate: Tensor, up: Tensor) -> Tensor:
         return block.ffn.w2(gating(gate, up))
 
-    finished: Tensor = mixed + _recomputed(narrow, block, gate, up)
+    finished: Tensor = mixed + _recomputed(narrow)(gate, up)
     return finished
 
 
@@ -155,6 +155,6 @@ def _through_parts(
     return finished
 
 
-def _recomputed(part: Callable[..., Any], block: TransformerBlock, *inputs: Tensor) -> Any:
-    """Return `part(block, *inputs)`, run under a checkpoint that computes it again in backward."""
-    return checkpoint(partial(part, block), *inputs, use_reentrant=False, preserve_rng_state=False)
+def _recomputed(part: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `part` under a checkpoint: backward computes it again in place of storing tensors."""
+    return partial(checkpoint, part, use_reentrant=False, preserve_rng_state=False)

@@ -1,7 +1,7 @@
 """Fully sharded data parallelism (ZeRO stage 3): each rank keeps its rows of every weight.
 
-Read the files in this order: `plan.py`, `unit.py`, `wrapper.py`, `unit_call.py`, `reduce.py`,
-`agreement.py`.
+Read the story in this order: `plan.py`, `weight.py`, `gather.py`, `unit.py`, `wrapper.py`,
+`unit_call.py`, `reduce.py`. `unit_guards.py` and `agreement.py` hold its checks.
 """
 
 from cs336_systems.distributed.fsdp.plan import wrap_blocks

@@ -20,7 +20,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from cs336_systems.distributed.collectives import Work, wait_for
+from cs336_systems.distributed.fsdp import unit_guards
 from cs336_systems.distributed.fsdp.agreement import Agreement
 from cs336_systems.distributed.fsdp.engine import (
     current_backward,
     storage_id,
     unseen_by_checkpoints,
 )
-from cs336_systems.distributed.fsdp.plan import ShardedWeight, UnitPlan, chunk_rows
-from cs336_systems.distributed.fsdp.reduce import GradientReducer, Lane, gather_rows
+from cs336_systems.distributed.fsdp.gather import Lane, gather_copy, gather_rows
+from cs336_systems.distributed.fsdp.plan import UnitPlan
+from cs336_systems.distributed.fsdp.reduce import GradientReducer
+from cs336_systems.distributed.fsdp.weight import ShardedWeight, chunk_rows
 
 ALIGNMENT_BYTES = 256  # of each weight in the unit's memory: suits matmuls and NCCL
 PREFETCH = 2  # a unit's gather starts when the unit so many places before it has completed
@@ -158,7 +161,7 @@ class Unit:
         self.backward = 0  # in BACKWARD: the number of that backward
         self.began = 0  # in BACKWARD: when the call whose backward it is began
         # (module, its _parameters at rest, its _parameters in use)
-        self._views: list[tuple[nn.Module, RestingParameters, dict[str, Any]]] = []
+        self._views: list[tuple[nn.Module, GatheringParameters, dict[str, Any]]] = []
         # (_parameters in use, attribute, the weight shown there)
         self._shown: list[tuple[dict[str, Any], str, ShardedWeight]] = []
         self._works: list[Work] = []  # the gather under way
@@ -218,7 +221,7 @@ class Unit:
                 self._shown.append((in_use[module], attribute, weight))
         for module, wholes in in_use.items():
             self._views.append(
-                (module, RestingParameters(self, paths[module], module._parameters), wholes)
+                (module, GatheringParameters(self, paths[module], module._parameters), wholes)
             )
             vars(module)["_parameters"] = self._views[-1][1]
 
@@ -253,7 +256,7 @@ class Unit:
         shards: list[Tensor] = []
         for weight in self.weights:
             shard = weight.shard.detach()
-            weight.check_shard()
+            unit_guards.check_shard(weight)
             inputs.append(shard)
             if (
                 weight.gathered.dtype != shard.dtype
@@ -294,68 +297,39 @@ class Unit:
         del self.window.gathered[self]
         self.become(State.REST)
 
-        # wholes must be as the gather left them
-        for weight in self.weights:
-            if weight.whole._version:
-                raise RuntimeError(
-                    f"parameter {weight.name!r} must not be changed in a forward, as max_norm does"
-                )
-        for in_use, attribute, weight in self._shown:
-            if in_use.get(attribute) is not weight.whole:
-                raise RuntimeError(f"parameter {weight.name!r} must not be replaced in a forward")
+        unit_guards.check_wholes(self.weights, self._shown)
 
 
-# A weight that is used outside the forwards of its unit
+# A weight that is used outside the forwards of its unit: reading it gathers it
 
 
-class RestingParameters(dict[str, Any]):
-    """The `_parameters` of a module whose unit is not in use: its shards.
+class GatheringParameters(unit_guards.FixedParameters):
+    """The `_parameters` of a module whose unit is not in use: a read may run a collective.
 
-    Within a forward or backward, reading a shard gives a copy of the whole weight instead. So a
-    head that computes `F.linear(h, self.embedding.weight)` works. Adding, replacing and removing
+    Outside of forwards and backwards `module.weight` is the shard. Within one, reading it gathers
+    the weight from all ranks and gives a copy of the whole, so all ranks must read it. So a head
+    that computes `F.linear(h, self.embedding.weight)` works. Adding, replacing and removing
     parameters raises RuntimeError.
     """
 
     def __init__(self, unit: Unit, path: str, shards: dict[str, Any]) -> None:
-        super().__init__(shards)
-        self.path, self.window = path, unit.window
+        super().__init__(path, shards)
+        self.window = unit.window
         self.readers = {weight.shard: (weight, unit) for weight in unit.weights}
 
     def __getitem__(self, name: str) -> Any:
-        """Return the parameter, as `module.weight` does; its whole within a forward or backward."""
+        """Return the shard; within a forward or backward the whole weight: then collective."""
         value = super().__getitem__(name)
         if value in self.readers and (self.window.in_forward or self.window.in_backward):
-            return ReadOutside.apply(value, *self.readers[value])
+            return GatherOnRead.apply(value, *self.readers[value])
         return value
 
     def items(self) -> Any:
-        """Return names and parameters, as `module.parameters()` reads them, by `__getitem__`."""
+        """Return names and parameters, each read by `__getitem__`, for `module.parameters()`."""
         return {name: self[name] for name in self}.items()
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        """Raise RuntimeError for another value: `module.weight = ...`, tying, functional_call."""
-        if value is not self.get(name):
-            self._refuse(name, "replaced" if name in self else "added")
 
-    def __delitem__(self, name: str) -> None:
-        """Raise RuntimeError: parametrizations and weight norms remove parameters so."""
-        self._refuse(name, "removed")
-
-    def pop(self, name: str, *default: Any) -> Any:
-        """Raise RuntimeError, as `__delitem__` does."""
-        self._refuse(name, "removed")
-
-    def _refuse(self, name: str, change: str) -> NoReturn:
-        """Raise RuntimeError saying that parameter `name` cannot be added, replaced or removed."""
-        path = f"{self.path}.{name}" if self.path else name
-        raise RuntimeError(
-            f"parameter {path!r} cannot be {change} once FSDP has wrapped its module: "
-            "do that before, or give it other "
-            "values by load_full_params"
-        )
-
-
-class ReadOutside(torch.autograd.Function):
+class GatherOnRead(torch.autograd.Function):
     """Gathers a whole weight that is used outside its unit's forwards, and reduces its gradient.
 
     The gradient is added to the shard's directly, so autograd gets none.
@@ -381,12 +355,3 @@ class ReadOutside(torch.autograd.Function):
             window.reducer.reduce({ctx.weight: gradient})
         window.reducer.wait()  # now, since no unit may be reduced later that would wait for it
         return None, None, None  # the reducer has added the gradient to the shard's
-
-
-def gather_copy(weight: ShardedWeight, dtype: torch.dtype) -> Tensor:
-    """Return a new tensor with the whole weight in `dtype`; collective, on the current stream."""
-    rows = weight.shard.new_empty(weight.gathered.shape, dtype=dtype)
-    chunk = weight.shard.new_zeros(weight.chunk.shape, dtype=dtype)
-    chunk[: weight.shard.shape[0]].copy_(weight.shard.detach())
-    wait_for(gather_rows([rows], [chunk], weight.group))
-    return rows[: weight.shape[0]]

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from cs336_systems.distributed.fsdp import engine
+from cs336_systems.distributed.fsdp import engine, unit_guards
 from cs336_systems.distributed.fsdp.unit import State, Unit
 
 
@@ -121,10 +121,7 @@ class Call:
         if type(value) is dict:
             return {key: self._with_copies(item) for key, item in value.items()}
         if any(engine.storage_id(one) == self.unit.storage_id for one in tensors_in(value)):
-            kind = type(value).__name__
-            raise RuntimeError(
-                f"{self.unit.name!r} must not return its weights, which are freed, in a {kind}"
-            )
+            unit_guards.refuse_output(value, self.unit.name)
         return value
 
     # Backward
@@ -141,28 +138,11 @@ class Call:
             return self.below[1](packed)
         tensor, before = packed
         if engine.storage_id(tensor) == unit.storage_id:
-            self._check_weight(tensor)
+            place = unit.place_of(tensor)
+            unit_guards.check_unchanged(unit.weights[place], self.versions[place])
         if tensor._version != before:  # autograd does not check tensors that hooks return
-            raise RuntimeError(
-                "one of the variables needed for gradient computation "
-                "has been modified by an inplace operation: "
-                f"{unit.name!r} saved a tensor of shape {tuple(tensor.shape)} at version {before}, "
-                f"which is at version {tensor._version}"
-            )
+            unit_guards.refuse_changed(tensor, before, unit.name)
         return tensor
-
-    def _check_weight(self, saved: Tensor) -> None:
-        """Raise RuntimeError if the shard of the weight that `saved` views changed after the call.
-
-        In one process autograd raises as well.
-        """
-        place = self.unit.place_of(saved)
-        weight = self.unit.weights[place]
-        if weight.shard._version != self.versions[place]:
-            raise RuntimeError(
-                f"parameter {weight.name!r} was changed between a forward and its backward, "
-                "as by a step()"
-            )
 
     def gradient_comes(self, _: Tensor | None = None) -> None:
         """Gather the unit for this call's backward, unless that is done; a hook on the outputs."""
@@ -192,11 +172,6 @@ def _rebuilt(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
 
 
-def version(tensor: Tensor) -> int:
-    """Return how often `tensor` was changed in place; 0 for an inference tensor, uncounted."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in `value`: nested lists, tuples, dictionaries and dataclasses."""
     if isinstance(value, Tensor):
@@ -206,41 +181,3 @@ def tensors_in(value: Any) -> list[Tensor]:
     elif not isinstance(value, (list, tuple)):
         value = [getattr(value, name) for name in getattr(value, "__dataclass_fields__", ())]
     return [tensor for item in value for tensor in tensors_in(item)]
-
-
-# Notes on errors that PyTorch raises and that say too little
-
-
-def explain(error: BaseException | None, unit: Unit) -> None:
-    """Add a note naming `unit` if `error` says that torch.func does not work with such hooks.
-
-    PyTorch refuses torch.func's gradients under saved-tensor hooks. Any other error stays as it is.
-    """
-    if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
-        error.add_note(
-            f"FSDP has such hooks while {unit.name!r} runs, as activation checkpoints have: "
-            "take torch.autograd.grad "
-            "there, or torch.func outside of modules with sharded weights."
-        )
-
-
-def explain_dtypes(
-    error: BaseException, module: nn.Module, compute_dtype: torch.dtype | None
-) -> None:
-    """Add a note naming buffers in another dtype than `compute_dtype`, if `error` is on types.
-
-    FSDP casts the units' arguments and weights to `compute_dtype`, but no buffers.
-    """
-    if compute_dtype is None or not isinstance(error, RuntimeError) or "type" not in str(error):
-        return
-    others = [
-        name
-        for name, one in module.named_buffers()
-        if one.is_floating_point() and one.dtype != compute_dtype
-    ]
-    if others:
-        names = ", ".join(map(repr, others))
-        error.add_note(
-            f"FSDP computes in {compute_dtype} and casts no buffers: "
-            f"cast {names} in the forward, or before wrapping."
-        )

@@ -9,10 +9,11 @@
 A unit is a set of weights that are gathered together (`plan.py`). The life of a weight has five
 phases, whose names the code repeats:
 
-- rest (`plan.py`): this rank holds its rows, the master weights, in the parameters' dtype, which is
-  float32 as a rule;
-- gather (`unit.py`): all ranks send their rows, in the compute dtype, into the whole weight. A
-  unit's gather starts when the unit two before has completed, so it runs beside the one in between;
+- rest (`weight.py`): this rank holds its rows, the master weights, in the parameters' dtype, which
+  is float32 as a rule;
+- gather (`unit.py`, `gather.py`): all ranks send their rows, in the compute dtype, into the whole
+  weight. A unit's gather starts when the unit two before has completed, so it runs beside the one
+  in between;
 - use (here, `unit_call.py`): the module sees the whole weight in its forward, and once more in its
   backward, which begins when autograd asks for a tensor that the forward has saved;
 - free (`unit.py`): the whole weight gives its memory back after each use. All wholes do so when a
@@ -33,10 +34,9 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Awaitable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,35 +46,27 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo as uncompiled
 from torch.nn.parallel import DistributedDataParallel
 
+from cs336_systems.distributed import guards
 from cs336_systems.distributed.collectives import (
-    as_group,
     broadcast_from_first,
-    check_same_shapes,
     clip_shards,
 )
-from cs336_systems.distributed.ddp import (
-    Accumulating,
-    call_at_each_gradient,
-    check_members,
-    check_unwrapped,
-    dense_gradient,
-    watch_steps,
-)
-from cs336_systems.distributed.fsdp import engine
+from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient
+from cs336_systems.distributed.fsdp import engine, unit_guards
+from cs336_systems.distributed.fsdp.gather import gather_copy
 from cs336_systems.distributed.fsdp.plan import (
     Granularity,
-    ShardedWeight,
     UnitPlan,
     materialize,
     plan_units,
-    whole_of,
 )
 from cs336_systems.distributed.fsdp.reduce import average_replicated
-from cs336_systems.distributed.fsdp.unit import ExecutionOrder, State, Unit, Window, gather_copy
-from cs336_systems.distributed.fsdp.unit_call import Call, explain, explain_dtypes, version
+from cs336_systems.distributed.fsdp.unit import ExecutionOrder, State, Unit, Window
+from cs336_systems.distributed.fsdp.unit_call import Call
+from cs336_systems.distributed.fsdp.weight import ShardedWeight, whole_of
 
 
-class FSDP(nn.Module, Accumulating):
+class FSDP(unit_guards.NeverCopied, nn.Module, Accumulating):
     """Shards the weights of `module`: each rank keeps its rows, and gathers whole weights for use.
 
     Args:
@@ -120,37 +112,32 @@ class FSDP(nn.Module, Accumulating):
         super().__init__()
 
         # check the arguments, and plan the units
-        check_unwrapped(module)
-        for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
-            if dtype is not None and not (
-                isinstance(dtype, torch.dtype) and dtype.is_floating_point
-            ):
-                raise ValueError(f"{name} must be a floating-point dtype, got {dtype!r}")
+        guards.check_unwrapped(module)
+        unit_guards.check_dtypes(compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
         plans = plan_units(module, granularity)
-        self.group = group = as_group(process_group)
+        self.group = group = guards.as_group(process_group)
         self.device = torch.device(device or next(module.parameters(), torch.empty(0)).device)
         if self.device.type == "meta":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.compute_dtype = compute_dtype
-        check_same_shapes(module.named_parameters(), group)
+        guards.check_same_shapes(module.named_parameters(), group)
 
         # shard the weights
         self.module = module
         self._window = Window(group, self.device, reduce_dtype)
         self.units = self._build_units(plans)
         self.weights = {weight.name: weight for unit in self.units for weight in unit.weights}
-        self.fixed = [
-            (weight.name, weight.shard, weight.whole.requires_grad)
-            for weight in self.weights.values()
-        ]
         self._replicated = [
             one for name, one in module.named_parameters() if name not in self.weights
         ]
         # The wholes are members too: modules show them after a backward that raised.
-        self._members = {*module.parameters(), *(weight.whole for weight in self.weights.values())}
-        self._registrations = -1  # value of Registrations.count at the last check of members
+        self.watch = guards.Watch(
+            [(weight.name, weight.shard) for weight in self.weights.values()],
+            module,
+            [*module.parameters(), *(weight.whole for weight in self.weights.values())],
+        )
 
         # state of a step
         self._forward_order, self._backward_order = ExecutionOrder(), ExecutionOrder()
@@ -177,7 +164,7 @@ class FSDP(nn.Module, Accumulating):
         call_at_each_gradient(
             self, [one for one in self._replicated if one.requires_grad], FSDP._arrive
         )
-        watch_steps()
+        guards.watch_steps()
 
     # Construction
 
@@ -227,17 +214,6 @@ class FSDP(nn.Module, Accumulating):
         broadcast_from_first(values, self.group)
         return values
 
-    def __getstate__(self) -> NoReturn:
-        """Raise TypeError when the wrapper is copied or pickled, as by deepcopy or AveragedModel.
-
-        Shards belong to their process group and units, which cannot be copied.
-        """
-        raise TypeError(
-            "FSDP cannot be copied or pickled: "
-            "keep copies of its parameters() for their average, and load "
-            "gather_full_params() into another FSDP, or save_checkpoint, for a second model"
-        )
-
     # Forward
 
     # not compiled, since the units' states change all the time; the modules inside may be
@@ -252,11 +228,7 @@ class FSDP(nn.Module, Accumulating):
         try:
             self._begin_forward()
             output = self.module(*inputs, **kwargs)
-            if isinstance(output, Iterator | Awaitable):
-                kind = type(output).__name__
-                raise TypeError(
-                    f"forward must return what it has computed, got a {kind}, which computes later"
-                )
+            unit_guards.check_output(output)
             return output
         except BaseException as error:  # the caller may catch it (a bad batch, no memory) and go on
             self._free_after(error)
@@ -290,7 +262,7 @@ class FSDP(nn.Module, Accumulating):
             # suppressed: if another rank is gone, the caller shall see the forward's own error
             with suppress(RuntimeError):
                 unit.free()
-        explain_dtypes(error, self.module, self.compute_dtype)
+        unit_guards.explain_dtypes(error, self.module, self.compute_dtype)
 
     @uncompiled
     def _end_forward(self) -> None:
@@ -377,12 +349,8 @@ class FSDP(nn.Module, Accumulating):
         call.ended = self._clock
         unit.become(call.state_before)
         if output is None:  # after an error
-            explain(sys.exception(), unit)
-        if any(map(version, call.casts)):
-            raise RuntimeError(
-                f"{unit.name!r} must not write into its arguments "
-                f"unless they are {self.compute_dtype}"
-            )
+            unit_guards.explain(sys.exception(), unit.name)
+        unit_guards.check_casts(call.casts, unit.name, self.compute_dtype)
         output = call.end(output)
 
         # keep the unit gathered if its backward comes soon: after a recomputation, or where the
@@ -411,11 +379,7 @@ class FSDP(nn.Module, Accumulating):
         Raises RuntimeError under `create_graph=True`.
         """
         unit = call.unit
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True is not supported: "
-                f"{unit.name!r} is freed before a second backward"
-            )
+        unit_guards.check_no_second_backward(unit.name)
 
         # the first unit of a backward: have its end noticed, and gather what it begins with
         order, backward = self._backward_order, engine.current_backward()
@@ -450,13 +414,17 @@ class FSDP(nn.Module, Accumulating):
         if not weight.shard.requires_grad:
             weight.whole.grad = None
             return
-        self._arrive(index)
-        dense_gradient(weight.whole)
+        guards.unaveraged.add(self)
+        guards.dense_gradient(weight.whole)
         if not self.sends:
             self._window.reducer.accumulate(weight)
             return
         if len(unit.arrived) == len(unit.trainable):
             self._reduce(unit)
+
+    def _arrive(self, index: int) -> None:
+        """Note that a backward has accumulated the gradient of a replicated parameter."""
+        guards.unaveraged.add(self)
 
     @engine.unseen_by_checkpoints
     def _reduce(self, unit: Unit) -> None:
@@ -497,21 +465,15 @@ class FSDP(nn.Module, Accumulating):
             if is_over:
                 unit.free()
 
-    def _finish(self) -> None:
+    def _synchronize(self) -> None:
         """Reduce what `no_sync` put aside, wait for all, and average replicated parameters."""
-        self._registrations = check_members(self.module, self._members, self._registrations)
         for unit in self.units:
             # gathered by a forward after the backward: a step will change the rows
             if unit.state is State.GATHERED:
                 unit.free()
             if not unit.arrived:  # gradients that still wait here are those of a failed backward
                 self._reduce(unit)
-            for weight in unit.trainable:
-                if weight.shard._backward_hooks or weight.shard._post_accumulate_grad_hooks:
-                    raise RuntimeError(
-                        f"parameter {weight.name!r} must have no gradient hooks: "
-                        "FSDP never calls them"
-                    )
+            unit_guards.check_no_hooks(unit.trainable)
 
         self._window.reducer.wait()
         self._window.agreement.end_step()
@@ -530,7 +492,7 @@ class FSDP(nn.Module, Accumulating):
         self._forget_backward()
         for weight in self.weights.values():
             weight.accumulated = None
-        self.unfinished.discard(self)
+        guards.unaveraged.discard(self)
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, eps: float = 1e-6) -> Tensor:
@@ -539,11 +501,7 @@ class FSDP(nn.Module, Accumulating):
         Call it after `finish_gradient_synchronization`; it raises RuntimeError if gradients that
         `no_sync` put aside still wait for that. Collective.
         """
-        if any(weight.accumulated is not None for weight in self.weights.values()):
-            raise RuntimeError(
-                "gradients wait that no_sync put aside: "
-                "call finish_gradient_synchronization() first"
-            )
+        unit_guards.check_none_aside(self.weights.values())
         shards = [weight.shard for weight in self.weights.values()]
         sharded, whole = (
             [one.grad for one in parameters if one.grad is not None and one.numel()]
