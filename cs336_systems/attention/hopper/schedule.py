@@ -84,6 +84,11 @@ class ForwardSchedule:
     step_cost: float = 1.0
 
     @property
+    def begins_exact(self) -> bool:
+        """Whether masked steps subtract raw maxima, so that P of a row's largest score is 1."""
+        return self.head_tile == 64
+
+    @property
     def query_tile(self) -> int:
         """Return how many rows of queries a program computes at a time."""
         return self.consumers * CONSUMER_ROWS
@@ -180,6 +185,7 @@ class KernelPlan(NamedTuple):
     registers: int
     softmax_overlaps: bool
     query_in_registers: bool
+    begins_exact: bool
     masked_tiles: int
     is_causal: bool
     paired: bool
@@ -275,7 +281,7 @@ class ForwardPlan:
             head_tile=schedule.head_tile, columns=self.columns, consumers=schedule.consumers,
             key_tile=schedule.key_tile, slots=schedule.slots, registers=schedule.registers,
             softmax_overlaps=schedule.softmax_overlaps,
-            query_in_registers=schedule.query_in_registers,
+            query_in_registers=schedule.query_in_registers, begins_exact=schedule.begins_exact,
             masked_tiles=schedule.masked_tiles(self.is_causal),
             is_causal=self.is_causal, paired=self.paired, dynamic=self.order == "dynamic",
             alignment=self.alignment,
