@@ -21,8 +21,9 @@ from cs336_systems.experiments.beyond.hopper_ladder import RUNGS
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.subjects import attention_passes as attention
 from cs336_systems.subjects import implementations
+from cs336_systems.subjects.attention_builders import Built
 from cs336_systems.subjects.attention_passes import KEPT_SAMPLES, sized_shape
-from cs336_systems.subjects.implementations import Built
+from cs336_systems.subjects.implementations import REGISTRY
 
 TINY = RunConfig(scale="tiny", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")
@@ -89,7 +90,8 @@ def test_flex_on_a_cpu_has_a_forward_and_says_why_no_more(monkeypatch):
     cell = replace(tiny_cell("flash_benchmarking", "sdpa_flash"), implementation="flex")
     attend = partial(flash_attention, is_causal=True, backend="reference")
     monkeypatch.setattr(implementations, "has_cxx_compiler", lambda: True)
-    monkeypatch.setattr(implementations, "_flex", lambda *_: attend)
+    flex = replace(REGISTRY["flex"], plain=lambda *_: Built(attend=attend))
+    monkeypatch.setitem(REGISTRY, "flex", flex)
     samples = FLASH.measure(cell, TINY)
     assert next(samples).row == attention.FORWARD
     with pytest.raises(Unsupported, match="^FlexAttention has no backward on a CPU$"):

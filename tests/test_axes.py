@@ -7,7 +7,7 @@ from cs336_systems.bench.records import read_records
 from cs336_systems.bench.spec import load
 from cs336_systems.book.frames import load_frame
 from cs336_systems.config import Axes, RunConfig
-from cs336_systems.subjects.mask_implementations import document_lengths
+from cs336_systems.subjects.mask_builders import document_lengths
 from tests.command_line import invoke, tiny_run
 
 

@@ -33,9 +33,10 @@ from cs336_systems.bench.worker import Worker
 from cs336_systems.commands.sweeps import measuring
 from cs336_systems.config import HANDOUT_SIZES, MODEL_SIZES, SIZES_2025, SIZES_OF_BOTH, RunConfig
 from cs336_systems.measure.timeline import AllocationRecorder
+from cs336_systems.subjects import attention_builders
 from cs336_systems.subjects import attention_passes as attention
-from cs336_systems.subjects import implementations
-from cs336_systems.subjects.implementations import IMPLEMENTATIONS, Built
+from cs336_systems.subjects.attention_builders import Built
+from cs336_systems.subjects.implementations import IMPLEMENTATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 PROVENANCE = Provenance(commit="0123456789ab", dirty=False)
@@ -409,7 +410,7 @@ def test_sdpa_is_told_its_kernel_once_where_calls_are_timed(monkeypatch):
         entered.append(backend)
         yield
 
-    monkeypatch.setattr(implementations, "sdpa_kernel", naming)
+    monkeypatch.setattr(attention_builders, "sdpa_kernel", naming)
     cell = next(
         cell
         for cell in planned_cells("leaderboard_2025", TINY)

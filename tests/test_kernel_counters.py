@@ -134,7 +134,7 @@ def test_the_longest_kernels_of_both_passes_are_recorded(monkeypatch):
         return pd.DataFrame(forward if "forward" in arguments else both)
 
     monkeypatch.setattr(kernel_counters, "read_counters", read)
-    monkeypatch.setattr(kernel_counters, "build", lambda *_: None)
+    monkeypatch.setattr(kernel_counters, "check_runs", lambda *_: None)
     cell = next(
         cell for cell in cells() if cell.implementation == "hopper" and not cell.case.is_causal
     )
@@ -159,6 +159,6 @@ def test_no_gpu_and_no_access_are_reasons(monkeypatch):
         list(MEASURE(cells(run)[0], run))
 
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(kernel_counters, "build", lambda *_: None)
+    monkeypatch.setattr(kernel_counters, "check_runs", lambda *_: None)
     with pytest.raises(Unsupported, match="ncu is not on PATH"):
         list(MEASURE(cells()[0], HANDOUT))

@@ -15,18 +15,13 @@ from cs336_systems.book.frames import load_frame, pick
 from cs336_systems.config import MaskCase, RunConfig
 from cs336_systems.experiments.beyond.dense_masks import DenseMasks
 from cs336_systems.inputs import attention_inputs
+from cs336_systems.subjects import attention_builders
 from cs336_systems.subjects import attention_passes as attention
-from cs336_systems.subjects import implementations
 from cs336_systems.subjects import mask_cases as masks
-from cs336_systems.subjects.implementations import IMPLEMENTATIONS, Built
+from cs336_systems.subjects.attention_builders import Built
+from cs336_systems.subjects.implementations import REGISTRY, build_case
+from cs336_systems.subjects.mask_builders import _predicate, is_plain, mask_of
 from cs336_systems.subjects.mask_cases import FAMILIES, best_over_dense
-from cs336_systems.subjects.mask_implementations import (
-    BUILDERS,
-    _predicate,
-    build_case,
-    is_plain,
-    mask_of,
-)
 
 TINY = RunConfig(scale="tiny", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")
@@ -88,10 +83,7 @@ def test_every_suite_has_the_dense_kernel_that_auto_takes_and_no_unknown_name(pr
     families = {row["family"] for row in columns}
     assert families <= {family for family, _ in FAMILIES.values()} and len(families) >= 3
     for run in (TINY, RunConfig(scale="smoke", device="cpu"), HANDOUT):
-        assert {cell.implementation for cell in cells(problem, run)} <= {
-            *IMPLEMENTATIONS,
-            *BUILDERS,
-        }
+        assert {cell.implementation for cell in cells(problem, run)} <= REGISTRY.keys()
 
 
 @pytest.fixture
@@ -217,7 +209,7 @@ def test_flash_attention_4_is_asked_for_the_mask(mask, expected, monkeypatch):
     stand_in = SimpleNamespace(flash_attn_func=attend, flash_attn_varlen_func=attend)
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=stand_in))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", stand_in)
-    monkeypatch.setattr(implementations, "version", lambda name: "0")
+    monkeypatch.setattr(attention_builders, "version", lambda name: "0")
     case = MaskCase(mask=mask, batch=1, heads=2, seqlen_q=128, head_dim=32, dtype="bfloat16")
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)  # its boundaries stay on the CPU
     built = build_case("fa4", case, HANDOUT)

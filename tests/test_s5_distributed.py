@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -181,13 +182,13 @@ def fail(rank: int, ranks: int, error: str) -> None:
 )  # fmt: skip
 def test_a_ranks_error_becomes_the_cells(error, raised):
     with pytest.raises(raised, match="rank 1 of 2 failed: .*(planted|DefaultCPUAllocator)"):
-        run_cell(fail, tiny_case(), TINY, error)
+        run_cell(partial(fail, error=error), tiny_case(), TINY)
 
 
 def test_more_ranks_than_gpus_are_skipped(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(Unsupported, match="needs 4 GPUs, this host has 2"):
-        run_cell(fail, replace(tiny_case(4), backend="nccl"), HANDOUT, "bug")
+        run_cell(partial(fail, error="bug"), replace(tiny_case(4), backend="nccl"), HANDOUT)
 
 
 # Pages

@@ -16,8 +16,7 @@ from cs336_systems.experiments.beyond import tile_choice
 from cs336_systems.experiments.beyond.tile_choice import ROWS, cell_configs, plausible_grid
 from cs336_systems.subjects import tuning
 from cs336_systems.subjects.attention_passes import sized_shape
-from cs336_systems.subjects.implementations import chosen_tiles
-from cs336_systems.subjects.tuning import compile_on_shape
+from cs336_systems.subjects.tuning import chosen_tiles, compile_on_shape
 
 COVERS = (
     "cs336_systems/attention/tiles",

@@ -40,8 +40,14 @@ from cs336_systems.compiler.offline import (
 )
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.device import get_device_info
-from cs336_systems.subjects.implementations import chosen_tiles
-from cs336_systems.subjects.tuning import ROWS, TUNE_FLASH, proposed_rows, tune_cells, tuned_on
+from cs336_systems.subjects.tuning import (
+    ROWS,
+    TUNE_FLASH,
+    chosen_tiles,
+    proposed_rows,
+    tune_cells,
+    tuned_on,
+)
 from tests.command_line import assert_refused, invoke
 from tests.test_records import record as valid_record
 from tests.test_s4_attention import assert_contract, inputs

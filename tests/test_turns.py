@@ -19,7 +19,8 @@ from cs336_systems.config import RunConfig
 from cs336_systems.measure.timing import time_in_a_row
 from cs336_systems.subjects import attention_by_turns
 from cs336_systems.subjects import attention_passes as attention
-from cs336_systems.subjects.implementations import Built, build
+from cs336_systems.subjects.attention_builders import Built
+from cs336_systems.subjects.implementations import build
 
 COVERS = ("cs336_systems/bench/turns.py", "cs336_systems/measure/timing.py")
 

@@ -280,12 +280,11 @@ def _check_implementations(names: list[str] | None, chosen: list[str], cells: li
     """Raise ValueError for an unknown implementation, or for one that a problem does not take."""
     from cs336_systems.bench.spec import load
     from cs336_systems.bench.worker import search_current_folder
-    from cs336_systems.subjects.implementations import IMPLEMENTATIONS, load_name
-    from cs336_systems.subjects.mask_implementations import BUILDERS
+    from cs336_systems.subjects.attention_builders import load_name
+    from cs336_systems.subjects.implementations import IMPLEMENTATIONS, MASK_IMPLEMENTATIONS
 
-    known = dict.fromkeys(
-        (*IMPLEMENTATIONS, *BUILDERS, *(name for cell in cells for name in cell.implementations))
-    )
+    of_cells = (name for cell in cells for name in cell.implementations)
+    known = dict.fromkeys((*IMPLEMENTATIONS, *MASK_IMPLEMENTATIONS, *of_cells))
     for name in names or []:
         if ":" in name:
             for problem in chosen:

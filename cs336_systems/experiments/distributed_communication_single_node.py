@@ -7,6 +7,7 @@ link carried (analysis/bandwidth.py).
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -75,7 +76,8 @@ class Communication(Experiment):
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         cases = [row.case for row in cell.rows]
-        results = run_cell(time_collectives, cell.case, run, cases, BUDGET_MS[run.scale])
+        timed = partial(time_collectives, cases=cases, budget_ms=BUDGET_MS[run.scale])
+        results = run_cell(timed, cell.case, run)
         for number, row in enumerate(cell.rows):
             yield Sample(row=row, samples=slowest([samples[number] for samples in results]))
 

@@ -346,7 +346,9 @@ class Leaderboard2026(Experiment):
         rows = {row.quantity: row for row in cell.rows}
         yield Sample(row=rows["predicted_peak_memory"], samples=[long_step_bytes(case).peak / MIB])
         with patch.dict(os.environ, ALLOCATOR):
-            yield from ranks.measure_step(_measure_rank, cell, run, time.time(), from_scratch=True)
+            yield from ranks.measure_step(
+                partial(_measure_rank, launched=time.time()), cell, run, from_scratch=True
+            )
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """Add the settings in words, TFLOP/s, the percentage of the peak, and tokens per second."""

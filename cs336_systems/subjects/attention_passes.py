@@ -36,14 +36,9 @@ from cs336_systems.measure.allocations import (
     saved_for_backward,
 )
 from cs336_systems.measure.timing import MIN_SAMPLES, time_calls, time_once
-from cs336_systems.subjects.implementations import PEERS, Built
-from cs336_systems.subjects.mask_implementations import (
-    build_case,
-    is_plain,
-    mask_of,
-    masked_of,
-    shape_of,
-)
+from cs336_systems.subjects.attention_builders import Built
+from cs336_systems.subjects.implementations import IMPLEMENTATIONS, REGISTRY, build_case
+from cs336_systems.subjects.mask_builders import is_plain, mask_of, masked_of, shape_of
 
 FORWARD = Row(mode="forward", quantity="time", unit="ms")
 BACKWARD = Row(mode="backward", quantity="time", unit="ms")
@@ -134,7 +129,9 @@ class AttentionExperiment(Experiment):
         inputs = inputs_of(case, run, self.sum_loss)
         passes = Passes(built, inputs, self.sum_loss)
 
-        def checked(call: Callable[[], Sequence[Tensor]], *names: str) -> tuple[float, float]:
+        def checked(
+            call: Callable[[], Sequence[Tensor]], names: Sequence[str]
+        ) -> tuple[float, float]:
             """Return the milliseconds of one call and the largest error of its results / bound."""
             returned: list[Tensor] = []
             first_ms = time_once(lambda: returned.extend(call()), device)
@@ -155,13 +152,13 @@ class AttentionExperiment(Experiment):
 
         with built.context():
             # forward
-            first_ms, error = checked(passes.forward, "output")
+            first_ms, error = checked(passes.forward, RESULTS[:1])
             yield from timed("forward", passes.forward, first_ms, error)
             if all(row.mode == "forward" for row in cell.rows):
                 return
 
             # backward
-            first_ms, gradient_error = checked(passes.both, *RESULTS[1:])
+            first_ms, gradient_error = checked(passes.both, RESULTS[1:])
             error = max(error, gradient_error)
             if SAVED in cell.rows:
                 yield Sample(
@@ -326,16 +323,14 @@ class Passes:
 def checked_error(oracle: Oracle, results: Mapping[str, Tensor], implementation: str = "") -> float:
     """Return the largest error of `results` over its bound; raise Disagreement if it is above 1.
 
-    The message names the result, and says for an `implementation` among PEERS that the kernel is
-    another project's.
+    The message names the result, and says for an `implementation` with a library's kernel that the
+    kernel is another project's.
     """
     errors = contract_errors(oracle, results)
     name, worst = max(errors.items(), key=lambda item: item[1])
     if not worst <= 1:
-        library = "FlashAttention-4" if implementation in ("flex_flash", "fa4") else "PyTorch"
-        whose = (
-            f"; the kernel is {library}'s, not this repository's" if implementation in PEERS else ""
-        )
+        library = REGISTRY[implementation].library if implementation in IMPLEMENTATIONS else ""
+        whose = f"; the kernel is {library}'s, not this repository's" if library else ""
         raise Disagreement(
             f"{name} is off by {worst:.3g} times the numerical contract's bound{whose}"
         )

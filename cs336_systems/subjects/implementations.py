@@ -1,69 +1,185 @@
-"""Build the attention implementations that benchmarks compare: our stages and the library peers.
+"""Register the attention implementations that benchmarks compare: our stages and the peers.
 
-`build(name, shape, device)` returns a `Built`, which attends (batch, heads, seq, head_dim) tensors
-and names the kernel that runs, or raises `Unsupported` with the reason. A block mask or a compiled
-function that a call needs is made here, outside of the timing.
+`build(name, shape, device)` returns a `Built` for attention without a mask or causal,
+`build_case(name, case, run)` one for a case that may have a mask; both raise `Unsupported` with the
+reason if the implementation does not run it. A new peer is an entry of REGISTRY.
 """
 
-import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cache, partial
-from importlib.metadata import version
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
-from cs336_systems.attention import (
-    BlockMask,
-    FlashAttentionPyTorch,
-    attention_reference,
-    flash_attention,
-)
-from cs336_systems.attention.api import explain_backend
-from cs336_systems.attention.compiled import compiled_reference
-from cs336_systems.attention.tiles import KernelConfig, select_config
-from cs336_systems.attention.tiles.kernel_config import tma_reads_rows
 from cs336_systems.bench.spec import Unsupported
-from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape
+from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.device import has_cxx_compiler
-
-# (q, k, v) -> Tensor; Any, since some libraries declare a union
-AttentionFunction = Callable[[Tensor, Tensor, Tensor], Any]
-
-OURS = ("eager", "compiled", "tiled", "tiled_compiled", "triton_first", "triton", "hopper")
-# our implementations in the order of development, each to be compared with the one before
-STAGES = ("eager", "compiled", "tiled", "triton_first", "triton", "hopper")
-PEERS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "flex_flash", "fa4")
-IMPLEMENTATIONS = OURS + PEERS
-# those that compile for less than seconds
-TINY_IMPLEMENTATIONS = ("eager", "tiled", "triton_first", "triton", "sdpa_flash", "sdpa_cudnn")
-FLEX_BLOCK = 128  # rows and columns of FlexAttention's tiles
-SDPA_BACKENDS = {
-    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
+from cs336_systems.subjects import attention_builders, mask_builders
+from cs336_systems.subjects.attention_builders import Built
 
 
 @dataclass(frozen=True, kw_only=True)
-class Built:
-    """An implementation to be measured; only `attend` is timed, packing to its layout is not."""
+class Implementation:
+    """How an implementation of attention is built, whose it is, and what it needs to run."""
 
-    attend: AttentionFunction  # packed (q, k, v) -> packed output
-    kernel: str = ""  # name of the kernel that runs
-    pack: Callable[[Tensor], Tensor] = lambda x: x  # from (batch, heads, tokens, head_dim)
-    unpack: Callable[[Tensor], Tensor] = lambda x: x  # to (batch, heads, tokens, head_dim)
-    # builds the mask anew, as a call with a new mask must; timed separately
-    build_mask: Callable[[], object] | None = None
-    no_backward: str = ""  # why there is no backward; "" if there is
-    # Context of the calls, entered outside of the timing: selecting SDPA's kernel takes the host
-    # about 10 µs, which would slow a short call.
-    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    # builder for attention without a mask or causal; None if it is only for other masks
+    plain: Callable[[AttentionShape, str], Built] | None = None
+    # builder for masks that dense kernels do not know; None if it has none
+    masked: Callable[[MaskCase, RunConfig], Built] | None = None
+    library: str = ""  # project whose kernel runs; "" if it is ours
+    is_stage: bool = False  # a step in the development of ours, compared with the one before
+    is_tiny: bool = False  # measured at tiny scale, unlike what compiles for seconds
+
+    # reason for records why it does not run there, "" if it does
+    no_cpu: str = ""
+    no_float32: str = ""  # on a GPU
+    no_cpu_masks: str = ""  # cases with a mask, be it causal, on a CPU
+    no_cpu_backward: str = ""
+
+    needs_compiler: bool = False  # a C++ compiler on a CPU
+    needs_package: str = ""  # what must be installed, `module:name`
+    backend: str = ""  # back end of `flash_attention` that must take the shape
+
+
+# name -> implementation; ours in the order of their development
+REGISTRY: dict[str, Implementation] = {
+    # ours
+    "eager": Implementation(
+        plain=attention_builders.eager,
+        masked=mask_builders.eager_masked,
+        is_stage=True,
+        is_tiny=True,
+    ),
+    "compiled": Implementation(
+        plain=attention_builders.compiled, is_stage=True, needs_compiler=True
+    ),
+    "tiled": Implementation(
+        plain=attention_builders.tiled,
+        masked=mask_builders.tiled_masked,
+        is_stage=True,
+        is_tiny=True,
+    ),
+    "tiled_compiled": Implementation(
+        plain=partial(attention_builders.tiled, compile_steps=True), needs_compiler=True
+    ),
+    "triton_first": Implementation(
+        plain=partial(attention_builders.triton_or_hopper, backend="triton_first"),
+        is_stage=True,
+        is_tiny=True,
+        backend="triton_first",
+    ),
+    "triton": Implementation(
+        plain=partial(attention_builders.triton_or_hopper, backend="triton"),
+        masked=partial(mask_builders.best_path, backend="triton"),
+        is_stage=True,
+        is_tiny=True,
+        backend="triton",
+    ),
+    "hopper": Implementation(
+        plain=partial(attention_builders.triton_or_hopper, backend="hopper"),
+        masked=partial(mask_builders.best_path, backend="hopper"),
+        is_stage=True,
+        backend="hopper",
+    ),
+    "triton_lists": Implementation(
+        masked=partial(mask_builders.lists, backend="triton"), backend="triton"
+    ),
+    "hopper_lists": Implementation(
+        masked=partial(mask_builders.lists, backend="hopper"), backend="hopper"
+    ),
+    # PyTorch's
+    "sdpa_mask": Implementation(masked=mask_builders.sdpa_mask, library="PyTorch"),
+    "sdpa_padded": Implementation(masked=mask_builders.sdpa_padded, library="PyTorch"),
+    "torch_varlen": Implementation(
+        masked=mask_builders.torch_varlen,
+        library="PyTorch",
+        no_cpu="torch.nn.attention.varlen needs CUDA and 16 bits",
+        no_float32="torch.nn.attention.varlen needs CUDA and 16 bits",
+    ),
+    "sdpa_flash": Implementation(
+        plain=partial(attention_builders.sdpa, backend=SDPBackend.FLASH_ATTENTION),
+        library="PyTorch",
+        is_tiny=True,
+        no_float32="sdpa_flash takes float16 and bfloat16 only",
+    ),
+    "sdpa_cudnn": Implementation(
+        plain=partial(attention_builders.sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+        library="PyTorch",
+        is_tiny=True,
+        no_cpu="sdpa_cudnn needs CUDA",
+        no_float32="sdpa_cudnn takes float16 and bfloat16 only",
+    ),
+    "sdpa_efficient": Implementation(
+        plain=partial(attention_builders.sdpa, backend=SDPBackend.EFFICIENT_ATTENTION),
+        library="PyTorch",
+        no_cpu="sdpa_efficient needs CUDA",
+    ),
+    "flex": Implementation(
+        plain=attention_builders.flex,
+        masked=mask_builders.flex_masked,
+        library="PyTorch",
+        no_cpu_masks="compiled FlexAttention is measured on a GPU: on CPU it compiles anew for "
+        "each mask",
+        no_cpu_backward="FlexAttention has no backward on a CPU",
+        needs_compiler=True,
+    ),
+    # FlashAttention-4's
+    "flex_flash": Implementation(
+        plain=partial(attention_builders.flex, kernel_options={"BACKEND": "FLASH"}),
+        masked=partial(mask_builders.flex_masked, kernel_options={"BACKEND": "FLASH"}),
+        library="FlashAttention-4",
+        no_cpu="FlashAttention-4 needs CUDA",
+        no_float32="FlashAttention-4 takes float16 and bfloat16 only",
+        needs_package="flash_attn.cute:flash_attn_func",
+    ),
+    "fa4": Implementation(
+        plain=attention_builders.fa4,
+        masked=mask_builders.fa4_masked,
+        library="FlashAttention-4",
+        no_cpu="FlashAttention-4 needs CUDA",
+        no_float32="FlashAttention-4 takes float16 and bfloat16 only",
+        needs_package="flash_attn.cute:flash_attn_func",
+    ),
+}
+
+# names of the implementations without a mask or causal, and under other masks
+IMPLEMENTATIONS = tuple(name for name, entry in REGISTRY.items() if entry.plain)
+MASK_IMPLEMENTATIONS = tuple(name for name, entry in REGISTRY.items() if entry.masked)
+TINY_IMPLEMENTATIONS = tuple(name for name, entry in REGISTRY.items() if entry.is_tiny)
+# our implementations in the order of development, each to be compared with the one before
+STAGES = tuple(name for name, entry in REGISTRY.items() if entry.is_stage)
+
+
+def check_runs(name: str, shape: AttentionShape, device: str, has_mask: bool = False) -> None:
+    """Raise Unsupported with the reason if the implementation `name` does not run `shape`.
+
+    `has_mask` says that the case is one with a mask. What a builder knows of single masks is not
+    checked, such as "the mask is not one of documents".
+    """
+    entry, on_cpu = REGISTRY[name], device == "cpu"
+    if on_cpu and has_mask and entry.no_cpu_masks:
+        raise Unsupported(entry.no_cpu_masks)
+    if on_cpu and entry.no_cpu:
+        raise Unsupported(entry.no_cpu)
+    if on_cpu and entry.needs_compiler and not has_cxx_compiler():
+        raise Unsupported("no C++ compiler")
+    if not on_cpu and shape.dtype == "float32" and entry.no_float32:
+        raise Unsupported(entry.no_float32)
+    if entry.needs_package and not _is_installed(entry.needs_package):
+        raise Unsupported(f"{entry.library} is not installed: pip install 'cs336-systems[peers]'")
+    if entry.backend:
+        attention_builders.check_backend(entry.backend, shape, device)
+
+
+def _is_installed(package: str) -> bool:
+    """Return whether `package`, `module:name`, can be imported."""
+    module, _, name = package.partition(":")
+    try:
+        return hasattr(import_module(module), name)
+    except ImportError:
+        return False
 
 
 def build(name: str, shape: AttentionShape, device: str) -> Built:
@@ -72,241 +188,34 @@ def build(name: str, shape: AttentionShape, device: str) -> Built:
     `name` is one of IMPLEMENTATIONS or a user's own, `package.module:Name`. Raises ValueError for
     another name, and Unsupported if the implementation does not exist for the shape or device.
     """
-    causal, grouped = shape.is_causal, shape.kv_heads not in (None, shape.heads)
     if ":" in name:
-        return Built(attend=_own(name, causal))
-    if name not in IMPLEMENTATIONS:
+        return Built(attend=attention_builders.own(name, shape.is_causal))
+    entry = REGISTRY.get(name)
+    if entry is None or entry.plain is None:
         raise ValueError(
             f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}"
         )
-    if (
-        device == "cpu"
-        and name in ("compiled", "tiled_compiled", "flex")
-        and not has_cxx_compiler()
-    ):
-        raise Unsupported("no C++ compiler")
-
-    # Ours.
-    if name == "eager":
-        return Built(attend=partial(attention_reference, is_causal=causal))
-    if name == "compiled":
-        return Built(attend=partial(compiled_reference(dynamic=True), is_causal=causal))
-    if name in ("tiled", "tiled_compiled"):
-        compiled = name == "tiled_compiled"
-        return Built(
-            attend=lambda q, k, v: FlashAttentionPyTorch.apply(q, k, v, causal, None, compiled)
-        )
-    if name in ("triton_first", "triton", "hopper"):
-        kernel = _kernels(name, *taken_by(name, shape, device), shape)
-        ours = partial(flash_attention, is_causal=causal, enable_gqa=grouped, backend=name)
-        return Built(attend=ours, kernel=kernel)
-
-    # The libraries'.
-    if name == "flex":
-        no_backward = "FlexAttention has no backward on a CPU" if device == "cpu" else ""
-        return Built(attend=_flex(shape, device), no_backward=no_backward)
-    if name == "flex_flash":
-        flash_attention_4(shape, device)  # raises Unsupported if it is not there, but needed
-        flex: Any = _flex(shape, device)
-        return Built(attend=partial(flex, kernel_options={"BACKEND": "FLASH"}))
-    if name == "fa4":
-        return Built(
-            attend=flash_attention_4(shape, device),
-            kernel=f"flash-attn-4 {version('flash-attn-4')}",
-        )
-    if device == "cpu" and name != "sdpa_flash":
-        raise Unsupported(f"{name} needs CUDA")
-    if device == "cuda" and name != "sdpa_efficient" and shape.dtype == "float32":
-        raise Unsupported(f"{name} takes float16 and bfloat16 only")
-    attend = partial(F.scaled_dot_product_attention, is_causal=causal, enable_gqa=grouped)
-    return Built(attend=attend, context=partial(sdpa_kernel, SDPA_BACKENDS[name]))
+    check_runs(name, shape, device)
+    built = entry.plain(shape, device)
+    return replace(built, no_backward=entry.no_cpu_backward) if device == "cpu" else built
 
 
-def flash_attention_4(shape: AttentionShape, device: str, **options: Any) -> AttentionFunction:
-    """Return FlashAttention-4 as a function of (batch, heads, tokens, head_dim) tensors.
+def build_case(name: str, case: Any, run: RunConfig) -> Built:
+    """Return the implementation `name` for the shape and mask of `case` on the run's device.
 
-    It has heads behind tokens, so it is called on transposed views and returns one. `options` are
-    its own, such as `window_size`. Raises Unsupported on a CPU, in float32, or if the package
-    flash-attn-4 is not installed.
+    Raises ValueError for an unknown name, and Unsupported with the reason if the implementation
+    does not exist for the case.
     """
-    if device == "cpu":
-        raise Unsupported("FlashAttention-4 needs CUDA")
-    if shape.dtype == "float32":
-        raise Unsupported("FlashAttention-4 takes float16 and bfloat16 only")
-    try:
-        from flash_attn.cute import flash_attn_func
-    except ImportError:
-        raise Unsupported(
-            "FlashAttention-4 is not installed: pip install 'cs336-systems[peers]'"
-        ) from None
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        results = flash_attn_func(
-            *(x.transpose(1, 2) for x in (q, k, v)), **{"causal": shape.is_causal} | options
-        )
-        return first_of(results).transpose(1, 2)
-
-    return attend
-
-
-def first_of(results: Any) -> Tensor:
-    """Return the output of a call that returns either the output or (output, log-sum-exp)."""
-    return results[0] if isinstance(results, tuple) else results
-
-
-def _own(name: str, causal: bool) -> AttentionFunction:
-    """Return a user's attention, `package.module:Name`, as a function of (q, k, v).
-
-    The name is of an autograd.Function or a function of (q, k, v, is_causal). As in the handout,
-    its q, k, v are (batch, n, d), so that heads are folded into the batch. Raises Unsupported for
-    another class and, when called, for grouped heads.
-    """
-    own = load_name(name)
-    call: Any = own
-    if isinstance(own, type):
-        if not issubclass(own, torch.autograd.Function):
-            raise Unsupported(
-                f"{name} must be an autograd.Function or a function of (q, k, v, is_causal)"
-            )
-        call = own.apply
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if k.shape[1] != q.shape[1]:
-            raise Unsupported(f"{name} has no grouped heads")
-        return call(*(x.flatten(0, 1) for x in (q, k, v)), causal).view(q.shape)
-
-    return attend
-
-
-def load_name(name: str) -> Any:
-    """The object that `package.module:Name` names; ValueError if there is none."""
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    # The import runs the user's code, which may raise anything.
-    except (Exception, SystemExit) as error:
-        why = f"{type(error).__name__}: {error}"
+    mask_case = mask_builders.masked_of(case)
+    if mask_case is None:
+        return build(name, case, run.device)
+    if name in REGISTRY:
+        check_runs(name, mask_case.shape, run.device, has_mask=True)
+    if name in IMPLEMENTATIONS and mask_builders.is_plain(mask_case.mask):
+        return build(name, mask_case.shape, run.device)
+    entry = REGISTRY.get(name)
+    if entry is None or entry.masked is None:
         raise ValueError(
-            f"implementation must be package.module:Name, {name!r} cannot be loaded: {why}"
-        ) from error
-
-
-def ran(kernel: str, device: str) -> str:
-    """Return a kernel's name for the record, after "interpreter " if `device` is not "cuda"."""
-    return kernel if device == "cuda" else f"interpreter {kernel}"
-
-
-def taken_by(
-    backend: str, shape: AttentionShape, device: str, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Return uninitialised q and k of `shape`, after checking that our `backend` takes them.
-
-    `options` are those of `explain_backend`. Raises Unsupported with the reason of a refusal.
-    """
-    q, k = query_and_key(shape, device)
-    try:
-        explain_backend(q, k, backend=backend, is_causal=shape.is_causal, **options)
-        if backend == "triton_first":
-            from cs336_systems.attention.triton.first import check_first
-
-            check_first(q, k)
-    except ValueError as error:
-        raise Unsupported(str(error)) from None
-    return q, k
-
-
-def _kernels(backend: str, q: Tensor, k: Tensor, shape: AttentionShape) -> str:
-    """Return the names of our back end's kernels for q and k with their tiles, as records hold it.
-
-    The text begins with "interpreter" if Triton's interpreter runs them.
-    """
-    if backend == "hopper":
-        from cs336_systems.attention.hopper.entry import kernel_names
-
-        return kernel_names(q, k, is_causal=shape.is_causal)
-    if backend == "triton_first":
-        return ran("flash_fwd_kernel tiled_backward", q.device.type)
-
-    from cs336_systems.attention.triton.launch import rows_of_groups
-    from cs336_systems.attention.triton.passes import forward_name, kernel_config
-
-    rows = rows_of_groups(q, k, shape.is_causal)
-    forward = forward_name(
-        kernel_config("forward", rows, k, is_causal=shape.is_causal), rows, k, shape.is_causal
-    )
-    others = (
-        kernel_config(kernel, q, k, is_causal=shape.is_causal).name for kernel in ("dkdv", "dq")
-    )
-    return ran(" ".join([forward, *others]), q.device.type)
-
-
-def whole_keys(shape: AttentionShape) -> AttentionFunction:
-    """Return the Triton forward without splitting keys among programs, even for few queries."""
-    from cs336_systems.attention.triton.forward import launch_forward
-    from cs336_systems.attention.triton.launch import rows_of_groups
-    from cs336_systems.attention.triton.passes import kernel_config
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        config = kernel_config(
-            "forward", rows_of_groups(q, k, shape.is_causal), k, is_causal=shape.is_causal
+            f"implementation must be one of {', '.join(MASK_IMPLEMENTATIONS)}, got {name!r}"
         )
-        scale = shape.head_dim**-0.5
-        return launch_forward(q, k, v, is_causal=shape.is_causal, scale=scale, config=config)[0]
-
-    return attend
-
-
-def chosen_tiles(
-    kernel: str, shape: AttentionShape, capability: tuple[int, int] | None, tma: bool | None = None
-) -> KernelConfig:
-    """Return the table's tiles of `kernel` for inputs of `shape`.
-
-    `tma` says whether TMA can read the inputs; None means as for contiguous ones.
-    """
-    tma = tma_reads_rows(shape.head_dim, BYTES_PER_ELEMENT[shape.dtype]) if tma is None else tma
-    return select_config(
-        kernel,
-        capability=capability,
-        head_dim=shape.head_dim,
-        batch=shape.batch,
-        heads=shape.heads,
-        seqlen_q=shape.seqlen_q,
-        seqlen_k=shape.seqlen_k,
-        dtype=shape.dtype,
-        is_causal=shape.is_causal,
-        tma=tma,
-    )
-
-
-def query_and_key(shape: AttentionShape, device: str) -> tuple[Tensor, Tensor]:
-    """Return uninitialised q (batch, heads, seqlen_q, head_dim) and k of `shape` on `device`."""
-    dtype, kv_heads = getattr(torch, shape.dtype), shape.kv_heads or shape.heads
-    q = torch.empty(
-        (shape.batch, shape.heads, shape.seqlen_q, shape.head_dim), dtype=dtype, device=device
-    )
-    k = torch.empty(
-        (shape.batch, kv_heads, shape.seqlen_k, shape.head_dim), dtype=dtype, device=device
-    )
-    return q, k
-
-
-@cache
-def compiled_flex(dynamic: bool) -> Any:
-    """Return compiled FlexAttention: once for all lengths if `dynamic`, else anew for each shape.
-
-    The latter is faster to run.
-    """
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=dynamic)
-
-
-def _flex(shape: AttentionShape, device: str) -> AttentionFunction:
-    """Return compiled FlexAttention, with a causal mask as lists of tiles (no S x S tensor)."""
-    # Shapes of one head belong to the grid of lengths, which would compile for minutes. Other
-    # shapes get a kernel of their own.
-    flex = compiled_flex(dynamic=shape.batch * shape.heads == 1)
-    if not shape.is_causal:
-        return flex
-    mask = BlockMask.causal(shape.seqlen_q, shape.seqlen_k, block_size=FLEX_BLOCK, device=device)
-    return partial(flex, block_mask=mask.to_flex(lambda batch, head, query, key: query >= key))
+    return entry.masked(mask_case, run)

@@ -21,7 +21,7 @@ from cs336_systems.book.tables import Listing, Pivot, TableSpec
 from cs336_systems.config import DTypeName, MaskCase, RunConfig
 from cs336_systems.subjects import attention_passes as attention
 from cs336_systems.subjects.attention_passes import MODE_WORDS, AttentionExperiment
-from cs336_systems.subjects.mask_implementations import is_plain, mask_parts
+from cs336_systems.subjects.mask_builders import is_plain, mask_parts
 
 DENSITY = Row(mode="forward", quantity="density", unit="1")
 BLOCK_DENSITY = Row(mode="forward", quantity="block_density", unit="1")

@@ -26,7 +26,7 @@ from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.measure.allocations import MIB
 from cs336_systems.model import AdamW, TransformerLM
-from cs336_systems.subjects.implementations import load_name
+from cs336_systems.subjects.attention_builders import load_name
 from cs336_systems.subjects.model_steps import TrainingStep, require_finite
 from cs336_systems.training.wrappers import DDPS
 

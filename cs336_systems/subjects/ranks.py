@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import pandas as pd
@@ -51,6 +52,7 @@ INTERVALS = ("compute_intervals", "communication_intervals")
 TRACED = (*TIMES, *INTERVALS)
 Samples = dict[tuple[str, str], list[float]]  # (mode, quantity) -> samples of one rank
 C = TypeVar("C")
+T = TypeVar("T")
 MOST_INTERVALS = 300  # of a lane in a record: more are indistinguishable in a figure
 
 
@@ -101,13 +103,14 @@ def ranks_case(
 
 
 def run_cell(
-    function: Callable[..., Any], case: Any, run: RunConfig, *args: Any, from_scratch: bool = False
-) -> list[Any]:
-    """Run `function(rank, num_ranks, *args)` on the ranks of `case`, and return each rank's result.
+    function: Callable[[int, int], T], case: Any, run: RunConfig, *, from_scratch: bool = False
+) -> list[T]:
+    """Run `function(rank, num_ranks)` on the ranks of `case`, and return each rank's result.
 
-    With `from_scratch` every rank imports all it needs, also on a CPU, for cells that measure it.
-    Raises Unsupported if the host has too few GPUs. A rank's error is raised as OutOfMemoryError or
-    Disagreement if it is one of these, else as RankError.
+    `functools.partial` binds further arguments. With `from_scratch` every rank imports all it
+    needs, also on a CPU, for cells that measure it. Raises Unsupported if the host has too few
+    GPUs. A rank's error is raised as OutOfMemoryError or Disagreement if it is one of these, else
+    as RankError.
     """
     on_gpus = case.backend == "nccl"
     if on_gpus and case.num_ranks > torch.cuda.device_count():
@@ -116,7 +119,6 @@ def run_cell(
         return run_ranks(
             function,
             case.num_ranks,
-            *args,
             backend=case.backend,
             device="cuda" if on_gpus else "cpu",
             timeout_s=COLLECTIVE_TIMEOUT_S,
@@ -227,16 +229,16 @@ def measure_step(
     function: Callable[..., RankReport],
     cell: Cell,
     run: RunConfig,
-    *more: Any,
+    *,
     from_scratch: bool = False,
 ) -> Iterator[Sample]:
     """Run `function` on every rank of `cell`, and yield the cell's samples from their reports.
 
-    The arguments of `function` are (rank, num_ranks, implementation, case, run, *more).
+    `function` takes rank, num_ranks, implementation, case and run.
     """
-    args = (cell.implementation, cell.case, run, *more)
+    of_cell = partial(function, implementation=cell.implementation, case=cell.case, run=run)
     yield from report_samples(
-        cell.rows, run_cell(function, cell.case, run, *args, from_scratch=from_scratch)
+        cell.rows, run_cell(of_cell, cell.case, run, from_scratch=from_scratch)
     )
 
 
@@ -362,7 +364,7 @@ class StepExperiment(Experiment):
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """Run `measure_rank` on every rank of the cell and yield its samples."""
         traced = dict.fromkeys(row.mode for row in cell.rows if row.quantity in TRACED)
-        return measure_step(measure_rank, cell, run, tuple(traced))
+        return measure_step(partial(measure_rank, traced=tuple(traced)), cell, run)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return the column `lane`: "compute" or "communication" for rows of intervals."""

@@ -19,8 +19,9 @@ import pandas as pd
 from torch import Tensor
 
 from cs336_systems.attention.call import Saved
-from cs336_systems.attention.tiles import KernelConfig, head_tile, tuning_grid
+from cs336_systems.attention.tiles import KernelConfig, head_tile, select_config, tuning_grid
 from cs336_systems.attention.tiles.choice import TABLES
+from cs336_systems.attention.tiles.kernel_config import tma_reads_rows
 from cs336_systems.bench.records import Record, case_key, case_to_dict
 from cs336_systems.bench.spec import Cell, Row, Sample, Unsupported
 from cs336_systems.compiler.offline import (
@@ -33,8 +34,8 @@ from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, RunConfig
 from cs336_systems.inputs import AttentionInputs
 from cs336_systems.measure.stages import time_stages
 from cs336_systems.measure.timing import time_calls
+from cs336_systems.subjects.attention_builders import query_and_key
 from cs336_systems.subjects.attention_passes import FORWARD, checked_error, inputs_of, oracle_of
-from cs336_systems.subjects.implementations import chosen_tiles, query_and_key
 
 TUNE_FLASH = "tune_flash"  # the command's name in records
 TILE_CHOICE = "tile_choice"  # the problem that measures the same cells
@@ -47,6 +48,28 @@ ROWS = {  # kernel -> the row of its own time
 }
 STAGES = {ROWS["dkdv"]: "dkv", ROWS["dq"]: "dq"}  # as `launch_backward` marks them
 NUM_SAMPLES = {"cuda": 10, "cpu": 5}
+
+
+def chosen_tiles(
+    kernel: str, shape: AttentionShape, capability: tuple[int, int] | None, tma: bool | None = None
+) -> KernelConfig:
+    """Return the table's tiles of `kernel` for inputs of `shape`.
+
+    `tma` says whether TMA can read the inputs; None means as for contiguous ones.
+    """
+    tma = tma_reads_rows(shape.head_dim, BYTES_PER_ELEMENT[shape.dtype]) if tma is None else tma
+    return select_config(
+        kernel,
+        capability=capability,
+        head_dim=shape.head_dim,
+        batch=shape.batch,
+        heads=shape.heads,
+        seqlen_q=shape.seqlen_q,
+        seqlen_k=shape.seqlen_k,
+        dtype=shape.dtype,
+        is_causal=shape.is_causal,
+        tma=tma,
+    )
 
 
 # Measuring

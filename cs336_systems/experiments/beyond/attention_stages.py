@@ -18,8 +18,8 @@ from cs336_systems.config import AttentionShape, DTypeName, RunConfig
 from cs336_systems.experiments import Bars, Cell, Experiment, Pick, Row, Sample, Wide, problem
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.measure.stages import STAGES, TOTAL, time_stages
+from cs336_systems.subjects.attention_builders import check_backend, ran
 from cs336_systems.subjects.attention_passes import RESULTS, checked_error
-from cs336_systems.subjects.implementations import ran, taken_by
 
 # (heads, tokens, head dim)
 SIZES = {"tiny": (1, 64, 64), "smoke": (2, 256, 64), "handout": (16, 8192, 128)}
@@ -127,8 +127,12 @@ def staged_call(
         is_causal=True,
         dtype="float32" if case.call == "autocast" else case.dtype,
     )
-    layout = "block_mask" if case.call == "window" else "dense"
-    taken_by(backend, replace(shape, dtype=case.dtype), run.device, layout=layout)
+    check_backend(
+        backend,
+        replace(shape, dtype=case.dtype),
+        run.device,
+        layout="block_mask" if case.call == "window" else "dense",
+    )
     q, k, v, grad_output = attention_inputs(shape, device=run.device, seed=run.seed)
     dtype = getattr(torch, case.dtype)
     lowered = [x.to(dtype) for x in (q, k, v, grad_output)]

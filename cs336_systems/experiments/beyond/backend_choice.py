@@ -16,9 +16,9 @@ from cs336_systems.bench.turns import Turn, graph_turn
 from cs336_systems.book.frames import digits
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments import Heat, Pivot, problem
+from cs336_systems.subjects.attention_builders import Built
 from cs336_systems.subjects.attention_by_turns import AttentionByTurns
 from cs336_systems.subjects.attention_passes import BOTH, BY_SHAPE, Call, sized_shape
-from cs336_systems.subjects.implementations import Built
 
 # Head dims of the table. PROBES test whether other head dims can use the next larger one's row.
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 160, 192, 256)

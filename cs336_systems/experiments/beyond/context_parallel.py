@@ -9,6 +9,7 @@ queries' gradient are checked in float64 against all keys.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -108,7 +109,7 @@ class ContextParallel(Experiment):
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         cases = list(dict.fromkeys(row.case for row in cell.rows))
-        found = ranks.run_cell(_time_rings, cell.case, run, cases, run)
+        found = ranks.run_cell(partial(_time_rings, cases=cases, run=run), cell.case, run)
         for case, reports in zip(cases, zip(*found)):
             yield from ranks.report_samples((row for row in cell.rows if row.case == case), reports)
 

@@ -15,6 +15,7 @@ runs out of memory is left out, and the others go on. Ratios are of one round.
 import gc
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -85,7 +86,8 @@ class DataParallelTurns(Experiment):
                 "the user's model has no known way to be built on the meta device, "
                 "as fully_shard needs"
             )
-        reports = ranks.run_cell(take_turns, cell.case, run, cell.implementations, cell.case, run)
+        turns = partial(take_turns, names=cell.implementations, case=cell.case, run=run)
+        reports = ranks.run_cell(turns, cell.case, run)
         for row in cell.rows:
             of_ranks = [report[row.implementation] for report in reports]
             error, wrong = (

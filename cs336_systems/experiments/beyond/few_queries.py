@@ -17,8 +17,8 @@ from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, DTypeName, R
 from cs336_systems.experiments import Bars, Cell, Pivot, Row, problem
 from cs336_systems.measure.timing import time_calls
 from cs336_systems.subjects import attention_passes as attention
+from cs336_systems.subjects.attention_builders import Built, whole_keys
 from cs336_systems.subjects.attention_passes import FORWARD
-from cs336_systems.subjects.implementations import Built, whole_keys
 
 GRAPH_FORWARD = Row(mode="forward", quantity="graph_time", unit="ms")
 GRAPH_SAMPLES = 10

@@ -17,9 +17,11 @@ from cs336_systems.attention.choose import HOPPER_CAPABILITY
 from cs336_systems.attention.tiles.kernel_config import KERNELS
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments import Unsupported, problem
+from cs336_systems.subjects.attention_builders import Built, ran
 from cs336_systems.subjects.attention_by_turns import AttentionByTurns
 from cs336_systems.subjects.attention_passes import SMALL, rate_bars, rate_tables
-from cs336_systems.subjects.implementations import Built, build, chosen_tiles, ran
+from cs336_systems.subjects.implementations import build
+from cs336_systems.subjects.tuning import chosen_tiles
 
 RUNGS = {  # what each rung adds
     "triton_first": "the handout's forward in Triton",

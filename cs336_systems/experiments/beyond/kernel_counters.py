@@ -16,7 +16,7 @@ from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments import Bars, Cell, Pick, Row, Sample, Unsupported, Wide, problem
 from cs336_systems.measure.counters import COUNTERS, STALL, CountersUnavailableError, read_counters
 from cs336_systems.subjects.attention_passes import BY_SHAPE, SMALL, AttentionExperiment
-from cs336_systems.subjects.implementations import build
+from cs336_systems.subjects.implementations import check_runs
 
 MODES = ("forward", "backward")
 # States that are no waits: the warp issued, or was ready while another one issued.
@@ -56,7 +56,7 @@ class KernelCounts(AttentionExperiment):
         shape, name = cell.case, cell.implementation
         if run.device != "cuda":
             raise Unsupported("a CPU has no counters that ncu reads")
-        build(name, shape, run.device)  # raises Unsupported for what cannot run here
+        check_runs(name, shape, run.device)
         try:
             forward = read_counters(profile_arguments(name, shape, "forward"))
             both = read_counters(profile_arguments(name, shape, "forward_backward"))

@@ -20,8 +20,8 @@ from cs336_systems.subjects.attention_passes import (
     rate_tables,
     sized_shape,
 )
+from cs336_systems.subjects.mask_builders import mask_parts
 from cs336_systems.subjects.mask_cases import DENSITY, with_pairs
-from cs336_systems.subjects.mask_implementations import mask_parts
 
 LENGTH = {"tiny": 64, "smoke": 128, "handout": 16384}
 HEADS, HEAD_DIMS = 16, (64, 128)

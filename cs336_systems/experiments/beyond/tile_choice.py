@@ -29,8 +29,13 @@ from cs336_systems.subjects.attention_passes import (
     AttentionExperiment,
     sized_shape,
 )
-from cs336_systems.subjects.implementations import chosen_tiles
-from cs336_systems.subjects.tuning import ROWS, TABLE, compile_ahead, measure_tiles
+from cs336_systems.subjects.tuning import (
+    ROWS,
+    TABLE,
+    chosen_tiles,
+    compile_ahead,
+    measure_tiles,
+)
 
 TileSizes = tuple[int, int, int, int, bool] | tuple[int, int, int, int, bool, int]
 # (batch, heads, length, head_dim, causal), and the number of key heads if they are grouped: short

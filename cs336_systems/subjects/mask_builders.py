@@ -1,8 +1,8 @@
-"""Build the implementations of attention under masks that dense kernels do not know.
+"""Build attention under masks that dense kernels do not know, and read what a mask's name says.
 
-`build_case(name, case, run)` returns a `Built`, or raises `Unsupported` with the reason. Cases
-without a mask or with the causal one go to `implementations`. Layouts differ (packed documents, a
-padded batch), so each `Built` says how inputs are packed and results unpacked, outside the timing.
+A builder of `implementations.REGISTRY` takes the case and the run, and returns a `Built`, or raises
+`Unsupported` for a mask that it does not know. Layouts differ (packed documents, a padded batch),
+so each `Built` says how inputs are packed and results unpacked, outside the timing.
 """
 
 from collections.abc import Callable
@@ -26,39 +26,15 @@ from cs336_systems.attention.masks.parse import random_bias
 from cs336_systems.bench.spec import Unsupported
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.measure.allocations import kept_for_a_case
-from cs336_systems.subjects.implementations import (
+from cs336_systems.subjects.attention_builders import (
     FLEX_BLOCK,
-    IMPLEMENTATIONS,
     Built,
-    build,
+    check_backend,
     compiled_flex,
     first_of,
     flash_attention_4,
     ran,
-    taken_by,
 )
-
-
-def build_case(name: str, case: Any, run: RunConfig) -> Built:
-    """Return the implementation `name` for the shape and mask of `case` on the run's device.
-
-    Raises ValueError for an unknown name, and Unsupported with the reason if the implementation
-    does not exist for the case.
-    """
-    masked = masked_of(case)
-    if masked is None:
-        return build(name, case, run.device)
-    if run.device == "cpu" and name == "flex":
-        raise Unsupported(
-            "compiled FlexAttention is measured on a GPU: on CPU it compiles anew for each mask"
-        )
-    if (dense := name.removesuffix("_lists")) in IMPLEMENTATIONS:
-        built = build(dense, masked.shape, run.device)  # raises Unsupported if it does not run here
-        if name == dense and is_plain(masked.mask):
-            return built
-    if name not in BUILDERS:
-        raise ValueError(f"implementation must be one of {', '.join(BUILDERS)}, got {name!r}")
-    return BUILDERS[name](masked, run)
 
 
 def masked_of(case: Any) -> MaskCase | None:
@@ -112,7 +88,17 @@ def document_lengths(case: MaskCase) -> list[int]:
 # Ours
 
 
-def _ours(backend: str, case: MaskCase, run: RunConfig) -> Built:
+def eager_masked(case: MaskCase, run: RunConfig) -> Built:
+    """Return plain PyTorch attention under the mask of tokens."""
+    return Built(attend=partial(attention_reference, mask=mask_of(case, run).to_dense()))
+
+
+def tiled_masked(case: MaskCase, run: RunConfig) -> Built:
+    """Return FlashAttention in PyTorch, which walks the mask's lists of tiles."""
+    return Built(attend=partial(flash_attention, block_mask=mask_of(case, run), backend="tiled"))
+
+
+def best_path(case: MaskCase, run: RunConfig, backend: str) -> Built:
     """Return our best path for the mask with the kernels of `backend`.
 
     Documents use the varlen path, shared keys are gathered, and a dilated mask is a reshape; every
@@ -153,17 +139,17 @@ def _ours(backend: str, case: MaskCase, run: RunConfig) -> Built:
 
         return Built(attend=shared, build_mask=choose, kernel=kernel)
 
-    return _lists(backend, case, run)
+    return lists(case, run, backend)
 
 
-def _lists(backend: str, case: MaskCase, run: RunConfig) -> Built:
+def lists(case: MaskCase, run: RunConfig, backend: str) -> Built:
     """Return our kernels that walk the mask's lists of tiles, with the kernels of `backend`.
 
     Masks of documents and of each query's best keys change from call to call, so that the result
     has a `build_mask`.
     """
     size, build_mask = (case.query_block, case.key_block), None
-    taken_by(backend, case.shape, run.device, layout="block_mask", block_size=size)
+    check_backend(backend, case.shape, run.device, layout="block_mask", block_size=size)
     kind, argument, causal = mask_parts(case.mask)
     if kind == "topk":
         bias = random_bias(case.seqlen_q, 1, run.seed).to(run.device)[:, :, None]
@@ -183,10 +169,8 @@ def _lists(backend: str, case: MaskCase, run: RunConfig) -> Built:
 # The libraries
 
 
-def _torch_varlen(case: MaskCase, run: RunConfig) -> Built:
+def torch_varlen(case: MaskCase, run: RunConfig) -> Built:
     """Return PyTorch's attention on packed documents (FlashAttention-2)."""
-    if run.device == "cpu" or case.dtype == "float32":
-        raise Unsupported("torch.nn.attention.varlen needs CUDA and 16 bits")
     from torch.nn.attention.varlen import varlen_attn
 
     ends, longest = _ends(case, run)
@@ -217,7 +201,7 @@ def _unpack(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]
 
 
-def _padded(case: MaskCase, run: RunConfig) -> Built:
+def sdpa_padded(case: MaskCase, run: RunConfig) -> Built:
     """Return SDPA on a batch of documents padded to the longest, the cost without packing."""
     lengths = [length for length in document_lengths(case) if length]
     causal, longest = mask_parts(case.mask)[2], max(lengths)
@@ -238,7 +222,7 @@ def _padded(case: MaskCase, run: RunConfig) -> Built:
     return Built(attend=attend, pack=pack, unpack=unpack)
 
 
-def _flex(case: MaskCase, run: RunConfig, **options: Any) -> Built:
+def flex_masked(case: MaskCase, run: RunConfig, **options: Any) -> Built:
     """Return compiled FlexAttention with the mask's lists of tiles.
 
     The token predicate of document masks is arithmetic; other masks look it up in their tiles.
@@ -254,15 +238,14 @@ def _flex(case: MaskCase, run: RunConfig, **options: Any) -> Built:
     return Built(attend=partial(compiled_flex(dynamic=False), block_mask=tiles, **options))
 
 
-def _flash_attention_4(case: MaskCase, run: RunConfig) -> Built:
+def fa4_masked(case: MaskCase, run: RunConfig) -> Built:
     """Return FlashAttention-4 for the masks that it has itself: a window, packed documents.
 
     Raises Unsupported for other masks.
     """
     kind, argument, causal = mask_parts(case.mask)
     if kind == "window":
-        window = {"causal": True, "window_size": (int(argument) - 1, 0)}
-        return Built(attend=flash_attention_4(case.shape, run.device, **window))
+        return Built(attend=flash_attention_4(causal=True, window_size=(int(argument) - 1, 0)))
     from flash_attn.cute import flash_attn_varlen_func
 
     ends, longest = _ends(case, run)
@@ -296,27 +279,8 @@ def _predicate(case: MaskCase, mask: BlockMask) -> Callable[..., Tensor] | None:
     return lambda batch, head, query, key: ids[query] == ids[key]
 
 
-def _token_mask(case: MaskCase, run: RunConfig) -> Built:
+def sdpa_mask(case: MaskCase, run: RunConfig) -> Built:
     """Return SDPA with a bool mask of (queries, keys), which computes every pair of tokens."""
     return Built(
         attend=partial(F.scaled_dot_product_attention, attn_mask=mask_of(case, run).to_dense())
     )
-
-
-# name -> builder, for masks that dense kernels do not know
-BUILDERS: dict[str, Callable[[MaskCase, RunConfig], Built]] = {
-    "eager": lambda case, run: Built(
-        attend=partial(attention_reference, mask=mask_of(case, run).to_dense())
-    ),
-    "tiled": lambda case, run: Built(
-        attend=partial(flash_attention, block_mask=mask_of(case, run), backend="tiled")
-    ),
-    **{name: partial(_ours, name) for name in ("triton", "hopper")},
-    **{f"{name}_lists": partial(_lists, name) for name in ("triton", "hopper")},
-    "sdpa_mask": _token_mask,
-    "sdpa_padded": _padded,
-    "torch_varlen": _torch_varlen,
-    "flex": _flex,
-    "flex_flash": partial(_flex, kernel_options={"BACKEND": "FLASH"}),
-    "fa4": _flash_attention_4,
-}
