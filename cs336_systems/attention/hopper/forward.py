@@ -19,12 +19,17 @@ on which every consumer arrives. Each consumer's 64 rows of Q have such a pair t
 
 The schedules of large grids, by columns of a head tile:
 
-  64   Three consumers, 192 x 128, 160 registers a thread. A step waits for S alone, and
-       P(j-1) V(j-1) runs under the softmax. O is rescaled only when a row's maximum has grown by
-       more than 2^8, and only then do the four threads that share a row exchange numbers: each
+  64   Three consumers, 192 x 128, 160 registers a thread. Without a mask a step waits for S alone,
+       and P(j-1) V(j-1) runs under the softmax. O is rescaled only when a row's maximum has grown
+       by more than 2^8, and only then do the four threads that share a row exchange numbers: each
        sums its own share until the tile ends.
          tensor cores   S(1)   P(0) V(0)         S(2)   P(1) V(1)
          consumer              softmax of S(1)          softmax of S(2)
+       Under a mask a step waits for both products, then takes the softmax, while the other
+       consumers' products run.
+         consumer 0   products   softmax               products   softmax
+         consumer 1              products   softmax               products
+         consumer 2                         products   softmax
        Exponentials take as long as products here, and a third consumer hides more of them. Q stays
        in shared memory: in registers it would make the compiler spill. At head dims up to 32 both
        products have 32 columns (`columns.py`).
@@ -46,10 +51,10 @@ of its walk come after all rows of some consumers: those of the first 64 rows or
 every other tile, of the first 128. These consumers skip the first scores, which saves 3 to 4 % of
 the time at 192 x 128 and 4096 tokens.
 
-At 64 columns O of a row that sees one key is exactly that key's value, as P is 1 then: the tiles
-that the diagonal or the end cuts, in which rows may see few keys, take `_exact_softmax`, under a
-product too. At 128 columns and more, P of the largest score is 1 but for the rounding of the scaled
-maximum, which is 2^-8 where scores are 1e5.
+Where the softmax runs under a product, P of the largest score is 1 but for the rounding of the
+scaled maximum, which is 2^-8 where scores are 1e5. Where a step waits for both products, the tiles
+that the diagonal or the end cuts, in which rows may see few keys, take `_exact_softmax`: P of the
+largest score is 1, and O of a row that sees one key is exactly that key's value.
 
 Tiles of queries end where the queries end. Rows to spare are in the first tile, which is the
 shortest causal one. `schedule.plan_forward` chooses the order of tiles: one program a tile, or
@@ -370,38 +375,20 @@ def _softmax(S, m, rest, l, scale_log2):
 
 
 @gluon.jit
-def _lazy_softmax(S, m, rest, l, scale_log2):
+def _lazy_softmax(S, m, l, scale_log2):
     """Return (P, factor, m, l) as `_softmax` does, raising m only where a score exceeds it by LAG.
 
     The factor is then 1 in almost every step. m (in base 2), l and the factor are (ROWS, 4), a
     number for each of the four threads that share a row: l is what a thread has summed itself, so
-    threads exchange nothing while no maximum rises. `rest` (ROWS, 4) is None where m is in base 2
-    from the first step on.
+    threads exchange nothing while no maximum rises. m is in base 2 from the first step on, so
+    there is no `rest`.
     """
     scores = by_threads(S)  # (ROWS, K_TILE_SIZE / 8, 4, 2)
     m_new = raise_maxima(gl.max(gl.max(scores, axis=3), axis=1) * scale_log2, m)
     P = gl.exp2(scores * scale_log2 - along_rows(m_new, scores))
-    factor = gl.exp2(m - m_new) if rest is None else gl.exp2(m - m_new + rest)
+    factor = gl.exp2(m - m_new)
     l = l * factor + gl.sum(gl.sum(P, axis=3), axis=1)
     return gl.convert_layout(gl.reshape(P, S.shape), S.type.layout), factor, m_new, l
-
-
-@gluon.jit
-def _for_threads(m, rest, l, LAYOUT: gl.constexpr):
-    """Return m, rest and l (ROWS,) as (ROWS, 4), for `_lazy_softmax`.
-
-    m and rest are the same for the four threads that share a row, and one of them has all of l.
-    """
-    thread = gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))[None, :]
-    m, rest, l = (
-        gl.convert_layout(m, gl.SliceLayout(1, LAYOUT))[:, None]
-        + gl.zeros([ROWS, 4], gl.float32, LAYOUT),
-        gl.convert_layout(rest, gl.SliceLayout(1, LAYOUT))[:, None]
-        + gl.zeros([ROWS, 4], gl.float32, LAYOUT),
-        gl.convert_layout(l, gl.SliceLayout(1, LAYOUT))[:, None]
-        + gl.zeros([ROWS, 4], gl.float32, LAYOUT),
-    )
-    return m, rest, gl.where(thread == 0, l, 0.0)
 
 
 @gluon.jit
@@ -424,17 +411,17 @@ def _first_step(
 ):  # fmt: skip
     """Return (P, m, l) of step 0, which has scores but no product with values.
 
-    The next step multiplies P by the values. m is raw if PLAN.begins_exact, else in base 2.
+    The next step multiplies P by the values. m is raw, or in base 2 if PLAN.softmax_overlaps.
     """
     words = _words_of(consumer, shared, slot, zero, PLAN)
     S = warpgroup_mma_wait(0, [over_columns(Q, shared.K_ring.index(slot), PLAN.columns)])
     mbarrier.arrive(shared.empty.index(slot), count=1)
     if tile.masked > 0:
         S = _hide_keys(S, last_key, first_key, words, PLAN)
-    if PLAN.begins_exact:
-        scores, factor, m, l = _exact_softmax(S, m, l, problem.scale_log2)
+    if PLAN.softmax_overlaps:
+        scores, factor, m, l = _lazy_softmax(S, m, l, problem.scale_log2)
     else:
-        scores, factor, m, l = _lazy_softmax(S, m, None, l, problem.scale_log2)
+        scores, factor, m, l = _exact_softmax(S, m, l, problem.scale_log2)
     return gl.convert_layout(scores.to(shared.K_ring.dtype), P_LAYOUT), m, l
 
 
@@ -446,8 +433,8 @@ def _step(
     """Return (P, O, m, l) after one step: both products, and the softmax of the step's scores.
 
     If PLAN.softmax_overlaps, the softmax runs while the product with the last step's P does.
-    Otherwise it comes after both products, while those of another consumer or program run. m is
-    raw if MASKED and PLAN.begins_exact, else in base 2.
+    Otherwise it comes after both products, while those of another consumer or program run; m is
+    then raw if MASKED, else in base 2.
     """
     slot, phase = ring_slot(step, PLAN.slots)
     S, O = _issue(Q, P, O, shared, slot, phase, PLAN.columns)  # (ROWS, K_TILE_SIZE), (ROWS, D_TILE)
@@ -457,19 +444,11 @@ def _step(
         S = warpgroup_mma_wait(1, [S])  # O is still in flight
         if MASKED:
             S = _hide_keys(S, last_key, first_key, words, PLAN)
-        if MASKED and PLAN.begins_exact:
-            scores, factor, m, l = _exact_softmax(S, m, l, problem.scale_log2)
-        elif PLAN.begins_exact:
-            scores, factor, m, l = _lazy_softmax(S, m, rest, l, problem.scale_log2)
-        else:
-            scores, factor, m, l = _lazy_softmax(S, m, None, l, problem.scale_log2)
+        scores, factor, m, l = _lazy_softmax(S, m, l, problem.scale_log2)
         l = warp_fence(l)
         O = warpgroup_mma_wait(0, [O])
         mbarrier.arrive(shared.empty.index(slot), count=1)
-        if MASKED and PLAN.begins_exact:
-            O = O * gl.convert_layout(factor, gl.SliceLayout(1, O.type.layout))[:, None]
-        else:
-            O = rescale_rows(O, factor)
+        O = rescale_rows(O, factor)
     else:
         S, O = warpgroup_mma_wait(0, [S, O])
         mbarrier.arrive(shared.empty.index(slot), count=1)
@@ -574,7 +553,7 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
                 last_key = gl.full([ROWS], last_key, gl.int32, ROW_LAYOUT)
 
             # the state of the online softmax
-            if not PLAN.begins_exact:
+            if PLAN.softmax_overlaps:
                 m = gl.full([ROWS, 4], LOWEST, gl.float32, THREAD_LAYOUT)
                 l = gl.full([ROWS, 4], 0.0, gl.float32, THREAD_LAYOUT)
             else:
@@ -624,10 +603,8 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
                     step += 1
 
             # the other steps, whose keys all rows see
-            if PLAN.begins_exact:
+            if not PLAN.softmax_overlaps:
                 m, rest = _in_base_2(m, problem.scale_log2)
-                if PLAN.softmax_overlaps:
-                    m, rest, l = _for_threads(m, rest, l, THREAD_LAYOUT)
             for _ in range(max(tile.masked, 1), tile.key_tiles):
                 P, O, m, l = _step(
                     Q, P, O, m, rest, l, 0, 0, zero, shared, problem, step, consumer, PLAN, False
@@ -647,8 +624,6 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, walked, PLAN
             if PLAN.softmax_overlaps:
                 m = gl.convert_layout(gl.max(m, axis=1), ROW_LAYOUT)
                 l = gl.convert_layout(gl.sum(l, axis=1), ROW_LAYOUT)
-                if PLAN.begins_exact:
-                    rest = gl.convert_layout(gl.max(rest, axis=1), ROW_LAYOUT)
             L = (m + (rest + gl.log2(l))) * LN_2
             inverse = 1.0 / l
             if IS_LISTED or PLAN.packed:  # a row may see no key

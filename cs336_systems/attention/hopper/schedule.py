@@ -77,16 +77,11 @@ class ForwardSchedule:
     slots: int  # of the ring, each with a tile of keys and one of values
     # of a thread of a consumer; the first consumer has what the others leave, at least as many
     registers: int
-    softmax_overlaps: bool  # the softmax of a step runs over the step's second product
+    softmax_overlaps: bool  # the softmax of a step may run over the step's second product
     query_in_registers: bool = False  # and not in shared memory, from where a product reads it anew
     resident: int = 1  # programs that share a multiprocessor
     # time of a step where all resident programs run, in steps of the head tile's first schedule
     step_cost: float = 1.0
-
-    @property
-    def begins_exact(self) -> bool:
-        """Whether masked steps subtract raw maxima, so that P of a row's largest score is 1."""
-        return self.head_tile == 64
 
     @property
     def query_tile(self) -> int:
@@ -128,8 +123,8 @@ class ForwardSchedule:
 #
 # Measured on an H200, triton 3.6.0, 2026-11-22. At 64 columns a program of two consumers is 18 %
 # slower than one of three on large grids, and slower on small ones than two programs of one
-# consumer. To wait for both products is 4 to 5 % slower there at 4,096 to 32,768 tokens, and turns
-# that consumers take at named barriers change nothing (-0.6 to 1.0 %, triton 3.6.0, 2026-11-29).
+# consumer. To wait for both products is 4 % slower there without a mask, and turns that consumers
+# take at named barriers change nothing (-0.6 to 1.0 %, triton 3.6.0, 2026-11-29).
 # At 128 columns, two consumers that wait for both products are 7 % (full) to 21 %
 # (causal) slower than these. With two slots the copier is a step ahead. At 128 columns, 64 KiB a
 # slot, a third slot does not fit beside two consumers, nor a second program beside one consumer.
@@ -185,7 +180,6 @@ class KernelPlan(NamedTuple):
     registers: int
     softmax_overlaps: bool
     query_in_registers: bool
-    begins_exact: bool
     masked_tiles: int
     is_causal: bool
     paired: bool
@@ -274,14 +268,25 @@ class ForwardPlan:
         return self.schedule.query_tile if self.block_size[0] else self.schedule.alignment
 
     @property
+    def softmax_overlaps(self) -> bool:
+        """Whether the softmax of a step runs over its second product.
+
+        At 64 columns not under a mask: a row may then see one key, whose value O must be. P of the
+        largest score is 1 where masked steps subtract raw maxima, and to do so under a product takes
+        longer than waiting for both (docs/log.md).
+        """
+        masked = self.is_causal or self.block_size[0] > 0 or self.documents is not None
+        return self.schedule.softmax_overlaps and not (masked and self.schedule.head_tile == 64)
+
+    @property
     def kernel_plan(self) -> KernelPlan:
         """Return the part of this plan for which the kernel is compiled."""
         schedule = self.schedule
         return KernelPlan(
             head_tile=schedule.head_tile, columns=self.columns, consumers=schedule.consumers,
             key_tile=schedule.key_tile, slots=schedule.slots, registers=schedule.registers,
-            softmax_overlaps=schedule.softmax_overlaps,
-            query_in_registers=schedule.query_in_registers, begins_exact=schedule.begins_exact,
+            softmax_overlaps=self.softmax_overlaps,
+            query_in_registers=schedule.query_in_registers,
             masked_tiles=schedule.masked_tiles(self.is_causal),
             is_causal=self.is_causal, paired=self.paired, dynamic=self.order == "dynamic",
             alignment=self.alignment,
