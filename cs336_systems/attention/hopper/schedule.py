@@ -273,10 +273,11 @@ class ForwardPlan:
 
         At 64 columns not under a mask: a row may then see one key, whose value O must be. P of the
         largest score is 1 where masked steps subtract raw maxima, and to do so under a product takes
-        longer than waiting for both (docs/log.md).
+        longer than waiting for both (docs/log.md). Nor in parts of walks, whose kernel would spill.
         """
         masked = self.is_causal or self.block_size[0] > 0 or self.documents is not None
-        return self.schedule.softmax_overlaps and not (masked and self.schedule.head_tile == 64)
+        waits = self.schedule.head_tile == 64 and (masked or self.part_tiles > 0)
+        return self.schedule.softmax_overlaps and not waits
 
     @property
     def kernel_plan(self) -> KernelPlan:
