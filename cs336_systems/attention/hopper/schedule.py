@@ -129,12 +129,11 @@ class ForwardSchedule:
 # (causal) slower than these. With two slots the copier is a step ahead. At 128 columns, 64 KiB a
 # slot, a third slot does not fit beside two consumers, nor a second program beside one consumer.
 #
-# The costs of small steps are fitted to 38 shapes and masks of 512 to 4,096 tokens; at 64 columns
-# again to 36 of 512 to 8,192 on 2026-11-29, where the choice of `plan_forward` was at most 3.9 %
-# slower than the best of all schedules and orders. On 70 of 128 to 16,384 tokens it was mostly the
-# best before, and up to 8.3 % slower. At 256 columns the cost of a small step is from two masks of 2,048 tokens on an
-# H100, 2026-11-25, where the chosen order was the best or within 2 % of it at 2,048 to 8,192
-# tokens.
+# The costs of small steps are fitted to 38 shapes and masks of 512 to 4,096 tokens, at 64 columns
+# with large steps that wait for both products. On 70 of 128 to 16,384 tokens the choice of
+# `plan_forward` was mostly the best of all schedules and orders, and up to 8.3 % slower. At 256
+# columns the cost of a small step is from two masks of 2,048 tokens on an H100, 2026-11-25, where
+# the chosen order was the best or within 2 % of it at 2,048 to 8,192 tokens.
 SCHEDULES = {
     64: (
         ForwardSchedule(
@@ -143,7 +142,7 @@ SCHEDULES = {
         ),
         ForwardSchedule(
             head_tile=64, consumers=1, key_tile=128,
-            slots=2, registers=232, softmax_overlaps=False, resident=2, step_cost=0.76,
+            slots=2, registers=232, softmax_overlaps=False, resident=2, step_cost=0.72,
         ),
     ),
     128: (
@@ -269,11 +268,11 @@ class ForwardPlan:
 
     @property
     def softmax_overlaps(self) -> bool:
-        """Whether the softmax of a step runs over its second product.
+        """Return whether the softmax of a step runs while its second product does.
 
-        At 64 columns not under a mask: a row may then see one key, whose value O must be. P of the
-        largest score is 1 where masked steps subtract raw maxima, and to do so under a product takes
-        longer than waiting for both (docs/log.md). Nor in parts of walks, whose kernel would spill.
+        At 64 columns it does not under a mask, where a row may see one key and O must be exactly
+        that key's value: raw maxima are subtracted there, and to do so under a product takes longer
+        than to wait for both products (docs/log.md). In parts of walks the kernel would spill.
         """
         masked = self.is_causal or self.block_size[0] > 0 or self.documents is not None
         waits = self.schedule.head_tile == 64 and (masked or self.part_tiles > 0)
