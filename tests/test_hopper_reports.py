@@ -112,14 +112,18 @@ def test_kernels_compile_and_fit(reports):
 
 @judged
 def test_no_kernel_lets_the_tensor_cores_wait(reports):
-    """Exponentials of the forward run under matmuls, but at head tile 64, whose consumers cover
-    each other, or those of two programs do. So do the backward's, and some of a step's run under
-    its own, but in `wide_dkdv`, where they run under the other consumer's.
+    """Exponentials of the forward run under matmuls. At head tile 64 they do in large tiles without
+    a mask; in the others consumers cover each other, or two programs do. The backward's run under
+    matmuls, and some of a step's under its own, but in `wide_dkdv`, where they run under the other
+    consumer's.
     """
     for report in reports:
         assert report.serialized == 0, report
         request = report.request
-        if (request.kernel, request.head_dim) == ("forward", 64) or request.kernel == "wide_dkdv":
+        is_narrow = request.kernel == "forward" and request.head_dim <= 64
+        is_large = request.config.startswith("hopper_forward_192x128")
+        waits = is_narrow and (request.is_causal or request.walk != "dense" or not is_large)
+        if waits or request.kernel == "wide_dkdv":
             assert not any(loop.overlap for loop in report.loops), report
         elif request.kernel == "forward":
             assert min(loop.overlap for loop in report.loops) == 1.0, report
