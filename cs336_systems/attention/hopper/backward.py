@@ -155,8 +155,9 @@ from cs336_systems.attention.hopper.descriptors import (
     readable,
     tile_descriptor,
 )
-from cs336_systems.attention.hopper.division import Division, divide_walks
+from cs336_systems.attention.hopper.division import MULTIPROCESSORS, Division, divide_walks
 from cs336_systems.attention.hopper.light import convert, join, preprocess, transposed_words
+from cs336_systems.attention.hopper.order import Walks, heads_at_a_time
 from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, LATE_FROM, columns_of
 from cs336_systems.attention.hopper.walk import PackedDocuments, key_place, query_place
 from cs336_systems.attention.hopper.wide_backward import gradients_of_keys, hopper_wide_backward
@@ -861,10 +862,18 @@ def hopper_backward(
     whole_key_tiles = num_key_tiles * key_tile <= num_keys or (
         is_causal and num_queries <= num_keys
     )
-    heads_together = 1
-    if is_causal or lists is not None:
-        share = L2_SHARE_BYTES if is_causal else HALF_L2_SHARE_BYTES
-        heads_together = min(batch * kv_heads, _heads_together(q, group, num_rows, share))
+    heads_together, places = 1, num_multiprocessors(q.device) or MULTIPROCESSORS
+    if is_causal:
+        heads_together = heads_at_a_time(
+            Walks(num_key_tiles, num_rows // key_tile),
+            heads=batch * kv_heads,
+            fitting=_heads_that_fit(q, group, num_rows, L2_SHARE_BYTES),
+            block_steps=group * key_tile // query_tile,
+            places=places,
+        )
+    elif lists is not None:  # the host does not know their lengths
+        fitting = _heads_that_fit(q, group, num_rows, HALF_L2_SHARE_BYTES)
+        heads_together = min(batch * kv_heads, fitting)
 
     # the plan; laps have sums of dQ of their own (`turn_of_tile`)
     laps = 2 if deterministic and not is_causal else 1
@@ -886,7 +895,7 @@ def hopper_backward(
         division = divide_walks(
             key_tiles=num_key_tiles, batch_heads=batch * kv_heads,
             steps=num_rows // query_tile, group=group, head_tile=head_tile(width),
-            is_causal=is_causal, num_multiprocessors=num_multiprocessors(q.device),
+            is_causal=is_causal, num_multiprocessors=places,
         )  # fmt: skip
 
     # results and scratch memory
@@ -986,7 +995,7 @@ def hopper_packed_backward(
     The largest number of queries of a document decides how dQ is formed (`dq_way`).
     """
     q, k, v, output, lse, grad_output, grad_lse = saved
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, _ = documents
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = documents
     head_dim = q.shape[-1]
     q, k, v, output, grad_output = (readable(x) for x in (q, k, v, output, grad_output))
 
@@ -995,7 +1004,19 @@ def hopper_packed_backward(
     group, query_tile, key_tile = heads // kv_heads, QUERY_TILES[head_tile(width)], KEY_TILE.value
     num_documents = len(cu_seqlens_q) - 1
     num_rows = (num_queries // QUERY_PADDING.value + num_documents + 1) * QUERY_PADDING.value
-    heads_together = min(kv_heads, _heads_together(q, group, num_rows, L2_SHARE_BYTES))
+    longest_rows = num_tiles(max(1, min(max_seqlen_q, num_queries)), key_tile) * key_tile
+    fitting = _heads_that_fit(q, group, longest_rows, L2_SHARE_BYTES)
+    heads_together = min(fitting, kv_heads)
+    if is_causal:
+        longest_keys = num_tiles(max(1, min(max_seqlen_k, num_keys)), key_tile)
+        all_tiles = num_tiles(num_keys, key_tile)
+        heads_together = heads_at_a_time(
+            Walks(longest_keys, longest_rows // key_tile, num_documents, all_tiles),
+            heads=kv_heads,
+            fitting=fitting,
+            block_steps=group * key_tile // query_tile,
+            places=num_multiprocessors(q.device) or MULTIPROCESSORS,
+        )
     whole_key_tiles = is_causal and cu_seqlens_q is cu_seqlens_k
     way = dq_way(head_tile(width), is_causal, max_seqlen_q, False, packed=True)
     plan = BackwardPlan(
@@ -1073,8 +1094,8 @@ def _options(plan: BackwardPlan, q: Tensor) -> dict[str, Hashable]:
     }
 
 
-def _heads_together(q: Tensor, group: int, num_rows: int, share: int) -> int:
-    """Return how many key heads fill `share` bytes of L2 with Q, dO and float32 dQ."""
+def _heads_that_fit(q: Tensor, group: int, num_rows: int, share: int) -> int:
+    """Return how many key heads fill `share` bytes of L2 with Q, dO and float32 dQ, at least 1."""
     return max(1, share // (group * num_rows * head_tile(q.shape[-1]) * (2 * q.element_size() + 4)))
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cs336_systems.attention.hopper.division import MAX_ROUNDS, MULTIPROCESSORS
+from cs336_systems.attention.hopper.order import Walks, heads_at_a_time
 from cs336_systems.attention.tiles.kernel_config import (
     HALF_L2_SHARE_BYTES,
     L2_SHARE_BYTES,
@@ -363,11 +364,10 @@ def plan_forward(
         )
 
     # heads whose keys and values fill the share of the L2 cache
-    key_head_bytes = 2 * num_keys * head_dim * BYTES_PER_ELEMENT
     together = 1
     if is_causal or block_size is not None:
         share = L2_SHARE_BYTES if is_causal else HALF_L2_SHARE_BYTES
-        together = max(1, share // key_head_bytes) * group
+        together = max(1, share // _key_head_bytes(num_keys, head_dim)) * group
 
     # the fastest plan
     plans = [
@@ -382,7 +382,40 @@ def plan_forward(
         plans += [divided for plan in plans for divided in _divided(plan, num_multiprocessors)]
     # Rounded, so that the first of equal plans is taken, whatever the last bit.
     plan = min(plans, key=lambda plan: round(estimated_steps(plan, num_multiprocessors), 6))
+    if is_causal and not (packed or plan.paired or plan.part_tiles):
+        walks = Walks(plan.num_tiles, plan.num_tiles)
+        plan = _with_heads_at_a_time(plan, walks, num_keys, head_dim, group, num_multiprocessors)
     return _with_programs(plan, num_multiprocessors)
+
+
+def _key_head_bytes(num_keys: int, head_dim: int) -> int:
+    """Return the bytes of one key head's keys and values."""
+    return 2 * num_keys * head_dim * BYTES_PER_ELEMENT
+
+
+def _with_heads_at_a_time(
+    plan: ForwardPlan,
+    walks: Walks,
+    streamed_keys: int,
+    head_dim: int,
+    group: int,
+    num_multiprocessors: int,
+) -> ForwardPlan:
+    """Return `plan` with the heads at a time with which it is estimated to end soonest.
+
+    The programs of a key head stream `streamed_keys` keys and values at a time.
+    """
+    schedule = plan.schedule
+    key_heads = heads_at_a_time(
+        walks,
+        heads=plan.batch_heads // group,
+        fitting=L2_SHARE_BYTES // _key_head_bytes(streamed_keys, head_dim),
+        block_steps=schedule.query_tile / schedule.key_tile,
+        group=group,
+        start_steps=TILE_COST_STEPS[plan.order],
+        places=num_multiprocessors * schedule.resident,
+    )
+    return replace(plan, heads_together=key_heads * group)
 
 
 def _divided(plan: ForwardPlan, num_multiprocessors: int) -> Iterator[ForwardPlan]:
@@ -442,11 +475,18 @@ def plan_packed_forward(
         batch_heads=heads * max(1, num_queries // longest), group=group,
         num_multiprocessors=num_multiprocessors, config=config, packed=True,
     )  # fmt: skip
-    together = max(1, L2_SHARE_BYTES // (2 * num_keys * head_dim * BYTES_PER_ELEMENT)) * group
+    together = max(1, L2_SHARE_BYTES // _key_head_bytes(longest_keys, head_dim)) * group
     plan = replace(
         like, num_queries=num_queries, num_keys=num_keys, batch_heads=heads,
         heads_together=min(together, heads), documents=documents, num_programs=0,
     )  # fmt: skip
+    if is_causal:
+        query_tile = plan.schedule.query_tile
+        of_longest, of_all = (-(-queries // query_tile) for queries in (longest, num_queries))
+        walks = Walks(of_longest, of_longest, documents, of_all)
+        plan = _with_heads_at_a_time(
+            plan, walks, longest_keys, head_dim, group, num_multiprocessors
+        )
     return _with_programs(plan, num_multiprocessors)
 
 

@@ -61,7 +61,9 @@ from cs336_systems.attention.call import Saved
 from cs336_systems.attention.hopper import backward_walk
 from cs336_systems.attention.hopper.builtins import as_block, mma_layout
 from cs336_systems.attention.hopper.descriptors import readable, tile_descriptor
+from cs336_systems.attention.hopper.division import MULTIPROCESSORS
 from cs336_systems.attention.hopper.light import LIGHT_ROWS, preprocess
+from cs336_systems.attention.hopper.order import Walks, heads_at_a_time
 from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, plan_forward
 from cs336_systems.attention.hopper.walk import (
     ROWS,
@@ -633,9 +635,15 @@ def hopper_wide_backward(
 
     # heads whose Q and dO the L2 cache should hold at one time
     streamed_bytes = group * num_rows * head_tile(width) * 2 * q.element_size()
-    heads_together = (
-        min(batch * kv_heads, max(1, L2_SHARE_BYTES // streamed_bytes)) if is_causal else 1
-    )
+    heads_together = 1
+    if is_causal:
+        heads_together = heads_at_a_time(
+            Walks(num_key_tiles, num_tiles(num_queries, ROWS.value)),
+            heads=batch * kv_heads,
+            fitting=L2_SHARE_BYTES // streamed_bytes,
+            block_steps=group,
+            places=num_multiprocessors(q.device) or MULTIPROCESSORS,
+        )
     # programs count batch and heads of dK and dV as one
     one_batch = (1, batch * kv_heads, num_keys, width)
     of_keys = tuple(tile_descriptor(x.view(one_batch), ROWS.value) for x in (grad_k, grad_v))
