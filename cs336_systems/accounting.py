@@ -20,6 +20,7 @@ from cs336_systems.config import (
     MODES,
     SCORE_STORING_ATTENTION,
     AttentionShape,
+    FieldError,
     MaskCase,
     ModelCase,
     ModelConfig,
@@ -273,8 +274,8 @@ def block_saved_bytes(
     """
     precision = Precision() if precision is None else precision
     if attention not in ATTENTION_NAMES:
-        raise ValueError(
-            f"attention must be one of {', '.join(ATTENTION_NAMES)}, got {attention!r}"
+        raise FieldError(
+            "attention", f"must be one of {', '.join(ATTENTION_NAMES)}, got {attention!r}"
         )
     tokens = batch * model.context_length
     width, compute = tokens * model.d_model, _compute_bytes(precision)

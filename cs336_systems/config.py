@@ -2,7 +2,7 @@
 
 All are frozen dataclasses. The file needs the standard library only, so that every other module
 may import it. Model sizes exist here and nowhere else: `MODEL_SIZES["xl"].d_ff == 10240`. A bad
-value raises ValueError with the field's name.
+value raises FieldError, a ValueError with the field's name.
 """
 
 from dataclasses import dataclass, replace
@@ -26,22 +26,45 @@ MAX_SEED = 2**63 - 1  # the largest that a torch.Generator takes
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
+class FieldError(ValueError):
+    """Raised for a wrong value of a configuration's field or a function's argument.
+
+    The message is `RunConfig.seed must be ...` in Python, and `--seed must be ...` in the command
+    line, whose option for the field may have another name.
+
+    Args:
+        field: the name of the field or argument.
+        problem: what is wrong, the rest of the message.
+        owner: the class of the configuration; "" for an argument.
+    """
+
+    def __init__(self, field: str, problem: str, owner: str = "") -> None:
+        super().__init__(field, problem, owner)  # as pickle passes them on to another process
+        self.field, self.problem, self.owner = field, problem, owner
+
+    def __str__(self) -> str:
+        name = f"{self.owner}.{self.field}" if self.owner else self.field
+        return f"{name} {self.problem}"
+
+
 def require_positive(config: Any, fields: list[str]) -> None:
-    """Raise ValueError naming the first of `fields` of `config` that is not a positive int."""
+    """Raise FieldError naming the first of `fields` of `config` that is not a positive int."""
     for field in fields:
         value = getattr(config, field)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(
-                f"{type(config).__name__}.{field} must be a positive int, got {value!r}"
+            raise FieldError(
+                field, f"must be a positive int, got {value!r}", owner=type(config).__name__
             )
 
 
 def require_choice(config: Any, field: str, choices: tuple[str, ...]) -> None:
-    """Raise ValueError naming `field` of `config` unless its value is one of `choices`."""
+    """Raise FieldError naming `field` of `config` unless its value is one of `choices`."""
     value = getattr(config, field)
     if value not in choices:
-        raise ValueError(
-            f"{type(config).__name__}.{field} must be one of {', '.join(choices)}, got {value!r}"
+        raise FieldError(
+            field,
+            f"must be one of {', '.join(choices)}, got {value!r}",
+            owner=type(config).__name__,
         )
 
 
@@ -63,12 +86,16 @@ class ModelConfig:
             self, ["d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length"]
         )
         if self.d_model % self.num_heads or self.head_dim % 2:
-            raise ValueError(
-                f"ModelConfig.num_heads must divide d_model into even head dims, "
-                f"got d_model={self.d_model}, num_heads={self.num_heads}"
+            raise FieldError(
+                "num_heads",
+                f"must divide d_model into even head dims, "
+                f"got d_model={self.d_model}, num_heads={self.num_heads}",
+                owner="ModelConfig",
             )
         if not self.rope_theta > 0:
-            raise ValueError(f"ModelConfig.rope_theta must be positive, got {self.rope_theta!r}")
+            raise FieldError(
+                "rope_theta", f"must be positive, got {self.rope_theta!r}", owner="ModelConfig"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -145,8 +172,10 @@ class AttentionShape:
         if self.kv_heads is not None:
             require_positive(self, ["kv_heads"])
             if self.heads % self.kv_heads:
-                raise ValueError(
-                    f"AttentionShape.kv_heads must divide heads={self.heads}, got {self.kv_heads}"
+                raise FieldError(
+                    "kv_heads",
+                    f"must divide heads={self.heads}, got {self.kv_heads}",
+                    owner="AttentionShape",
                 )
 
 
@@ -210,7 +239,9 @@ class ModelCase:
     def __post_init__(self) -> None:
         require_positive(self, ["batch"])
         if self.warmup < 0:
-            raise ValueError(f"ModelCase.warmup must not be negative, got {self.warmup}")
+            raise FieldError(
+                "warmup", f"must not be negative, got {self.warmup}", owner="ModelCase"
+            )
 
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
@@ -276,9 +307,12 @@ class RunConfig:
         require_choice(self, "device", ("cpu", "cuda"))
         require_positive(self, ["cell_timeout_s"])
         if self.cell_timeout_s > MAX_CELL_TIMEOUT_S:
-            raise ValueError(
-                f"RunConfig.cell_timeout_s must be at most {MAX_CELL_TIMEOUT_S} (a day), "
-                f"got {self.cell_timeout_s}"
+            raise FieldError(
+                "cell_timeout_s",
+                f"must be at most {MAX_CELL_TIMEOUT_S} (a day), got {self.cell_timeout_s}",
+                owner="RunConfig",
             )
         if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"RunConfig.seed must be from 0 to {MAX_SEED}, got {self.seed}")
+            raise FieldError(
+                "seed", f"must be from 0 to {MAX_SEED}, got {self.seed}", owner="RunConfig"
+            )

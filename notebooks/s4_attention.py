@@ -54,7 +54,8 @@ from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.reference import causal_mask
 from cs336_systems.attention.triton import first
 from cs336_systems.book.figures import COLORS
-from cs336_systems.book.pages import Book, Page
+from cs336_systems.book.lookups import Page
+from cs336_systems.book.pages import Book
 from cs336_systems.config import AttentionShape
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.notebook import check, show, show_published

@@ -39,7 +39,8 @@ from IPython.display import Markdown, display
 import cs336_systems
 from cs336_systems.attention.hopper import schedule
 from cs336_systems.attention.hopper.schedule import SCHEDULES, ForwardPlan, plan_forward
-from cs336_systems.book.pages import Book, Page
+from cs336_systems.book.lookups import Page
+from cs336_systems.book.pages import Book
 from cs336_systems.notebook import check, show, show_published
 
 sys.path.append(str(Path(cs336_systems.__file__).resolve().parent.parent))  # the model of the protocol is a test's

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import typer
 from rich.console import Console
 
+from cs336_systems.attention.masks import parse_mask
 from cs336_systems.bench.harness import Sweep
 from cs336_systems.bench.records import read_records
 from cs336_systems.bench.spec import measured_problems
@@ -24,10 +26,15 @@ from cs336_systems.commands import kernels, sweeps
 from cs336_systems.commands.profile import show_trace
 from cs336_systems.commands.shared import one_line_errors, out_of_memory_in_one_line, wait_briefly
 from cs336_systems.compiler import offline as compilation
-from cs336_systems.config import MODEL_SIZES, RunConfig
+from cs336_systems.config import MODEL_SIZES, FieldError, Precision, RunConfig
 from cs336_systems.handout import HANDOUT
 from cs336_systems.measure.text import write_whole
 from cs336_systems.measure.trace import Kernel, Trace
+from cs336_systems.subjects.attention_builders import load_name
+from cs336_systems.subjects.profiled import parse_case
+from cs336_systems.training import TrainingConfig
+from cs336_systems.training.hyperparameters import byte_model
+from cs336_systems.training.loop import RunOptions
 from tests.command_line import ROOT, assert_refused, interrupt, invoke, start, tiny_run
 from tests.processes import is_running, wait_until
 
@@ -110,6 +117,67 @@ def test_wrong_arguments_are_one_line(command_line, message, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     assert_refused(invoke(*command_line.split()), message)
     assert not any(tmp_path.rglob("*.jsonl"))
+
+
+# (a call with a wrong value, its message in Python, the command line with this value, its message)
+FIELDS = [
+    (lambda: TrainingConfig(learning_rate=-1.0),
+     "TrainingConfig.learning_rate must be finite and not negative, got -1.0",
+     "train --lr -1", "--lr must be finite and not negative, got -1.0"),
+    (lambda: byte_model(MODEL_SIZES["small"], context_length=0),
+     "ModelConfig.context_length must be a positive int, got 0",
+     "train --size small --context-length 0", "--context-length must be a positive int, got 0"),
+    (lambda: replace(MODEL_SIZES["small"], context_length=0),
+     "ModelConfig.context_length must be a positive int, got 0",
+     "memory --model small --context 0", "--context must be a positive int, got 0"),
+    (lambda: Precision(autocast="int8"),
+     "Precision.autocast must be one of float16, bfloat16, got 'int8'",
+     "memory --autocast int8", "--autocast must be one of float16, bfloat16, got 'int8'"),
+    (lambda: RunConfig(scale="tiny", device="cpu", cell_timeout_s=0),
+     "RunConfig.cell_timeout_s must be a positive int, got 0",
+     "run --all --device cpu --cell-timeout 0", "--cell-timeout must be a positive int, got 0"),
+    (lambda: RunOptions(checkpoint_every=1),
+     "out must be given to write or resume from checkpoints",
+     "train --checkpoint-every 1", "--out must be given to write or resume from checkpoints"),
+    (lambda: parse_case("1x1x64x32", mode="train_step"),
+     "mode of an attention shape must be one of forward, backward, forward_backward, "
+     "got 'train_step'",
+     "profile 1x1x64x32 --device cpu --mode train_step",
+     "--mode of an attention shape must be one of forward, backward, forward_backward, "
+     "got 'train_step'"),
+    (lambda: load_name("no_such_module:X"),
+     "implementation must be package.module:Name, 'no_such_module:X' cannot be loaded: "
+     "ModuleNotFoundError: No module named 'no_such_module'",
+     "run flash_benchmarking --device cpu --implementation no_such_module:X",
+     "--implementation must be package.module:Name, 'no_such_module:X' cannot be loaded: "
+     "ModuleNotFoundError: No module named 'no_such_module'"),
+    (lambda: parse_mask("causal", seqlen=64, heads=0), "heads must be an int from 1 on, got 0",
+     "doctor --mask causal --heads 0", "--heads must be an int from 1 on, got 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call, told, command_line, shown", FIELDS, ids=[row[2] for row in FIELDS])
+def test_a_wrong_value_is_told_by_its_field_in_python_and_by_its_option_in_the_shell(
+    call, told, command_line, shown, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value) == told
+    refused = invoke(*command_line.split())
+    assert (refused.exit_code, refused.stderr) == (2, f"error: {shown}\n")
+
+
+def test_a_message_that_only_begins_like_a_field_is_shown_as_it_is(capsys):
+    """A regular expression once made an option of every message that began with such a word."""
+    with pytest.raises(typer.Exit), one_line_errors():
+        raise ValueError("batch must be contiguous, got a view")
+    with pytest.raises(typer.Exit), one_line_errors(model="model"):
+        raise FieldError("model", "must be nano, got small")
+    assert capsys.readouterr().err.splitlines() == [
+        "error: batch must be contiguous, got a view",
+        "error: model must be nano, got small",
+    ]
 
 
 @pytest.mark.parametrize("text", ["def f(:", "raise SystemExit(3)", "raise KeyError('x')"])

@@ -23,6 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cs336_systems.config import FieldError
+from cs336_systems.distributed.checkpoint import on_rank_0
 from cs336_systems.distributed.spawn import (
     TORCHRUN_VARIABLES,
     RankError,
@@ -102,6 +104,19 @@ class Mute(Exception):
 
 def raise_mute(rank: int, num_ranks: int) -> None:
     raise Mute
+
+
+def tell_of_a_field(rank: int, num_ranks: int) -> None:
+    """Rank 0 refuses a field; rank 1 fails by the error that it is told, and rank 0 does not."""
+
+    def refuse() -> None:
+        raise FieldError("seed", "must be 0, got 1", owner="RunConfig")
+
+    try:
+        on_rank_0(refuse)
+    except FieldError:
+        if rank == 1:
+            raise
 
 
 def sleep_long(rank: int, num_ranks: int, folder: str) -> None:
@@ -333,6 +348,14 @@ def test_a_result_that_cannot_be_sent_and_an_exception_without_a_text_are_told(
     with pytest.raises(RankError, match=rf"(?s)rank 0 of 1 failed:.*{message}") as caught:
         run_ranks(function, 1)
     assert caught.value.error_type == error_type
+
+
+def test_the_field_of_an_error_comes_from_rank_to_rank_and_to_the_caller():
+    with pytest.raises(RankError, match="RunConfig.seed must be 0, got 1") as caught:
+        run_ranks(tell_of_a_field, 2)
+    assert (caught.value.rank, caught.value.error_type) == (1, "FieldError")
+    error = caught.value.field_error
+    assert (error.field, error.problem, error.owner) == ("seed", "must be 0, got 1", "RunConfig")
 
 
 def test_arguments_are_checked_before_anything_starts(monkeypatch):

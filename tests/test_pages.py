@@ -25,7 +25,8 @@ from cs336_systems.book.figures import (
 )
 from cs336_systems.book.frames import digits, load_frame, pick, speed
 from cs336_systems.book.html_report import write_report
-from cs336_systems.book.pages import ANSWER, FIGURE, Book, Page, check_template
+from cs336_systems.book.lookups import Page
+from cs336_systems.book.pages import ANSWER, FIGURE, Book, check_template
 from cs336_systems.book.tables import ABSENT, Listing, Pick, Pivot, Ratio, Wide, escape
 from cs336_systems.config import RunConfig
 from cs336_systems.handout import HANDOUT

@@ -9,7 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from cs336_systems.book.pages import Book, Page
+from cs336_systems.book.lookups import Page
+from cs336_systems.book.pages import Book
 from cs336_systems.notebook import check
 from tools import course_tests
 

@@ -21,7 +21,7 @@ import torch
 
 from cs336_systems.config import ModelConfig, Precision
 from cs336_systems.distributed.checkpoint import checkpoints, folder_lock, save_checkpoint
-from cs336_systems.distributed.spawn import TORCHRUN_VARIABLES
+from cs336_systems.distributed.spawn import TORCHRUN_VARIABLES, RankError
 from cs336_systems.training import (
     Corpus,
     TrainingConfig,
@@ -472,6 +472,17 @@ def test_the_command_refuses_bad_arguments_in_one_line(arguments, message, capfd
     assert result.exit_code == 2
     assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_field_that_a_rank_refuses_is_told_by_its_option(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        told = ("learning_rate", "must be 0.002 to resume run, got 1.0", "")
+        raise RankError("rank 0 of 2 failed", 0, is_argument_error=True, field_error=told)
+
+    monkeypatch.setattr("cs336_systems.distributed.spawn.launch", refuse)
+    refused = run_cli(*TWO_RANKS)
+    assert refused.exit_code == 2
+    assert refused.stderr == "error: --lr must be 0.002 to resume run, got 1.0\n"
 
 
 def test_a_short_text_is_said_to_be_held_out_in_part(tmp_path):

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -185,7 +186,7 @@ class DeclaredFigure(Protocol):
         """Return the Altair chart of the experiment's frame; None if there is nothing to draw."""
 
 
-class Experiment:
+class Experiment(ABC):
     """Base class of every experiment.
 
     A subclass defines `measure` and either `cases` or `cells`; the rest has defaults. `tables` and
@@ -235,13 +236,13 @@ class Experiment:
             for name in names
         ]
 
+    @abstractmethod
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """Check and time `cell`, yielding the sample of each row as it is measured.
 
         Raises Unsupported if the implementation does not exist for the case, and Disagreement if
         its result is wrong. Does not catch OutOfMemoryError.
         """
-        raise NotImplementedError(f"{type(self).__name__} measures nothing")
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return further columns for a row of the frame, e.g. `{"shape": "1 x 16 x 64"}`.
@@ -265,9 +266,13 @@ class Experiment:
 class Calculation(Experiment):
     """Base class of problems that are calculated: nothing is run or recorded."""
 
+    @abstractmethod
     def calculate(self) -> list[dict[str, Any]]:
         """Return the rows of the frame, each as {column: value}."""
-        raise NotImplementedError(f"{type(self).__name__} calculates nothing")
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        """Return no sample: a calculation has no cells."""
+        return iter(())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -171,16 +172,16 @@ def shown(value: Any, significant: int = 3) -> TableCell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableSpec:
+class TableSpec(ABC):
     """Base class of the declared tables; a subclass defines `build`."""
 
     title: str = ""
     where: Where = field(default_factory=dict)  # choice of rows of the frame
     significant: int = 3  # digits of numbers
 
+    @abstractmethod
     def build(self, frame: pd.DataFrame) -> Table:
         """Return the finished table of an experiment's frame."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,12 +32,14 @@ def show_mask(
     ValueError for an unknown pattern, and for more tiles or pairs of tokens than are looked at one
     by one.
     """
+    from cs336_systems.attention.checks import check_count
     from cs336_systems.attention.masks import parse_mask
     from cs336_systems.attention.masks.tiles import check_block_size
 
     seqlen = DEFAULT_SEQLEN if seqlen is None else seqlen
     size = check_block_size(DEFAULT_BLOCK if block_size is None else block_size)
     heads = 1 if heads is None else heads
+    seed = 0 if seed is None else seed
 
     # Refuse masks that would take minutes before building them.
     num_tiles = -(-seqlen // size[0]) * -(-seqlen // size[1]) * heads
@@ -54,9 +56,12 @@ def show_mask(
                 f"{part.strip()}, and at most {MOST_PAIRS:,} are looked at"
             )
 
-    mask = parse_mask(
-        pattern, seqlen=seqlen, block_size=size, heads=heads, seed=0 if seed is None else seed
-    )
+    # As `parse_mask` checks them, with the names of the options.
+    check_count("--seqlen", seqlen, 1)
+    check_count("--heads", heads, 1)
+    check_count("--seed", seed, -(2**63), 2**63 - 1)
+
+    mask = parse_mask(pattern, seqlen=seqlen, block_size=size, heads=heads, seed=seed)
     table = Table(show_header=False, box=None)
     for name, value in diagnose(mask).items():
         table.add_row(name, value)

@@ -68,7 +68,7 @@ def memory(
     The step's own code runs on tensors without storage. With --fits the answer is the exit code,
     too: 0 or 1.
     """
-    with one_line_errors(context_length="context"):
+    with one_line_errors(context_length="--context", checkpointing="--checkpoint"):
         limit = None if fits is None else parse_bytes(fits)
 
         # The trace comes from a snapshot file, or from a step that runs on meta tensors.

@@ -104,7 +104,7 @@ def profile(
     results: ResultsOption = Path("results"),
 ) -> None:
     """Run one case under a profiler: where the time goes, and a trace for ui.perfetto.dev."""
-    with one_line_errors(context_length="context"), ends_at_a_signal("interrupted"):
+    with one_line_errors(context_length="--context"), ends_at_a_signal("interrupted"):
         from cs336_systems.accounting import predicted_peak_bytes
         from cs336_systems.config import ModelCase, RunConfig
         from cs336_systems.device import get_device_info, interpret_kernels, resolve_device

@@ -76,7 +76,7 @@ def run(
     dirty: shared.DirtyOption = None,
 ) -> None:
     """Measure problems and append the records; an interrupted run continues where it stopped."""
-    with one_line_errors():
+    with one_line_errors(cell_timeout_s="--cell-timeout"):
         from cs336_systems.bench.harness import Shard, planned_cells
         from cs336_systems.config import SCALES, Axes, RunConfig
         from cs336_systems.device import resolve_device

@@ -2,7 +2,6 @@
 
 import difflib
 import os
-import re
 import signal
 import subprocess
 import tempfile
@@ -15,6 +14,7 @@ from typing import Annotated, TextIO
 
 import typer
 
+from cs336_systems.config import FieldError
 from cs336_systems.measure.text import in_one_line
 
 EXIT_NOTHING_MEASURED = 1
@@ -27,28 +27,6 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)  # end a process by default; a run ends
 # 0.2 ms take 8 or 40 ms, in every sample. With 1,000 polls they take 0.5 ms, and as long as before
 # where each thread has a core.
 SPIN_SWITCHES = {"GOMP_SPINCOUNT": "1000"}
-
-# Options by the name that an error message gives to the field, where the two differ.
-OPTION_OF = {
-    "learning_rate": "lr",
-    "final_learning_rate": "final-lr",
-    "warmup_steps": "warmup",
-    "clip_norm": "clip",
-    "num_ranks": "ranks",
-    "checkpointing": "checkpoint",
-    "cell_timeout_s": "cell-timeout",
-    "seqlen_q": "seqlen",
-}
-SAME_NAME = (  # fields whose option has the same name
-    "accumulation|arch|attention|autocast|batch|checkpoint_every|context_length|"
-    "context_parallel|heads|implementation|log_every|mode|out|parameters|precision|"
-    "scale|seed|steps|temperature|text|top_p|weight_decay|wrapper"
-)
-FIELD = re.compile(
-    r"^(?:(?:RunConfig|TrainingConfig|ModelConfig|ModelCase|MemoryCase|"
-    r"AttentionShape|Precision)\.)?"
-    rf"({'|'.join(OPTION_OF)}|{SAME_NAME})(?= (?:of an? [a-z ]+ )?must )"
-)
 
 ScaleOption = Annotated[
     str, typer.Option(help="auto, tiny, smoke or handout; auto: smoke on CPU, handout on GPU.")
@@ -96,22 +74,20 @@ def unknown_problem(name: str) -> str:
 
 
 @contextmanager
-def one_line_errors(**options: str) -> Iterator[None]:
+def one_line_errors(**shown: str) -> Iterator[None]:
     """Turn a wrong argument, or a command that does not end, into one line and exit code 2.
 
-    The line names the option in the place of a field: `TrainingConfig.learning_rate must ...`
-    becomes `--lr must ...`. `options` maps fields to option names of one command, without dashes.
+    The line of a FieldError begins with the option that sets the field: `--top-p must ...` for the
+    field `top_p`. `shown` says what it begins with where that is another text: `num_ranks="--ranks"`.
     """
     try:
         yield
     except (ValueError, TypeError, OSError, subprocess.TimeoutExpired) as error:
-        names = OPTION_OF | options
-        line = FIELD.sub(
-            lambda field: "--" + names.get(field[1], field[1].replace("_", "-")),
-            in_one_line(error),
-            1,
-        )
-        typer.echo(f"error: {line}", err=True)
+        message: object = error
+        if isinstance(error, FieldError):
+            option = shown.get(error.field, "--" + error.field.replace("_", "-"))
+            message = f"{option} {error.problem}"
+        typer.echo(f"error: {in_one_line(message)}", err=True)
         raise typer.Exit(EXIT_WRONG_ARGUMENT) from None
 
 

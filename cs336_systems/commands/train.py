@@ -74,7 +74,18 @@ def train(
     device: DeviceOption = "auto",
 ) -> None:
     """Train a language model on bytes; the losses are the same with every wrapper and --resume."""
-    with one_line_errors(), ends_at_a_signal("interrupted before the first step"):
+    with (
+        one_line_errors(
+            learning_rate="--lr",
+            final_learning_rate="--final-lr",
+            warmup_steps="--warmup",
+            clip_norm="--clip",
+            num_ranks="--ranks",
+            precision="--autocast",
+            model="model",  # of --size and --context-length
+        ),
+        ends_at_a_signal("interrupted before the first step"),
+    ):
         shared.wait_briefly(os.environ)
         from cs336_systems.config import MODEL_SIZES, Precision
         from cs336_systems.device import resolve_device
@@ -217,6 +228,7 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
     """
     import torch
 
+    from cs336_systems.config import FieldError
     from cs336_systems.distributed.spawn import RankError, is_torchrun, launch
     from cs336_systems.training import Corpus, train
     from cs336_systems.training.loop import print_now, train_rank
@@ -225,8 +237,10 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
     corpus = Corpus.load(options.text)
     try:
         corpus.check(config.model.context_length)
-    except ValueError as error:
-        raise ValueError(f"{error} (a tenth of the text is held out)") from None
+    except FieldError as error:
+        raise FieldError(
+            error.field, f"{error.problem} (a tenth of the text is held out)"
+        ) from None
     _check_memory(config, options)
     if options.out is not None and not options.resume:
         try:
@@ -256,7 +270,7 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
         )
     except RankError as error:
         if error.is_argument_error:  # printed in one line, as in a single process
-            raise ValueError(error.reason) from error
+            raise error.field_error or ValueError(error.reason) from error
         typer.echo(f"error: {error}\n{_left_behind(options)}", err=True)
         raise typer.Exit(shared.EXIT_NOTHING_MEASURED) from None
     return results[0] if _is_first_rank() else None

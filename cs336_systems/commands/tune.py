@@ -86,7 +86,7 @@ def flash(
     from cs336_systems.config import AttentionShape, RunConfig
     from cs336_systems.subjects.tuning import TUNE_FLASH, tune_cells
 
-    with one_line_errors():
+    with one_line_errors(seqlen_q="--seqlen"):
         kernels = _choices("--kernel", kernel or KERNELS, KERNELS)
         dtypes = _choices("--dtype", dtype or DTYPES[:1], DTYPES)
         check_sweep_options(rerun, time_budget)

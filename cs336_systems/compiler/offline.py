@@ -35,7 +35,7 @@ import torch
 from cs336_systems.attention.call import Saved
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.tiles.choice import SHARED_MEMORY_LIMIT_BYTES
-from cs336_systems.config import DTypeName
+from cs336_systems.config import DTypeName, FieldError
 from cs336_systems.processes import STDERR, silence
 
 # By name, the number of the architecture in Triton's target.
@@ -102,9 +102,9 @@ class CompileReport:
 
 
 def check_arch(arch: str) -> None:
-    """Raise ValueError unless `arch` is an architecture that configurations are compiled for."""
+    """Raise FieldError unless `arch` is an architecture that configurations are compiled for."""
     if arch not in ARCHITECTURES:
-        raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
+        raise FieldError("arch", f"must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
 
 
 def arch_of_capability(capability: tuple[int, int] | None) -> str | None:

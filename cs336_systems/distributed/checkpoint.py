@@ -54,6 +54,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cs336_systems.config import FieldError
 from cs336_systems.distributed.collectives import Group, num_ranks, rank_in
 from cs336_systems.distributed.training_state import Part, TrainingState
 
@@ -116,8 +117,8 @@ def on_all_ranks(call: Callable[[], Any], group: Group = None) -> list[Any]:
     """Make `call` on every rank, and return the results of all ranks; collective.
 
     An error on one rank is raised on all ranks, so that no rank waits for it; a note names the
-    rank. Other ranks get the same error if it is a ValueError or OSError of Python's own classes or
-    of this file, else a RuntimeError with its text.
+    rank. Other ranks get the same error if it is a FieldError, or a ValueError or OSError of
+    Python's own classes or of this file, else a RuntimeError with its text.
     """
     try:
         result = call()
@@ -125,6 +126,7 @@ def on_all_ranks(call: Callable[[], Any], group: Group = None) -> list[Any]:
         # Other classes may not be picklable, or unknown on the other ranks.
         is_known = isinstance(error, ValueError | OSError) and type(error).__module__ in (
             "builtins",
+            FieldError.__module__,
             __name__,
         )
         rank, size = _rank_and_size(group)

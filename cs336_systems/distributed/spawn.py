@@ -29,7 +29,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_storage
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
+from cs336_systems.config import FieldError
 from cs336_systems.device import get_device_info
 from cs336_systems.processes import end_with_parent, exit_reason
 
@@ -66,6 +67,8 @@ class RankError(RuntimeError):
         reason: its exception's message.
         is_argument_error: whether the exception is a ValueError, TypeError or OSError, whose
             message needs no traceback.
+        field_error: the arguments of its exception if that is a FieldError. The attribute is an
+            equal FieldError, or None.
     """
 
     def __init__(
@@ -75,10 +78,12 @@ class RankError(RuntimeError):
         error_type: str = "",
         reason: str = "",
         is_argument_error: bool = False,
+        field_error: Sequence[str] = (),
     ):
         super().__init__(text)
         self.rank, self.error_type, self.reason = rank, error_type, reason
         self.is_argument_error = is_argument_error
+        self.field_error = FieldError(*field_error) if field_error else None
 
 
 def run_ranks(
@@ -255,6 +260,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
         "error_type": type(error).__name__,
         "reason": reason,
         "is_argument_error": is_argument_error,
+        "field_error": error.args if isinstance(error, FieldError) else (),
     }
     return {"kind": 2 if is_consequence else 0, "when": time.time(), "text": text, "told": told}
 
@@ -405,8 +411,9 @@ def launch(
         options: dict[str, Any] = {"backend": backend, "device": device, "timeout_s": timeout_s}
         return run_ranks(function, num_ranks, *args, **options, start_method=start_method)
     if num_ranks is not None and str(num_ranks) != os.environ["WORLD_SIZE"]:
-        raise ValueError(
-            f"num_ranks must be torchrun's WORLD_SIZE={os.environ['WORLD_SIZE']}, got {num_ranks}"
+        raise FieldError(
+            "num_ranks",
+            f"must be torchrun's WORLD_SIZE={os.environ['WORLD_SIZE']}, got {num_ranks}",
         )
 
     collect_garbage_at_exit()

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from cs336_systems.config import FUSED_ATTENTION
+from cs336_systems.config import FUSED_ATTENTION, FieldError
 from cs336_systems.model.transformer import BlockRunner, TransformerLM, run_in_order
 
 # Operators that are a whole attention: selective checkpointing keeps their outputs and log-sum-exp.
@@ -84,8 +84,9 @@ def apply_checkpointing(model: nn.Module, name: str) -> None:
     elif isinstance(name, str) and name.isdecimal() and int(name) > 0:
         transformer.run_blocks = partial(_run_groups, int(name))
     else:
-        raise ValueError(
-            f"checkpointing must be none, recursive, selective or blocks per group, got {name!r}"
+        raise FieldError(
+            "checkpointing",
+            f"must be none, recursive, selective or blocks per group, got {name!r}",
         )
 
 

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from cs336_systems.config import FieldError
+
 
 @torch.no_grad()
 def generate(
@@ -50,9 +52,9 @@ def generate(
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must not be negative, got {max_new_tokens}")
     if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature must be finite and not negative, got {temperature}")
+        raise FieldError("temperature", f"must be finite and not negative, got {temperature}")
     if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+        raise FieldError("top_p", f"must be in (0, 1], got {top_p}")
 
     tokens = prompt_tokens
     for _ in range(max_new_tokens):

@@ -28,7 +28,7 @@ from cs336_systems.attention.api import explain_backend
 from cs336_systems.attention.choose import AttentionLayout
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.bench.spec import Unsupported
-from cs336_systems.config import AttentionShape
+from cs336_systems.config import AttentionShape, FieldError
 
 # (q, k, v) -> Tensor; Any, since some libraries declare a union
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Any]
@@ -206,8 +206,8 @@ def load_name(name: str) -> Any:
     # The import runs the user's code, which may raise anything.
     except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"implementation must be package.module:Name, {name!r} cannot be loaded: {why}"
+        raise FieldError(
+            "implementation", f"must be package.module:Name, {name!r} cannot be loaded: {why}"
         ) from error
 
 

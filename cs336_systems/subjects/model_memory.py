@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.accounting import block_saved_bytes, model_peak_bytes
 from cs336_systems.bench.spec import Cell, Disagreement, Row, Sample, Unsupported
-from cs336_systems.config import ModelCase, ModelConfig, Precision, RunConfig
+from cs336_systems.config import FieldError, ModelCase, ModelConfig, Precision, RunConfig
 from cs336_systems.measure.allocations import MIB, cpu_phase_peaks, release
 from cs336_systems.measure.predict import CudaAutocastRules, fake_module
 from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
@@ -140,7 +140,7 @@ def simulated_trace(
     ValueError for an unknown mode, or if the case needs more than MAX_SIMULATED_BYTES.
     """
     if mode not in PHASES:
-        raise ValueError(f"mode must be one of {', '.join(PHASES)}, got {mode!r}")
+        raise FieldError("mode", f"must be one of {', '.join(PHASES)}, got {mode!r}")
     if (predicted := model_peak_bytes(case, mode)) > MAX_SIMULATED_BYTES:
         raise ValueError(
             f"batch and context_length must need at most {MAX_SIMULATED_BYTES:,} bytes, "

@@ -16,6 +16,7 @@ from cs336_systems.config import (
     ATTENTION_NAMES,
     MODEL_SIZES,
     AttentionShape,
+    FieldError,
     ModelCase,
     Precision,
     RunConfig,
@@ -69,18 +70,19 @@ def parse_case(
     """
     shape = SHAPE.fullmatch(text)
     of = "of a model" if shape is None else "of an attention shape"
-    for name, value, values in (
-        ("precision", precision, PRECISIONS),
-        ("attention", attention, ATTENTION_NAMES),
+    for name, must_be, value, values in (
+        ("precision", "must be", precision, PRECISIONS),
+        ("attention", "must be", attention, ATTENTION_NAMES),
         (
-            f"implementation {of}",
+            "implementation",
+            f"{of} must be",
             implementation,
             MODEL_IMPLEMENTATIONS if shape is None else IMPLEMENTATIONS,
         ),
-        (f"mode {of}", mode, MODEL_MODES if shape is None else ATTENTION_MODES),
+        ("mode", f"{of} must be", mode, MODEL_MODES if shape is None else ATTENTION_MODES),
     ):
         if value not in values:
-            raise ValueError(f"{name} must be one of {', '.join(values)}, got {value!r}")
+            raise FieldError(name, f"{must_be} one of {', '.join(values)}, got {value!r}")
 
     # An attention shape.
     if shape is not None:
@@ -90,7 +92,9 @@ def parse_case(
                 f"and {text!r} is an attention shape"
             )
         if PRECISIONS[precision].autocast is not None:
-            raise ValueError(f"precision of an attention shape must be a dtype, got {precision!r}")
+            raise FieldError(
+                "precision", f"of an attention shape must be a dtype, got {precision!r}"
+            )
         batch, heads, seqlen, head_dim = map(int, shape.groups())
         return AttentionShape(
             batch=batch,

@@ -21,6 +21,8 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
+from cs336_systems.config import FieldError
+
 ALICE = Path(__file__).with_name("alice.txt")
 VALIDATION_SHARE = 0.1  # the end of the text, never trained on
 EPOCHS_A_SEED = 2**16  # seeds of epochs that a run's seed has for itself
@@ -40,7 +42,7 @@ class Corpus:
         """Return the text at `path`; ValueError if it is empty, OSError if it cannot be read."""
         text = path.read_bytes()
         if not text:
-            raise ValueError(f"text must not be empty, got {path}")
+            raise FieldError("text", f"must not be empty, got {path}")
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         cut = round(len(data) * (1 - VALIDATION_SHARE))
         return cls(training=data[:cut], validation=data[cut:])
@@ -89,9 +91,10 @@ class Corpus:
             ("hold out", self.validation, 1),
         ):
             if len(part) <= windows * context_length:
-                raise ValueError(
-                    f"text must have more than {windows * context_length} bytes to {name} for "
-                    f"context_length={context_length}, got {len(part)}"
+                raise FieldError(
+                    "text",
+                    f"must have more than {windows * context_length} bytes to {name} for "
+                    f"context_length={context_length}, got {len(part)}",
                 )
         return (len(self.training) - 1) // context_length - 1
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from cs336_systems.config import ModelConfig, Precision
+from cs336_systems.config import FieldError, ModelConfig, Precision
 from cs336_systems.distributed.checkpoint import (
     CheckpointError,
     checkpoints,
@@ -44,7 +44,7 @@ def read_config(out: Path) -> tuple[TrainingConfig, str]:
     """
     path = out / "config.json"
     if not path.is_file():
-        raise ValueError(f"out must hold a run, got {out}")
+        raise FieldError("out", f"must hold a run, got {out}")
     try:
         fields = json.loads(path.read_text())
         text_sha256 = fields.pop(TEXT_SHA256)
@@ -107,8 +107,9 @@ class RunFolder:
 
         if run is None:
             if (self.out / "config.json").exists():
-                raise ValueError(
-                    f"out must hold no other run, got {self.out}: resume it or name another folder"
+                raise FieldError(
+                    "out",
+                    f"must hold no other run, got {self.out}: resume it or name another folder",
                 )
             return
 
@@ -116,13 +117,14 @@ class RunFolder:
         before, text_sha256 = run
         for name, ours in asdict(self.config).items():
             if name not in FREE and ours != (theirs := asdict(before)[name]):
-                raise ValueError(f"{name} must be {theirs!r} to resume {self.out}, got {ours!r}")
+                raise FieldError(name, f"must be {theirs!r} to resume {self.out}, got {ours!r}")
         if text_sha256 != self.text_sha256:
-            raise ValueError(f"text must be the one of {self.out} to resume it, got {self.text}")
+            raise FieldError("text", f"must be the one of {self.out} to resume it, got {self.text}")
         newest = checkpoints(self.out / "checkpoints")[-1:]
         if newest and int(newest[0].name.removeprefix("step-")) > self.config.steps:
-            raise ValueError(
-                f"steps must be at least those of {newest[0]} to resume it, got {self.config.steps}"
+            raise FieldError(
+                "steps",
+                f"must be at least those of {newest[0]} to resume it, got {self.config.steps}",
             )
 
         if before.steps != (steps := self.config.steps):

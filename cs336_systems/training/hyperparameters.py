@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from cs336_systems.config import MAX_SEED, ModelConfig, Precision
+from cs336_systems.config import MAX_SEED, FieldError, ModelConfig, Precision
 
 NUM_BYTES = 256  # the vocabulary: a token is a byte
 WRAPPERS = ("none", "naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
@@ -56,7 +56,9 @@ class TrainingConfig:
         for name in ("num_ranks", "context_parallel", "batch", "accumulation", "steps"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"TrainingConfig.{name} must be a positive int, got {value!r}")
+                raise FieldError(
+                    name, f"must be a positive int, got {value!r}", owner="TrainingConfig"
+                )
         share = max(1, self.num_ranks // self.context_parallel) * self.accumulation
         length = self.model.context_length
         chunks = 2 * self.context_parallel if self.context_parallel > 1 else 1
@@ -97,8 +99,10 @@ class TrainingConfig:
         ]
         for name, holds, wanted in conditions:
             if not holds:
-                raise ValueError(
-                    f"TrainingConfig.{name} must be {wanted}, got {getattr(self, name)!r}"
+                raise FieldError(
+                    name,
+                    f"must be {wanted}, got {getattr(self, name)!r}",
+                    owner="TrainingConfig",
                 )
 
     @property

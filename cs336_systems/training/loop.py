@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.accounting import num_parameters
+from cs336_systems.config import FieldError
 from cs336_systems.model.generation import generate
 from cs336_systems.training.corpus import ALICE, Corpus
 from cs336_systems.training.folder import RunFolder
@@ -58,9 +59,9 @@ class RunOptions:
     def __post_init__(self) -> None:
         for name, least in (("checkpoint_every", 0), ("log_every", 1)):
             if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+                raise FieldError(name, f"must be at least {least}, got {getattr(self, name)}")
         if self.out is None and (self.checkpoint_every or self.resume):
-            raise ValueError("out must be given to write or resume from checkpoints")
+            raise FieldError("out", "must be given to write or resume from checkpoints")
 
 
 @dataclass(kw_only=True)
