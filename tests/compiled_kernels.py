@@ -60,7 +60,11 @@ def events_of(ptx: str) -> list[str]:
     source = ""
     for line in map(str.strip, ptx.splitlines()):
         if match := PLACE.match(line):
-            source = linecache.getline(files[match[1]], int(match[2]))
+            line_before, source = (
+                linecache.getline(files[match[1]], int(match[2]) - back).strip() for back in (1, 0)
+            )
+            if line_before.endswith("("):  # a call whose arguments stand on their own line
+                source = line_before + source
         kind = next((kind for kind, pattern in EVENTS if pattern.search(line)), "")
         if READ.search(line) and WRITTEN_BEFORE.search(source):
             kind = "read"
