@@ -108,10 +108,25 @@ def get_device_info(device: str = "auto") -> DeviceInfo:
     `device` is as in `resolve_device`, which may raise ValueError.
     """
     if resolve_device(device) == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        # the first core's model, or the platform's name of the processor (macOS, ARM)
+        text = CPUINFO.read_text(errors="replace") if CPUINFO.exists() else ""
+        model = re.search(r"^model name[ \t]*:[ \t]*(\S.*)$", text, flags=re.MULTILINE)
+        if model is not None:
+            name = model[1].strip()
+        else:
+            name = platform.processor() or platform.machine() or "unknown"
+        # cores that this process may use
+        num_cores = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):
+            num_cores = len(os.sched_getaffinity(0))
         return DeviceInfo(
-            name=_cpu_name(), kind="cpu", memory_bytes=memory, num_cores=_usable_cores()
+            name=name,
+            kind="cpu",
+            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            num_cores=num_cores,
         )
+
+    # the current GPU
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     driver, max_sm_clock_mhz = _query_nvidia_smi(getattr(properties, "uuid", None))
     return DeviceInfo(
@@ -155,26 +170,6 @@ def _query_nvidia_smi(uuid: Any) -> tuple[str | None, int | None]:
     if answer is None:
         return None, None
     return answer[1], int(answer[2]) if answer[2] else None
-
-
-def _cpu_name() -> str:
-    """Return the first core's model name, or the platform's name of the processor (macOS, ARM)."""
-    if CPUINFO.exists():
-        model = re.search(
-            r"^model name[ \t]*:[ \t]*(\S.*)$",
-            CPUINFO.read_text(errors="replace"),
-            flags=re.MULTILINE,
-        )
-        if model is not None:
-            return model[1].strip()
-    return platform.processor() or platform.machine() or "unknown"
-
-
-def _usable_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 # Peaks

@@ -68,8 +68,9 @@ def test_the_inputs_own_gpu_is_asked(monkeypatch):
     monkeypatch.setattr(
         backends, "get_device_info", lambda kind: gpu(capability=capabilities[current[0]])
     )
-    asked = backends._asked_once.__wrapped__
-    found = [asked(torch.device("cuda", index), False)["hopper"] for index in (0, 1)]
+    monkeypatch.setattr(backends, "_available", {})
+    monkeypatch.setattr(backends, "interpreter_is_on", lambda: False)
+    found = [backends.available_here(torch.device("cuda", index))["hopper"] for index in (0, 1)]
     assert "compute capability 9.0" in found[0] and "compute capability 9.0" not in found[1]
 
 

@@ -124,9 +124,9 @@ def test_facts_of_this_cpu() -> None:
 def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 8})
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert device._usable_cores() == 3
+    assert device.get_device_info("cpu").num_cores == 3
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert device._usable_cores() == 64
+    assert device.get_device_info("cpu").num_cores == 64
 
 
 def test_resolve_device(

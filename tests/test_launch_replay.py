@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.attention import api, flash_attention, flash_attention_varlen, native, replay
+from cs336_systems.attention import api, flash_attention, native, replay
+from cs336_systems.attention.call import Call, Documents
 from tests.covered import HOPPER, REPLAY, TRITON
 
 COVERS = (*TRITON, HOPPER, *REPLAY)
@@ -206,14 +207,19 @@ def test_a_tensor_given_twice_is_bound_where_the_facts_say_so(monkeypatch):
     assert bind(q, q, boundaries) is None
 
 
-def test_calls_that_share_boundaries_have_their_own_replay(monkeypatch):
-    used = []
-    monkeypatch.setattr(
-        replay.Replay, "__call__", lambda self, tensors, run: used.append(self) or run()
-    )
+def test_calls_that_share_boundaries_have_their_own_replay():
     q, cu_seqlens = torch.randn(8, 1, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
-    for boundaries_k in (cu_seqlens, cu_seqlens.clone(), cu_seqlens.clone(), cu_seqlens):
-        flash_attention_varlen(q, q, q, cu_seqlens, boundaries_k, 5, 5, backend="triton")
+    operator = api.operator_of("triton", "packed")
+    used = [
+        replay.replayed(
+            operator,
+            q,
+            q,
+            q,
+            Call(False, 0.25, documents=Documents(cu_seqlens, boundaries_k, 5, 5)),
+        )
+        for boundaries_k in (cu_seqlens, cu_seqlens.clone(), cu_seqlens.clone(), cu_seqlens)
+    ]
     assert used[0] is used[3] is not used[1] and used[1] is used[2]
 
 

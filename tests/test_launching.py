@@ -128,7 +128,7 @@ def test_kernels_compile_for_sm_90_and_spill_no_more_than_is_known():
 )
 def test_kernels_overlap_from_sm_90_on(capability, overlaps, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(launch, "interpreter_is_on", lambda: False)
+    monkeypatch.setattr(launch.knobs.runtime, "interpret", False)
     options = partial(launch.overlap_options, torch.device("cuda", 0))
     assert options() == {"OVERLAP": overlaps}
     assert options(follows=True) == (
@@ -137,7 +137,7 @@ def test_kernels_overlap_from_sm_90_on(capability, overlaps, monkeypatch):
     timed = []
     time_stages(lambda: timed.append(options(follows=True)), device="cpu", num_samples=1, warmup=0)
     assert timed == [{"OVERLAP": False}]
-    monkeypatch.setattr(launch, "interpreter_is_on", lambda: True)
+    monkeypatch.setattr(launch.knobs.runtime, "interpret", True)
     assert options(follows=True) == {"OVERLAP": False}
 
 

@@ -731,6 +731,12 @@ def test_doctor_diagnoses_a_mask(monkeypatch):
         (["full"], "exactly full: flash_attention takes the dense kernel, without lists"),
         (["random:0.96"], f"lists gain nothing: block density not below {MAX_LIST_DENSITY}"),
         (["topk:0"], "nothing is attended"),
+        (["document:1280"], "exactly full"),
+        (
+            ["document:2000,500", "--seqlen", "2500"],
+            "long documents: flash_attention takes the packed",
+        ),
+        (["document:640,640"], "lists pay"),
         # Of a long dilated mask the pairs are those within segments, and one mask serves all heads.
         (["dilated:256/4", "--seqlen", "32768", "--heads", "8"], "(1, 1, 32768, 32768)"),
     ],

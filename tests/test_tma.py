@@ -18,8 +18,9 @@ from torch import Tensor
 from cs336_systems.attention import BlockMask
 from cs336_systems.attention.call import Saved
 from cs336_systems.attention.contract import compute_oracle
-from cs336_systems.attention.tiles.kernel_config import L2_SHARE_BYTES
-from cs336_systems.attention.triton import backward, forward
+from cs336_systems.attention.tiles.choice import Walks
+from cs336_systems.attention.tiles.kernel_config import HALF_L2_SHARE_BYTES, L2_SHARE_BYTES
+from cs336_systems.attention.triton import backward, forward, launch
 from cs336_systems.attention.triton.backward import launch_preprocess
 from cs336_systems.attention.triton.launch import describable, heads_together
 from cs336_systems.attention.triton.passes import kernel_config
@@ -210,6 +211,16 @@ def test_heads_together_fill_the_cache_share():
         heads_together(64, torch.empty(1024, 64, dtype=torch.bfloat16), share=L2_SHARE_BYTES // 4)
         == 32
     )
+
+
+def test_more_causal_heads_than_fit_are_taken_where_the_call_ends_sooner(monkeypatch):
+    """8 key heads of 8,192 tokens, of which the cache holds one: two were measured to be fastest."""
+    q = torch.empty(1, 32, 8192, 128, dtype=torch.bfloat16, device="meta")
+    options = {"walks": Walks(128, 128), "block_steps": 4}
+    assert heads_together(8, q, 4, HALF_L2_SHARE_BYTES, **options) == 1  # no GPU to count
+    monkeypatch.setattr(launch, "num_multiprocessors", lambda _: 132)
+    assert heads_together(8, q, 4, HALF_L2_SHARE_BYTES) == 1
+    assert heads_together(8, q, 4, HALF_L2_SHARE_BYTES, **options) == 2
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])

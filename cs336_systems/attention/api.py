@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from cs336_systems.attention.call import Call, Saved
+from cs336_systems.attention.call import Call, Documents, Saved
 from cs336_systems.attention.checks import (
     check_attention_inputs,
     check_flags,
@@ -26,9 +26,14 @@ from cs336_systems.attention.checks import (
     resolve_scale,
     to_autocast_dtypes,
 )
-from cs336_systems.attention.choose import AttentionLayout, explain_backend, is_deterministic
+from cs336_systems.attention.choose import AttentionLayout, explain_backend
 from cs336_systems.attention.compiled import compiled_reference
-from cs336_systems.attention.masks.block_mask import BlockMask, check_block_mask, from_attn_mask
+from cs336_systems.attention.masks.block_mask import (
+    BlockMask,
+    PackedForm,
+    check_block_mask,
+    from_attn_mask,
+)
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.rule import AttentionOperator
 from cs336_systems.attention.tiled import tiled_attention
@@ -69,7 +74,9 @@ def flash_attention(
             without a key has O = 0, L = -inf and no gradient, whatever gradient reaches its L. A
             NaN in the gradient of its O stays out of other gradients in `tiled` alone. With
             backend `auto` and no config, a mask that is exactly full or causal
-            (`block_mask.dense_form`) takes the dense kernels, as without a mask.
+            (`block_mask.dense_form`) takes the dense kernels, as without a mask. One of long
+            documents (`block_mask.packed_form`) takes the kernels of `flash_attention_varlen`,
+            where `auto` takes `triton` or `hopper` for these.
         attn_mask: as in SDPA, bools only: True where attended, broadcast to (..., heads, queries,
             keys). Each call converts it to a BlockMask and waits for the GPU meanwhile. Convert a
             mask that is used often once, with `BlockMask.from_dense`.
@@ -124,11 +131,13 @@ def flash_attention(
     """
     if unknown:
         refuse_keywords("flash_attention", unknown)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     check_flags(
         is_causal=is_causal,
         enable_gqa=enable_gqa,
         return_lse=return_lse,
-        deterministic=deterministic is None or deterministic,
+        deterministic=deterministic,
     )
     q, k, v = to_autocast_dtypes(q, k, v)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
@@ -139,12 +148,16 @@ def flash_attention(
         block_mask = from_attn_mask(attn_mask, q, k)
     if block_mask is not None:
         check_block_mask(block_mask, q, k, is_causal=is_causal)
-        if backend == "auto" and config is None and block_mask.dense_form is not None:
-            is_causal, block_mask = block_mask.dense_form == "causal", None
+        if backend == "auto" and config is None:
+            if block_mask.dense_form is not None:
+                is_causal, block_mask = block_mask.dense_form == "causal", None
+            elif block_mask.packed_form is not None:
+                attended = attend_documents(q, k, v, block_mask.packed_form, scale, deterministic)
+                if attended is not None:
+                    return attended if return_lse else attended[0]
 
     layout: AttentionLayout = "dense" if block_mask is None else "block_mask"
     size = None if block_mask is None else block_mask.block_size
-    deterministic = is_deterministic(deterministic)
     backend, _ = explain_backend(
         q,
         k,
@@ -184,6 +197,47 @@ def flash_attention(
             lse.reshape(*leading, *lse.shape[1:]),
         )
     return (output, lse) if return_lse else output
+
+
+def attend_documents(
+    q: Tensor, k: Tensor, v: Tensor, form: PackedForm, scale: float, deterministic: bool | None
+) -> tuple[Tensor, Tensor] | None:
+    """Return (output, lse) of a mask's documents by the packed kernels that `auto` takes.
+
+    q, k and v are (..., heads, tokens, head_dim). None where `auto` takes neither `triton` nor
+    `hopper` for packed documents. Where all batch entries have the same documents, the heads of all
+    become those of one sequence; else the sequences are packed one behind the other. Inputs are
+    viewed in that layout where their strides allow it, as those of one sequence do, else copied.
+    """
+    (*leading, heads, tokens, head_dim) = q.shape
+    if sum(form.lengths) == tokens:  # the documents of each batch entry
+        packed_q, packed_k, packed_v = (x.flatten(0, -3).transpose(0, 1) for x in (q, k, v))
+    else:
+        packed_q, packed_k, packed_v = (
+            x.flatten(0, -4).transpose(1, 2).flatten(0, 1) for x in (q, k, v)
+        )
+
+    backend, _ = explain_backend(
+        packed_q.transpose(0, 1),
+        packed_k.transpose(0, 1),
+        is_causal=form.is_causal,
+        layout="packed",
+        longest=(form.longest, form.longest),
+    )
+    if backend not in ("triton", "hopper"):
+        return None
+    documents = Documents(form.cu_seqlens, form.cu_seqlens, form.longest, form.longest)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    call = Call(form.is_causal, scale, deterministic, documents=documents)
+    output, lse = operator_of(backend, "packed")(packed_q, packed_k, packed_v, call)
+
+    if sum(form.lengths) == tokens:
+        output = output.transpose(0, 1)
+    else:
+        output = output.unflatten(0, (-1, tokens)).transpose(1, 2)
+        lse = lse.unflatten(1, (-1, tokens)).transpose(0, 1)
+    return output.reshape(*leading, heads, tokens, head_dim), lse.reshape(*leading, heads, tokens)
 
 
 _operators: dict[tuple[str, AttentionLayout], AttentionOperator] = {}
@@ -232,7 +286,8 @@ def attention_backward(
     `reference` and `compiled` save no L and take the backward of `tiled`.
     """
     backend, _ = explain_backend(q, k, backend=backend, is_causal=is_causal)
-    call = Call(is_causal, resolve_scale(scale, q.shape[-1]), is_deterministic(None))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    call = Call(is_causal, resolve_scale(scale, q.shape[-1]), deterministic)
     saved = Saved(q, k, v, output, lse, grad_output)
     if backend not in ("triton", "hopper"):  # only these two take grouped heads
         backend = "tiled" if backend in ("reference", "compiled") else backend

@@ -277,12 +277,14 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 def are_plain(*arguments: Any) -> bool:
     """Return whether all tensors among `arguments` are plain and no compiler or mode is active.
 
-    Modes are dispatch modes, function modes and the transforms of torch.func. A plain tensor is a
-    `Tensor` or `Parameter`, no subclass, whose memory holds its values.
+    Modes are dispatch modes, function modes, the transforms of torch.func and the dual levels of
+    forward-mode AD. A plain tensor is a `Tensor` or `Parameter`, no subclass, whose memory holds
+    its values.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    if torch._C._len_torch_dispatch_stack():
+    # tangents exist within a dual level only
+    if torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
         return False
     if torch._C._len_torch_function_stack() and not _functions_are_plain():
         return False

@@ -14,7 +14,7 @@ import re
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -51,6 +51,7 @@ HOPPER_CAPABILITY = (9, 0)
 HOPPER_TRITON = ((3, 6), (3, 8))
 HOPPER_KERNELS = "cs336_systems.attention.hopper.entry"
 MIN_COMPILE_CAPABILITY = (7, 0)  # torch.compile's own bound on CUDA
+NO_C_COMPILER = "no C compiler, which triton needs to build its launchers"
 
 
 def available_backends(info: DeviceInfo | None = None) -> dict[str, str]:
@@ -61,31 +62,43 @@ def available_backends(info: DeviceInfo | None = None) -> dict[str, str]:
     Hopper kernels are these imported, to see whether Triton has the Gluon features they use.
     """
     info = get_device_info() if info is None else info
-    triton = _triton_reason(info)
-    reasons = {
-        "reference": None,
-        "compiled": _compiled_reason(info),
-        "tiled": None,
-        "triton_first": triton,
-        "triton": triton,
-        "hopper": _hopper_reason(info),
-    }
-    return {name: reason or "ok" for name, reason in reasons.items()}
-
-
-def _compiled_reason(info: DeviceInfo) -> str | None:
-    """Return why torch.compile does not run on a device; None if it does."""
-    if info.kind == "cpu":
-        return None if has_cxx_compiler() else "no C++ compiler"
-    if importlib.util.find_spec("triton") is None:
-        return "torch.compile needs triton on a GPU, and it is not installed"
     capability = info.compute_capability
-    if capability is not None and capability < MIN_COMPILE_CAPABILITY:
-        return (
+    triton = _triton_reason(info)
+
+    # torch.compile
+    compiled = None
+    if info.kind == "cpu":
+        compiled = None if has_cxx_compiler() else "no C++ compiler"
+    elif importlib.util.find_spec("triton") is None:
+        compiled = "torch.compile needs triton on a GPU, and it is not installed"
+    elif capability is not None and capability < MIN_COMPILE_CAPABILITY:
+        compiled = (
             "torch.compile needs compute capability 7.0 or higher, "
             f"{info.name} has {dotted(capability)}"
         )
-    return None if has_c_compiler() else "no C compiler, which triton needs to build its launchers"
+    elif not has_c_compiler():
+        compiled = NO_C_COMPILER
+
+    # the Hopper kernels
+    if capability != HOPPER_CAPABILITY:
+        has = "is no NVIDIA GPU" if capability is None else f"has {dotted(capability)}"
+        hopper: str | None = (
+            f"hopper kernels need a GPU of compute capability 9.0 (H100, H200), {info.name} {has}"
+        )
+    elif interpreter_is_on():
+        hopper = "hopper kernels have no interpreter; run without TRITON_INTERPRET"
+    else:
+        hopper = triton or _gluon_reason()
+
+    reasons = {
+        "reference": None,
+        "compiled": compiled,
+        "tiled": None,
+        "triton_first": triton,
+        "triton": triton,
+        "hopper": hopper,
+    }
+    return {name: reason or "ok" for name, reason in reasons.items()}
 
 
 def _triton_reason(info: DeviceInfo) -> str | None:
@@ -101,20 +114,7 @@ def _triton_reason(info: DeviceInfo) -> str | None:
         has = "is no NVIDIA GPU" if capability is None else f"has {dotted(capability)}"
         need = "triton kernels need a CUDA device of compute capability 8.0 or higher"
         return f"{need}, {info.name} {has}; {INTERPRETER_HINT}"
-    return None if has_c_compiler() else "no C compiler, which triton needs to build its launchers"
-
-
-def _hopper_reason(info: DeviceInfo) -> str | None:
-    """Return why the Hopper kernels do not run on a device; None if they do."""
-    if info.compute_capability != HOPPER_CAPABILITY:
-        capability = info.compute_capability
-        has = "is no NVIDIA GPU" if capability is None else f"has {dotted(capability)}"
-        return (
-            f"hopper kernels need a GPU of compute capability 9.0 (H100, H200), {info.name} {has}"
-        )
-    if interpreter_is_on():
-        return "hopper kernels have no interpreter; run without TRITON_INTERPRET"
-    return _triton_reason(info) or _gluon_reason()
+    return None if has_c_compiler() else NO_C_COMPILER
 
 
 def _gluon_reason() -> str | None:
@@ -232,10 +232,16 @@ def select_backend(
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if requested not in ("auto", *BACKENDS):
         raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}, got {requested!r}")
-
-    def refusal(name: str) -> str | None:
-        """Return why the back end cannot serve these inputs; None if it can."""
-        return _refusal(name, available, device_kind, dtype, head_dim, layout, block_size)
+    # refusal(name): why the back end cannot serve these inputs; None if it can
+    refusal = partial(
+        _refusal,
+        available=available,
+        device_kind=device_kind,
+        dtype=dtype,
+        head_dim=head_dim,
+        layout=layout,
+        block_size=block_size,
+    )
 
     if requested != "auto":
         if (why := refusal(requested)) is not None:
@@ -366,24 +372,24 @@ def refuse_hopper(q: Tensor) -> None:
         raise ValueError(f"q cannot be attended by the Hopper kernels: {why}")
 
 
+_available: dict[tuple[torch.device, bool], dict[str, str]] = {}
+
+
 def available_here(device: torch.device) -> dict[str, str]:
     """Return `available_backends` of one of this machine's devices, from a cache.
 
     The cache has an entry for each device with Triton's interpreter on, and one with it off.
     """
-    return _asked_once(device, interpreter_is_on())
+    key = device, interpreter_is_on()
+    if key not in _available:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            _available[key] = available_backends(get_device_info(device.type))
+    return _available[key]
 
 
 # `torch.compiler.assume_constant_result` sets the same attribute. It also loads the compiler, which
 # would double the time of importing this module.
 available_here._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@cache
-def _asked_once(device: torch.device, interpreter: bool) -> dict[str, str]:
-    """Return `available_backends` of a device; `interpreter` is a key of the cache alone."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        return available_backends(get_device_info(device.type))
 
 
 # The choice for a call
@@ -428,6 +434,8 @@ def explain_backend(
                 f"config chooses the tiles of backend 'triton', got backend {backend!r}"
             )
         backend = "triton"
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     asked = Asked(
         q.device,
         q.dtype,
@@ -438,7 +446,7 @@ def explain_backend(
         is_causal,
         block_size,
         longest,
-        is_deterministic(deterministic),
+        deterministic,
     )
     if torch.compiler.is_compiling():
         return _answer(asked)
@@ -466,17 +474,12 @@ class Asked(NamedTuple):
     deterministic: bool
 
 
-@lru_cache(maxsize=4096)
-def _answer_once(asked: Asked, interpreter: bool) -> tuple[str, str]:
-    """Return `_answer` from a cache: short calls wait for the host.
+def _answer(asked: Asked, interpreter: bool | None = None) -> tuple[str, str]:
+    """Return the (name, reason) of `select_backend` for a call on this machine.
 
-    `interpreter` is a key of the cache alone: the answer depends on whether it is on.
+    `interpreter` is not read. It is a key of `_answer_once`, since the answer depends on whether
+    Triton's interpreter is on.
     """
-    return _answer(asked)
-
-
-def _answer(asked: Asked) -> tuple[str, str]:
-    """Return the (name, reason) of `select_backend` for a call on this machine."""
     if asked.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q must be on a cpu or cuda device, got {asked.device}")
     return select_backend(
@@ -497,6 +500,4 @@ def _answer(asked: Asked) -> tuple[str, str]:
     )
 
 
-def is_deterministic(asked: bool | None) -> bool:
-    """Return whether gradients must be bit-reproducible; None asks PyTorch's global setting."""
-    return torch.are_deterministic_algorithms_enabled() if asked is None else asked
+_answer_once = lru_cache(maxsize=4096)(_answer)  # short calls wait for the host

@@ -5,9 +5,10 @@
 
 Forward: save q, k, v, O and L. Backward: recompute P = exp(S - L) and from it the gradients of q, k
 and v; see `tiled.py` for the formulas. Two ways lead to the launches:
-  plain       an autograd.Function around them, which costs the host least, with replays
+  plain       an autograd.Function around them, which costs the host least, on a GPU with replays
   watched     two registered operators. torch.compile leaves them whole; vmap, dispatch modes, fake
-              tensors and tensor subclasses see each as one operation.
+              tensors and tensor subclasses see each as one operation. Dual levels of forward-mode
+              AD come here too.
 A registered operator takes tensors and numbers only. This module alone flattens a `Call` into them.
 There is no double backward: under `create_graph` the backward leaves a node that raises when it is
 differentiated.
@@ -21,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from cs336_systems.attention.call import Call, Documents, Passes, Saved
 from cs336_systems.attention.checks import (
@@ -63,7 +63,7 @@ class AttentionOperator:
             "documents". With "documents" q is (total_queries, heads, head_dim), k and v are
             (total_keys, kv_heads, head_dim) and lse is (heads, total_queries).
         replayed: `replayed(operator, q, k, v, call)` returns passes that repeat remembered
-            launches (`replay.py`); None where nothing is replayed.
+            launches on a GPU (`replay.py`); None where nothing is replayed.
     """
 
     def __init__(
@@ -115,17 +115,17 @@ class AttentionOperator:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Return the differentiable (output, lse) of inputs that the caller has checked."""
-        refuse_forward_mode(q, k, v)
-
         if not are_plain(q, k, v, *(self._tensors_of(call) if self._takes else ())):
+            refuse_forward_mode(q, k, v)
             refuse_differentiating_transforms(q, k, v)
             if not torch.compiler.is_compiling():
                 self._tell_counters()
             return self._registered(q, k, v, *self._flat(call))
 
         passes: Passes = self
-        # hooks on saved tensors may give back other tensors, whose addresses a replay does not know
-        if self._replayed is not None and not has_hooks():
+        # Replays are launches by the CUDA driver. Hooks on saved tensors may give back other tensors,
+        # whose addresses a replay does not know.
+        if self._replayed is not None and q.is_cuda and not has_hooks():
             passes = self._replayed(self, q, k, v, call)
 
         if not (
@@ -159,9 +159,8 @@ class AttentionOperator:
         them. It leaves a node that raises NotImplementedError for a second derivative.
         """
         grad_output, grad_lse = saved.grad_output, saved.grad_lse
-        if forward_ad._current_level >= 0:  # tangents exist within a dual level only
-            refuse_forward_mode(grad_output, *(() if grad_lse is None else (grad_lse,)))
         if torch.is_grad_enabled() or not are_plain(grad_output, grad_lse):
+            refuse_forward_mode(grad_output, *(() if grad_lse is None else (grad_lse,)))
             return self._registered_backward(*saved, *self._flat(call))
         return (passes or self).backward(saved, call)
 

@@ -27,7 +27,7 @@ from cs336_systems.attention.checks import (
     resolve_scale,
     to_autocast_dtypes,
 )
-from cs336_systems.attention.choose import explain_backend, is_deterministic
+from cs336_systems.attention.choose import explain_backend
 from cs336_systems.attention.tiles import AttentionConfig
 
 
@@ -79,11 +79,13 @@ def flash_attention_varlen(
     """
     if unknown:
         refuse_keywords("flash_attention_varlen", unknown)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     check_flags(
         is_causal=is_causal,
         enable_gqa=enable_gqa,
         return_lse=return_lse,
-        deterministic=deterministic is None or deterministic,
+        deterministic=deterministic,
     )
     q, k, v = to_autocast_dtypes(q, k, v)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa, packed=True)
@@ -105,7 +107,7 @@ def flash_attention_varlen(
     if backend in ("triton", "hopper"):
         documents = Documents(cu_seqlens_q, cu_seqlens_k, *longest)
         names = "" if config is None else config.names
-        call = Call(is_causal, scale, is_deterministic(deterministic), names, documents=documents)
+        call = Call(is_causal, scale, deterministic, names, documents=documents)
         output, lse = operator_of(backend, "packed")(q, k, v, call)
     else:
         output, lse = _each_document(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, backend)

@@ -94,6 +94,8 @@ def diagnose(mask: BlockMask) -> dict[str, str]:
         verdict = (
             f"exactly {mask.dense_form}: flash_attention takes the dense kernel, without lists"
         )
+    elif mask.packed_form:
+        verdict = "long documents: flash_attention takes the packed kernels, without lists"
     elif not mask.num_dead:
         verdict = "0 % dead tiles, ideal 1.00×: skipping tiles gains nothing on this mask"
     elif mask.block_density < MAX_LIST_DENSITY:

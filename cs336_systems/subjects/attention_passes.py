@@ -66,7 +66,8 @@ BY_SHAPE = {"batch × heads × length × head dim": "shape"}  # a table's first 
 # choice of the rows that are times of both passes together
 BOTH_TIMES = {"quantity": "time", "mode": "forward_backward"}
 RESULTS = ("output", "grad_q", "grad_k", "grad_v")
-Sizes = tuple[int, int, int, int, bool]  # batch, heads, length, head_dim, causal
+# batch, heads, length, head_dim, causal, and key heads if there are fewer
+Sizes = tuple[int, int, int, int, bool] | tuple[int, int, int, int, bool, int]
 # head dims of the handout's two grids, by scale
 HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}
 SMALL: dict[str, tuple[Sizes, ...]] = {

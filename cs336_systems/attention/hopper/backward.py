@@ -155,14 +155,19 @@ from cs336_systems.attention.hopper.descriptors import (
     readable,
     tile_descriptor,
 )
-from cs336_systems.attention.hopper.division import MULTIPROCESSORS, Division, divide_walks
+from cs336_systems.attention.hopper.division import (
+    MULTIPROCESSORS,
+    START_STEPS,
+    Division,
+    divide_walks,
+)
 from cs336_systems.attention.hopper.light import convert, join, preprocess, transposed_words
-from cs336_systems.attention.hopper.order import Walks, heads_at_a_time
 from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, LATE_FROM, columns_of
 from cs336_systems.attention.hopper.walk import PackedDocuments, key_place, query_place
 from cs336_systems.attention.hopper.wide_backward import gradients_of_keys, hopper_wide_backward
 from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import head_tile
+from cs336_systems.attention.tiles.choice import Walks, heads_at_a_time
 from cs336_systems.attention.tiles.kernel_config import HALF_L2_SHARE_BYTES, L2_SHARE_BYTES
 from cs336_systems.attention.triton.launch import (
     empty,
@@ -869,6 +874,7 @@ def hopper_backward(
             heads=batch * kv_heads,
             fitting=_heads_that_fit(q, group, num_rows, L2_SHARE_BYTES),
             block_steps=group * key_tile // query_tile,
+            start_steps=START_STEPS,
             places=places,
         )
     elif lists is not None:  # the host does not know their lengths
@@ -1015,6 +1021,7 @@ def hopper_packed_backward(
             heads=kv_heads,
             fitting=fitting,
             block_steps=group * key_tile // query_tile,
+            start_steps=START_STEPS,
             places=num_multiprocessors(q.device) or MULTIPROCESSORS,
         )
     whole_key_tiles = is_causal and cu_seqlens_q is cu_seqlens_k

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cs336_systems.attention.hopper.division import MAX_ROUNDS, MULTIPROCESSORS
-from cs336_systems.attention.hopper.order import Walks, heads_at_a_time
+from cs336_systems.attention.tiles.choice import Walks, heads_at_a_time
 from cs336_systems.attention.tiles.kernel_config import (
     HALF_L2_SHARE_BYTES,
     L2_SHARE_BYTES,

@@ -61,9 +61,8 @@ from cs336_systems.attention.call import Saved
 from cs336_systems.attention.hopper import backward_walk
 from cs336_systems.attention.hopper.builtins import as_block, mma_layout
 from cs336_systems.attention.hopper.descriptors import readable, tile_descriptor
-from cs336_systems.attention.hopper.division import MULTIPROCESSORS
+from cs336_systems.attention.hopper.division import MULTIPROCESSORS, START_STEPS
 from cs336_systems.attention.hopper.light import LIGHT_ROWS, preprocess
-from cs336_systems.attention.hopper.order import Walks, heads_at_a_time
 from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, plan_forward
 from cs336_systems.attention.hopper.walk import (
     ROWS,
@@ -78,6 +77,7 @@ from cs336_systems.attention.hopper.walk import (
     work_of_call,
 )
 from cs336_systems.attention.tiles import head_tile
+from cs336_systems.attention.tiles.choice import Walks, heads_at_a_time
 from cs336_systems.attention.tiles.kernel_config import L2_SHARE_BYTES
 from cs336_systems.attention.triton.launch import (
     empty,
@@ -642,6 +642,7 @@ def hopper_wide_backward(
             heads=batch * kv_heads,
             fitting=L2_SHARE_BYTES // streamed_bytes,
             block_steps=group,
+            start_steps=START_STEPS,
             places=num_multiprocessors(q.device) or MULTIPROCESSORS,
         )
     # programs count batch and heads of dK and dV as one

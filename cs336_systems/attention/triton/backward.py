@@ -32,6 +32,7 @@ import triton.language as tl
 from cs336_systems.attention.call import Saved
 from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import KernelConfig, head_tile
+from cs336_systems.attention.tiles.choice import Walks
 from cs336_systems.attention.tiles.kernel_config import HALF_L2_SHARE_BYTES
 from cs336_systems.attention.triton.launch import (
     Keys,
@@ -39,8 +40,6 @@ from cs336_systems.attention.triton.launch import (
     Rows,
     described,
     empty,
-    empty_like,
-    grid_of,
     heads_together,
     launch,
     num_tiles,
@@ -401,6 +400,7 @@ def launch_preprocess(
         empty((batch, heads, num_rows), torch.float32, output.device) for _ in range(2)
     )
     grad_lse_or_any = lse if grad_lse is None else grad_lse
+    overlap = overlap_options(output.device)
     tiles = Tiles(
         D=head_dim,
         D_TILE=head_tile(head_dim),
@@ -410,11 +410,12 @@ def launch_preprocess(
     )  # of which it multiplies none
     with stage("preprocess"):
         launch(
-            flash_backward_preprocess_kernel, (num_tiles(num_rows, PREPROCESS_ROWS) * batch * heads,),
+            flash_backward_preprocess_kernel,
+            (num_tiles(num_rows, PREPROCESS_ROWS) * batch * heads,),
             (output, grad_output, lse, grad_lse_or_any, lse_log2, delta),
             (output.stride(), grad_output.stride(), grad_lse_or_any.stride(), heads, num_queries),
-            {"HAS_DL": grad_lse is not None, "TILES": tiles, "PADDED": padded, **overlap_options(output.device)},
-        )  # fmt: skip
+            {"HAS_DL": grad_lse is not None, "TILES": tiles, "PADDED": padded, **overlap},
+        )
     return lse_log2, delta
 
 
@@ -431,27 +432,47 @@ def launch_backward(
     q, k, v, output, lse, grad_output, grad_lse = saved
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
-    grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
     rows = launch_preprocess(output, lse, grad_output, grad_lse)
+    grad_q, grad_k, grad_v = (empty(x.shape, x.dtype, x.device) for x in (q, k, v))
     strides = (q.stride(), k.stride(), v.stride(), grad_output.stride())
     sizes_and_scales = (num_queries, num_keys, scale, scale * LOG2_E.value, 0.0)
     group, share = heads // kv_heads, HALF_L2_SHARE_BYTES if is_causal or lists is not None else 0
-    by_keys, by_queries = (
-        (None, None) if lists is None else (walked(lists, "q"), walked(lists, "kv"))
-    )
     common = {"GROUP": group, "IS_CAUSAL": is_causal, **overlap_options(q.device, follows=True)}
+    dkdv_options = common | tile_options(dkdv_config, head_dim, lists)
+    dq_options = common | tile_options(dq_config, head_dim, lists)
+
+    # dK, dV: a program for each tile of keys of each key head
+    tile, step = dkdv_config.key_tile, dkdv_config.query_tile
+    walks = Walks(num_tiles(num_keys, tile), num_tiles(num_queries, tile)) if is_causal else None
+    together = heads_together(
+        batch * kv_heads, q, group, share, walks=walks, block_steps=group * tile / step
+    )
+    walk = None if lists is None else walked(lists, "q")
+    operands = described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output)
     with stage("dkv"):
         launch(
-            flash_backward_dkdv_kernel, grid_of(dkdv_config, q, k),
-            (*described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v),
-            (*strides, kv_heads, heads_together(batch * kv_heads, q, group, share), *sizes_and_scales, by_keys),
-            common | tile_options(dkdv_config, head_dim, lists),
-        )  # fmt: skip
+            flash_backward_dkdv_kernel,
+            (num_tiles(num_keys, dkdv_config.key_tile) * batch * kv_heads,),
+            (*operands, *rows, grad_k, grad_v),
+            (*strides, kv_heads, together, *sizes_and_scales, walk),
+            dkdv_options,
+        )
+
+    # dQ: a program for each tile of queries of each head
+    tile, step = dq_config.query_tile, dq_config.key_tile
+    tiles = num_tiles(num_queries, tile)
+    together = heads_together(
+        batch * heads, k, share=share, walks=Walks(tiles, tiles) if is_causal else None,
+        block_steps=tile / step,
+    )  # fmt: skip
+    walk = None if lists is None else walked(lists, "kv")
+    operands = described(dq_config, q=q, k=k, v=v, grad_output=grad_output)
     with stage("dq"):
         launch(
-            flash_backward_dq_kernel, grid_of(dq_config, q, k),
-            (*described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q),
-            (*strides, heads, heads_together(batch * heads, k, share=share), *sizes_and_scales, by_queries),
-            common | tile_options(dq_config, head_dim, lists),
-        )  # fmt: skip
+            flash_backward_dq_kernel,
+            (num_tiles(num_queries, dq_config.query_tile) * batch * heads,),
+            (*operands, *rows, grad_q),
+            (*strides, heads, together, *sizes_and_scales, walk),
+            dq_options,
+        )
     return grad_q, grad_k, grad_v

@@ -18,16 +18,17 @@ import triton.language as tl
 
 from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import KernelConfig
-from cs336_systems.attention.tiles.kernel_config import HALF_L2_SHARE_BYTES, L2_SHARE_BYTES
+from cs336_systems.attention.tiles.choice import Walks
+from cs336_systems.attention.tiles.kernel_config import HALF_L2_SHARE_BYTES
 from cs336_systems.attention.triton.launch import (
     Keys,
     Queries,
     Rows,
     described,
     empty_results,
-    grid_of,
     heads_together,
     launch,
+    num_tiles,
     rows_of_groups,
     tile_options,
 )
@@ -174,16 +175,30 @@ def launch_forward(
     output, lse = empty_results(q)
     rows = rows_of_groups(q, k, is_causal) if lists is None else q
     batch, heads, num_queries, head_dim = rows.shape
+    tiles = num_tiles(num_queries, config.query_tile)
     together = 1
-    if is_causal or lists is not None:
-        share = L2_SHARE_BYTES if lists is None else HALF_L2_SHARE_BYTES
-        together = heads_together(batch * heads, k, share=share)
+    if is_causal:
+        block_steps = config.query_tile / config.key_tile
+        together = heads_together(
+            batch * heads, k, walks=Walks(tiles, tiles), block_steps=block_steps
+        )
+    elif lists is not None:
+        together = heads_together(batch * heads, k, share=HALF_L2_SHARE_BYTES)
+
+    # a program for each tile of queries of each head
+    grid = (tiles * batch * heads,)
+    tensors = (*described(config, q=rows, k=k, v=v), output, lse)
+    strides = (rows.stride(), k.stride(), v.stride())
+    sizes = (heads, together, num_queries, k.shape[2])
+    walk = None if lists is None else walked(lists, "kv")
+    tiling = tile_options(config, head_dim, lists)
+    options = {"GROUP": heads // k.shape[1], **tiling, "IS_CAUSAL": is_causal}
     with stage("forward"):
         launch(
-            flash_forward_kernel, grid_of(config, rows, k),
-            (*described(config, q=rows, k=k, v=v), output, lse),
-            (rows.stride(), k.stride(), v.stride(), heads, together, num_queries, k.shape[2], scale * LOG2_E.value, 0.0,
-             None if lists is None else walked(lists, "kv")),
-            {"GROUP": heads // k.shape[1], **tile_options(config, head_dim, lists), "IS_CAUSAL": is_causal},
-        )  # fmt: skip
+            flash_forward_kernel,
+            grid,
+            tensors,
+            (*strides, *sizes, scale * LOG2_E.value, 0.0, walk),
+            options,
+        )
     return output, lse

@@ -2,8 +2,7 @@
 be replayed.
 
     output, lse = empty_results(q)              # memory that a replay allocates again
-    launch(kernel, grid_of(config, q, k), (*described(config, q=q, k=k, v=v), output, lse), numbers,
-    options)
+    launch(kernel, grid, (*described(config, q=q, k=k, v=v), output, lse), numbers, options)
 
 With a descriptor Hopper's copy engine (TMA) reads a tile in one instruction: a thread computes no
 addresses and holds none in registers, and rows or columns past the end arrive as zeros. The engine
@@ -40,13 +39,13 @@ from cs336_systems.attention.choose import INTERPRETER_BFLOAT16, INTERPRETER_HIN
 from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.replay import Launched, have_context, thread
 from cs336_systems.attention.tiles import KernelConfig, head_tile, smaller_config
+from cs336_systems.attention.tiles.choice import Walks, heads_at_a_time
 from cs336_systems.attention.tiles.kernel_config import (
     L2_SHARE_BYTES,
     TMA_ALIGNMENT_BYTES,
     tma_reads_rows,
 )
 from cs336_systems.attention.triton.steps import Tiles
-from cs336_systems.device import interpreter_is_on
 from cs336_systems.measure.stages import stages_are_timed
 
 # Shapes of what launchers take and return; values have the shape of keys.
@@ -61,6 +60,10 @@ Boundaries = Int[Tensor, " documents_plus_1"]
 QUERY_OPERANDS = ("q", "grad_output")
 MAX_GROUPED_ROWS = 64  # of a tile of 16-bit elements on sm_90; smaller ones take two or four
 MAX_COLUMN_OFFSET = 2**31
+# What `heads_together` assumes of any configuration: programs that a multiprocessor holds, and the
+# steps that one takes beside its own. With these numbers it takes, of 18 kernels on an H200 (triton
+# 3.6.0, 2026-11-29), as many heads as were measured to be fastest, or within 1 % of it.
+RESIDENT, START_STEPS = 2, 2
 
 
 LOG_SWITCH = "CS336_ATTN_LOG"
@@ -150,28 +153,37 @@ def num_tiles(rows: int, tile: int) -> int:
     return -(-rows // tile)
 
 
-def grid_of(config: KernelConfig, q: Tensor, k: Tensor) -> tuple[int]:
-    """A program for each tile of each head: of queries, or under a dkdv configuration of keys and
-    their heads.
-    """
-    x, tile = (k, config.key_tile) if config.kernel == "dkdv" else (q, config.query_tile)
-    batch, heads, rows, _ = x.shape
-    return (num_tiles(rows, tile) * batch * heads,)
-
-
 def heads_together(
-    batch_heads: int, streamed: Tensor, group: int = 1, share: int = L2_SHARE_BYTES
+    batch_heads: int,
+    streamed: Tensor,
+    group: int = 1,
+    share: int = L2_SHARE_BYTES,
+    *,
+    walks: Walks | None = None,
+    block_steps: float = 1,
 ) -> int:
     """Return how many heads `tile_of_program` takes at a time, a power of two.
 
     Their programs read the rows of two tensors. `streamed` (..., rows, head_dim) is one of the two,
     of which a program reads `group` heads, and `share` bytes of the L2 cache are for all of them.
-    It is for tiles of unequal length: of equal ones, one head after the other is faster. A power of
-    two, since Triton compiles a kernel anew for 1 and for multiples of 16.
+    It is for tiles of unequal length: of equal ones, one head after the other is faster. `walks`,
+    of `block_steps` steps a block, are those of one head of a causal call: more heads than fit in
+    the cache are taken where the call then ends sooner. A power of two, since Triton compiles a
+    kernel anew for 1 and for multiples of 16.
     """
     head_bytes = 2 * streamed.shape[-2] * streamed.shape[-1] * streamed.element_size() * group
-    fitting = max(1, share // head_bytes)
-    return 2 ** (min(batch_heads, fitting).bit_length() - 1)
+    together = min(batch_heads, max(1, share // head_bytes))
+    multiprocessors = num_multiprocessors(streamed.device)
+    if walks is not None and multiprocessors:
+        together = heads_at_a_time(
+            walks,
+            heads=batch_heads,
+            fitting=2 ** (together.bit_length() - 1),
+            block_steps=block_steps,
+            start_steps=START_STEPS,
+            places=RESIDENT * multiprocessors,
+        )
+    return 2 ** (together.bit_length() - 1)
 
 
 def tile_options(
@@ -196,7 +208,8 @@ def tile_options(
 
 def empty_results(q: Queries) -> tuple[Queries, Rows]:
     """Where a forward of q writes: contiguous O in q's dtype, and L in float32."""
-    return empty_like(q), empty(q.shape[:3], torch.float32, q.device)
+    output = empty(q.shape, q.dtype, q.device)
+    return output, empty(q.shape[:3], torch.float32, q.device)
 
 
 def within_reach(x: Any) -> Any:
@@ -292,7 +305,8 @@ def launch_fitting(
         raise ValueError(
             f"q is on {q.device}, and Triton kernels run on CUDA devices; {INTERPRETER_HINT}"
         )
-    with on_device_of(q), _interpreting if knobs.runtime.interpret else nullcontext():
+    # the interpreter launches on no device
+    with _interpreting if knobs.runtime.interpret else on_device_of(q):
         while True:
             if _log_is_on():
                 for config in configs.values():
@@ -329,7 +343,7 @@ def overlap_options(device: torch.device, *, follows: bool = False) -> dict[str,
     between the two comes nothing else. Nothing overlaps while stages are timed, since events lie
     between them.
     """
-    overlaps = not interpreter_is_on() and not stages_are_timed() and _can_overlap(device)
+    overlaps = not knobs.runtime.interpret and not stages_are_timed() and _can_overlap(device)
     return (
         {"OVERLAP": overlaps, "launch_pdl": True} if overlaps and follows else {"OVERLAP": overlaps}
     )

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems.attention.call import Call, Saved
+from cs336_systems.attention.call import Call, Documents, Saved
 from cs336_systems.attention.checks import check_attention_inputs, check_flags, resolve_scale
 from cs336_systems.attention.replay import replayed
 from cs336_systems.attention.rule import AttentionOperator
@@ -54,7 +54,8 @@ def kernel_config(
     `capability` defaults to that of q's device, and to none (the interpreter) on the CPU; `tma`,
     whether Hopper's copy engine can read all inputs, to what it can do with q and k.
     """
-    capability = _capability(q) if capability is None else capability
+    if capability is None and q.is_cuda:
+        capability = torch.cuda.get_device_capability(q.device)
     if names and kernel in (named := parse_configs(names)):
         _check_tiles(named[kernel], q, target_of(capability))
         return named[kernel]
@@ -105,26 +106,21 @@ def keys_of_a_part(config: KernelConfig, q: Tensor, k: Tensor, is_causal: bool) 
     )  # fmt: skip
 
 
-def _capability(x: Tensor) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(x.device) if x.is_cuda else None
-
-
 # Both passes, of heads, of a block mask's lists of tiles and of packed documents
 
 
-def _lengths_of(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """q and k, of whose shapes tiles are chosen: packed ones as a batch of documents, all as long
-    as the longest.
+def _like_documents(q: Tensor, k: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
+    """Return packed q and k as a batch of documents as long as the longest: tiles are chosen by it.
+
+    Each is a view of one element, of which shape, dtype and device are read.
     """
-    if call.documents is None:
-        return q, k
-    documents = len(call.documents.cu_seqlens_q) - 1
+    batch = len(documents.cu_seqlens_q) - 1
     (total_q, heads, head_dim), (total_k, kv_heads, _) = q.shape, k.shape
-    longest_q = min(call.documents.max_seqlen_q, total_q)  # any number may be given
-    longest_k = min(call.documents.max_seqlen_k, total_k)
-    return (  # without storage
-        torch.empty(documents, heads, longest_q, head_dim, dtype=q.dtype, device="meta"),
-        torch.empty(documents, kv_heads, longest_k, head_dim, dtype=k.dtype, device="meta"),
+    longest_q = min(documents.max_seqlen_q, total_q)  # any number may be given
+    longest_k = min(documents.max_seqlen_k, total_k)
+    return (
+        q.as_strided((batch, heads, longest_q, head_dim), (0, 0, 0, 0)),
+        k.as_strided((batch, kv_heads, longest_k, head_dim), (0, 0, 0, 0)),
     )
 
 
@@ -133,16 +129,14 @@ def triton_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor,
     q, k, v = within_reach(q), within_reach(k), within_reach(v)
     is_dense = call.lists is None and call.documents is None
     rows = rows_of_groups(q, k, call.is_causal) if is_dense else q
-    tma = describable(k, v) if call.documents is not None else describable(rows, k, v)
-    like_q, like_k = _lengths_of(rows, k, call)
+    if call.documents is None:
+        like_q, like_k = rows, k
+        tma = describable(rows, k, v)
+    else:
+        like_q, like_k = _like_documents(q, k, call.documents)
+        tma = describable(k, v)
     chosen = kernel_config(
-        "forward",
-        like_q,
-        like_k,
-        call.config,
-        is_causal=call.is_causal,
-        capability=_capability(q),
-        tma=tma,
+        "forward", like_q, like_k, call.config, is_causal=call.is_causal, tma=tma
     )
     if call.lists is not None:
         chosen = fit_to_blocks(chosen, call.lists.block_size)
@@ -173,16 +167,16 @@ def triton_backward(saved: Saved, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     saved = Saved(*map(within_reach, saved))
     q, k, v, output, lse, grad_output, grad_lse = saved
     # TMA reads the gradient as it is or copied: autograd expands sums, to strides of 0.
-    copied = not describable(grad_output) and rows_are_aligned(grad_output)
-    tma = describable(q, k, v) and (copied or describable(grad_output))
-    like_q, like_k = _lengths_of(q, k, call)
-    options: dict[str, Any] = {
-        "is_causal": call.is_causal,
-        "capability": _capability(q),
-        "tma": tma,
-    }
+    as_it_is = describable(grad_output)
+    copied = not as_it_is and rows_are_aligned(grad_output)
+    tma = describable(q, k, v) and (as_it_is or copied)
+    like_q, like_k = q, k
+    if call.documents is not None:
+        like_q, like_k = _like_documents(q, k, call.documents)
     configs = {
-        f"{kernel}_config": kernel_config(kernel, like_q, like_k, call.config, **options)
+        f"{kernel}_config": kernel_config(
+            kernel, like_q, like_k, call.config, is_causal=call.is_causal, tma=tma
+        )
         for kernel in ("dkdv", "dq")
     }
     if call.lists is not None:

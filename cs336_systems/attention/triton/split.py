@@ -37,7 +37,6 @@ from cs336_systems.attention.triton.launch import (
     described,
     empty,
     empty_results,
-    grid_of,
     heads_together,
     launch,
     num_tiles,
@@ -233,7 +232,7 @@ def launch_split_forward(
     parts = empty((num_parts * lse.numel() * (q.shape[-1] + 2),), torch.float32, q.device)
     rows = rows_of_groups(q, k, is_causal)
     batch, heads, num_queries, head_dim = rows.shape
-    (num_programs,) = grid_of(config, rows, k)
+    num_programs = num_tiles(num_queries, config.query_tile) * batch * heads
     tiling = tile_options(config, head_dim)
     with stage("forward"):
         launch(

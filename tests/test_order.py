@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 
 from cs336_systems.attention.hopper.division import MULTIPROCESSORS, START_STEPS
-from cs336_systems.attention.hopper.order import COST_OF_DOUBLING, Walks, heads_at_a_time
+from cs336_systems.attention.tiles import choice
+from cs336_systems.attention.tiles.choice import COST_OF_DOUBLING, Walks
+
+heads_at_a_time = partial(choice.heads_at_a_time, start_steps=START_STEPS, places=MULTIPROCESSORS)
 
 
 def simulated(steps: list[int], heads: int, together: int) -> float:
@@ -65,7 +69,7 @@ def test_no_order_ends_much_sooner(call: str) -> None:
 
 
 def test_heads_one_at_a_time_leave_multiprocessors_waiting() -> None:
-    """The example of the module's docstring."""
+    """The example of the module."""
     steps = [8 * blocks for blocks in Walks(64, 64).blocks()]
     assert simulated(steps, 8, 1) == pytest.approx(1.23, abs=0.01)
     assert simulated(steps, 8, 2) == pytest.approx(1.01, abs=0.01)
@@ -73,9 +77,7 @@ def test_heads_one_at_a_time_leave_multiprocessors_waiting() -> None:
 
 def test_long_calls_keep_the_heads_that_fit() -> None:
     for fitting in (1, 3, 64):
-        chosen = heads_at_a_time(
-            Walks(256, 256), heads=32, fitting=fitting, block_steps=2, places=MULTIPROCESSORS
-        )
+        chosen = heads_at_a_time(Walks(256, 256), heads=32, fitting=fitting, block_steps=2)
         assert chosen == min(fitting, 32)
 
 
@@ -93,9 +95,7 @@ def test_walks_of_documents() -> None:
 def test_packed_documents_of_few_heads_are_taken_together(group: int) -> None:
     """35 documents, the longest of 24 tiles: the last one's walks would start late."""
     walks = Walks(24, 24, 35, 128)
-    chosen = heads_at_a_time(
-        walks, heads=8, fitting=10 // group, block_steps=2 * group, places=MULTIPROCESSORS
-    )
+    chosen = heads_at_a_time(walks, heads=8, fitting=10 // group, block_steps=2 * group)
     assert chosen == 8
 
 
