@@ -1,6 +1,7 @@
 """FLOPs and bytes in closed form: attention from its exact mask area, models from their shapes.
 
-Pure functions of the dataclasses in `config.py`; nothing is measured here. A matmul of (m, k) by
+Pure functions of the dataclasses in `config.py`; nothing is measured here. MFU, the share of a
+GPU's peak, is `model_flops` over time and peak (`analysis/predictor.py`). A matmul of (m, k) by
 (k, n) is 2·m·k·n FLOPs, and FLOPs of softmax, norms and other pointwise work are not counted.
 Usage:
 

@@ -547,7 +547,7 @@ def test_lists_are_walked_whole_and_the_protocol_ends(head_dim, block_size, orde
             (head, tile): listed_walk(launch, mask, head, tile)
             for head, tile in product(range(3), range(launch.num_tiles))
         }
-        tiles, key_tile = mask._tile_map().tiles, launch.schedule.key_tile
+        tiles, key_tile = mask.lists.tile_map().tiles, launch.schedule.key_tile
         for (head, tile), walk in walks.items():
             row = tiles[0, head % mask_heads, first_query(launch, tile) // block_size[0]].tolist()
             parts = [

@@ -1,5 +1,7 @@
 """Attention's back ends: which run on this machine, and which one `auto` takes.
 
+A block mask that is dense, or long documents, has left for these kernels before (`api.py`).
+
 available_backends()     # {"triton": "ok", "compiled": "no C++ compiler", ...}
 explain_backend(q, k)    # ("hopper", "hopper is the fastest of ours at head_dim 64 from ...")
 refuse_hopper(q)         # ValueError with the reason if the Hopper kernels cannot attend q

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, causal_area
 from cs336_systems.attention.call import Call
-from cs336_systems.attention.masks.block_mask import BlockMask
+from cs336_systems.attention.masks.tiles import count_attended
 
 
 def count_flops(name: str, call_of: Callable[[tuple[Any, ...]], Call]) -> None:
@@ -64,8 +64,9 @@ def _attended_pairs(q: Tensor, k: Tensor, call: Call) -> int:
     batch_heads = q.shape[0] * q.shape[1]
     lengths = q.shape[2], k.shape[2]
     if call.lists is not None:
-        mask = BlockMask(lists=call.lists, block_size=call.lists.block_size, seq_lengths=lengths)
-        return mask.num_attended * batch_heads // (mask.shape[0] * mask.shape[1])
+        batch, heads = call.lists.kv_num_blocks.shape[:2]
+        attended = count_attended(call.lists.tile_map(), call.lists.block_size)
+        return attended * batch_heads // (batch * heads)
     if call.mask is not None:
         return int(call.mask.sum()) * batch_heads // (call.mask.shape[0] * call.mask.shape[1])
     return batch_heads * _area(*lengths, call.is_causal)

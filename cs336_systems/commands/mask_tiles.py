@@ -124,7 +124,7 @@ def picture(mask: BlockMask) -> list[str]:
     """
     from cs336_systems.attention.masks.tiles import DEAD, FULL
 
-    tiles = mask._tile_map().tiles[0, 0]
+    tiles = mask.lists.tile_map().tiles[0, 0]
     if max(tiles.shape) > LARGEST_PICTURE:
         return []
     marks = {DEAD: "·", FULL: "█"}  # any other number is the pattern of a partial tile

@@ -48,12 +48,10 @@ from cs336_systems.attention.checks import (
 )
 from cs336_systems.attention.masks import patterns
 from cs336_systems.attention.masks.tiles import (
-    DEAD,
     FULL,
     BlockSize,
     Plane,
     TileLists,
-    TileMap,
     check_block_size,
     combine,
     count_attended,
@@ -676,7 +674,7 @@ class BlockMask:
         # as many pairs as a causal mask: are they the same ones?
         plane = Plane((1, 1), self.seq_lengths, self.block_size)
         causal = patterns.band(plane, [torch.empty(0, device=self.device)], 0, queries + keys, 0)
-        common = combine(self._tile_map(), causal, self.block_size, either=False)
+        common = combine(self.lists.tile_map(), causal, self.block_size, either=False)
         return "causal" if count_attended(common, self.block_size) == attended else None
 
     # What a mask is like
@@ -714,7 +712,7 @@ class BlockMask:
     @property
     def num_attended(self) -> int:
         """Exact number of attended (query, key) pairs over all batch entries and heads."""
-        return count_attended(self._tile_map(), self.block_size)
+        return count_attended(self.lists.tile_map(), self.block_size)
 
     @property
     def density(self) -> float:
@@ -828,7 +826,9 @@ class BlockMask:
             right if left == 1 else left for left, right in zip(self.shape[:2], other.shape[:2])
         ]
         plane = _plane(leading, self.seq_lengths, self.block_size)
-        mask = self._make("combined", plane, [*self._tile_map(), *other._tile_map()], either)
+        mask = self._make(
+            "combined", plane, [*self.lists.tile_map(), *other.lists.tile_map()], either
+        )
         if not either:  # causal documents, of the batch entries that have them
             for documents, rest in ((self, other), (other, self)):
                 packed, same = documents.packed_form, leading == list(documents.shape[:2])
@@ -845,31 +845,12 @@ class BlockMask:
             f"full={self.num_full}, partial={self.num_partial}, dead={self.num_dead})"
         )
 
-    def _tile_map(self) -> TileMap:
-        """Return the TileMap that the lists were made of."""
-        lists, columns = self.lists, self.lists.q_num_blocks.shape[2]
-        # one column more than there are, for the slots behind a list's end
-        tiles = lists.kv_indices.new_full((*lists.kv_num_blocks.shape, columns + 1), DEAD)
-        for counts, indices, values in (
-            (lists.kv_num_blocks, lists.kv_indices, lists.kv_tokens),
-            (
-                lists.full_kv_num_blocks,
-                lists.full_kv_indices,
-                torch.full_like(lists.full_kv_indices, FULL),
-            ),
-        ):
-            slots = torch.arange(indices.shape[3], device=self.device)
-            tiles = tiles.scatter(
-                3, torch.where(slots < counts[..., None], indices, columns).long(), values
-            )
-        return TileMap(tiles[..., :columns], lists.token_bits)
-
     def _pattern_map(self) -> tuple[Int[Tensor, "b h query_blocks key_blocks"], Tensor]:
         """Return the number of each tile's pattern, int64, and the bits of all patterns.
 
         Dead and full tiles have patterns too: the last but one, all 0, and the last, all 1.
         """
-        tiles, token_bits = self._tile_map()
+        tiles, token_bits = self.lists.tile_map()
         token_bits = torch.cat(
             [token_bits, torch.zeros_like(token_bits[:1]), torch.full_like(token_bits[:1], -1)]
         )

@@ -64,6 +64,21 @@ class TileLists(NamedTuple):
         """
         return self.token_bits.shape[1], self.token_bits.shape[2] * BITS
 
+    def tile_map(self) -> TileMap:
+        """Return the TileMap that the lists were made of."""
+        columns, device = self.q_num_blocks.shape[2], self.kv_num_blocks.device
+        # one column more than there are, for the slots behind a list's end
+        tiles = self.kv_indices.new_full((*self.kv_num_blocks.shape, columns + 1), DEAD)
+        full = torch.full_like(self.full_kv_indices, FULL)
+        for counts, indices, values in (
+            (self.kv_num_blocks, self.kv_indices, self.kv_tokens),
+            (self.full_kv_num_blocks, self.full_kv_indices, full),
+        ):
+            slots = torch.arange(indices.shape[3], device=device)
+            places = torch.where(slots < counts[..., None], indices, columns).long()
+            tiles = tiles.scatter(3, places, values)
+        return TileMap(tiles[..., :columns], self.token_bits)
+
 
 class Plane(NamedTuple):
     """The size of a mask and its tiles: a (queries, keys) plane for each batch entry and head."""
