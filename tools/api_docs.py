@@ -361,7 +361,7 @@ def draw(mask: BlockMask) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="192" viewBox="-1 -1 {keys + 2} {queries + 2}">'
     ]
     parts.append(f'<rect x="-1" y="-1" width="{keys + 2}" height="{queries + 2}" fill="#fff"/>')
-    live = (mask._tile_map().tiles[0, 0] != DEAD).nonzero().tolist()
+    live = (mask.lists.tile_map().tiles[0, 0] != DEAD).nonzero().tolist()
     corners = [(column * columns, line * rows) for line, column in live]
     tiles = "".join(f"M{x} {y}h{columns}v{rows}h-{columns}z" for x, y in corners)
     parts.append(f'<path d="{tiles}" fill="#ddd"/>')
