@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from cs336_systems.attention import api, flash_attention
 from cs336_systems.attention.api import attend_documents
@@ -157,11 +158,33 @@ def test_other_back_ends_attend_the_mask() -> None:
     assert torch.equal(flash_attention(q, k, v, block_mask=mask), expected)
 
 
-def test_the_compiler_takes_a_mask_of_documents_whole(triton_serves_packed) -> None:
-    """The form is that of the mask it is given, and no graph breaks."""
-    mask = BlockMask.document(LENGTHS, block_size=64, device=DEVICE)
+def test_the_compiler_walks_the_lists_and_compiles_once(triton_serves_packed) -> None:
+    """Documents are values: guards on their lengths compiled anew for each mask, and under
+    `fullgraph` the second one raised. Writes into the lists went unnoticed.
+    """
     q, k, v = (torch.randn(1, 1, 128, 16, device=DEVICE) for _ in range(3))
+    counter = CompileCounter()
     compiled = torch.compile(
-        lambda *inputs: flash_attention(*inputs, block_mask=mask), backend="eager", fullgraph=True
-    )
-    assert torch.equal(compiled(q, k, v), flash_attention(q, k, v, block_mask=mask))
+        lambda q, k, v, mask: flash_attention(q, k, v, block_mask=mask),
+        backend=counter, fullgraph=True,
+    )  # fmt: skip
+    for lengths in (LENGTHS, (60, 68), (50, 40, 38), (128 - 17, 17)):
+        mask = BlockMask.document(lengths, block_size=64, device=DEVICE)
+        assert mask.packed_form is not None
+        expected = flash_attention(q, k, v, block_mask=mask, backend="reference")
+        torch.testing.assert_close(compiled(q, k, v, mask), expected)
+    assert counter.frame_count <= 2  # the second for lists of another width
+    mask.lists.token_bits.zero_()
+    expected = flash_attention(q, k, v, block_mask=mask, backend="reference")
+    torch.testing.assert_close(compiled(q, k, v, mask), expected)
+
+
+def test_forms_of_a_file_are_those_of_its_lists() -> None:
+    """A window that said it was full, or two documents, was attended as such."""
+    window = BlockMask.sliding_window(128, window=9, block_size=64)
+    state = window.__getstate__()
+    loaded = BlockMask.__new__(BlockMask)
+    loaded.__setstate__(state | {"dense_form": "full"})
+    assert loaded.dense_form is None
+    with pytest.raises(ValueError, match="must be that of the lists"):
+        BlockMask.__new__(BlockMask).__setstate__(state | {"packed_form": ((100, 28), False)})

@@ -91,6 +91,17 @@ def test_walks_of_documents() -> None:
         assert walks.number == len(walks.blocks())
 
 
+def test_more_keys_than_queries_leave_walks_empty() -> None:
+    """Walks past the diagonal had less than no blocks, and a call of 64 queries on 448 keys had no
+    steps at all: ZeroDivisionError.
+    """
+    assert Walks(3, 1).blocks() == [1, 0, 0]
+    for tiles in range(1, 20):
+        for longest in range(1, 20):
+            walks = Walks(tiles, longest)
+            assert 1 <= heads_at_a_time(walks, heads=4, fitting=1, block_steps=1) <= 4
+
+
 @pytest.mark.parametrize("group", [1, 4])
 def test_packed_documents_of_few_heads_are_taken_together(group: int) -> None:
     """35 documents, the longest of 24 tiles: the last one's walks would start late."""

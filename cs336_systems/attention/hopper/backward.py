@@ -1014,10 +1014,10 @@ def hopper_packed_backward(
     fitting = _heads_that_fit(q, group, longest_rows, L2_SHARE_BYTES)
     heads_together = min(fitting, kv_heads)
     if is_causal:
-        longest_keys = num_tiles(max(1, min(max_seqlen_k, num_keys)), key_tile)
-        all_tiles = num_tiles(num_keys, key_tile)
+        blocks = longest_rows // key_tile
+        seen = min(blocks, num_tiles(max(1, min(max_seqlen_k, num_keys)), key_tile))
         heads_together = heads_at_a_time(
-            Walks(longest_keys, longest_rows // key_tile, num_documents, all_tiles),
+            Walks(seen, blocks, num_documents, num_tiles(num_keys, key_tile)),
             heads=kv_heads,
             fitting=fitting,
             block_steps=group * key_tile // query_tile,

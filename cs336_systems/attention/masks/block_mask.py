@@ -229,13 +229,16 @@ class BlockMask:
             object.__setattr__(self, name, state[name])
         object.__setattr__(self, "_found", None)
         self.__post_init__()
+        if self.device.type == "meta" or torch.compiler.is_compiling():
+            return
+        dense = None if state["dense_form"] is None else self._find_dense_form()
         packed = None
-        if (
-            state.get("packed_form") is not None
-        ):  # kernels would read past the ends of false lengths
+        if state.get("packed_form") is not None:
             lengths, is_causal = state["packed_form"]
             packed = self._packed_form(check_document_lengths(lengths), bool(is_causal))
-        self._remember_forms(state["dense_form"], packed)
+            if packed is not None and not self._has_documents(packed):
+                raise ValueError("packed_form must be that of the lists, got other documents")
+        self._remember_forms(dense, packed)
 
     # Constructors
 
@@ -594,9 +597,12 @@ class BlockMask:
 
         The dense kernels then serve it. Constructors find the form, but not under torch.compile,
         which knows no values. It is None for lists that were put together by hand, or that have
-        been written into since.
+        been written into since. A compiled function does not notice writes.
         """
-        return self._found[0] if self._found is not None and self._is_as_found() else None
+        # torch.compile guards the fields that it has read of a mask, and does not know versions.
+        if torch.compiler.is_compiling() or self._is_as_found():
+            return None if self._found is None else self._found[0]
+        return None
 
     @property
     def packed_form(self) -> PackedForm | None:
@@ -604,16 +610,15 @@ class BlockMask:
 
         `document` finds the form, of consecutive documents of at least MIN_PACKED_LENGTH tokens on
         weighted average, and `&` with a causal mask keeps it. It is None in the cases in which
-        `dense_form` is.
+        `dense_form` is, and under torch.compile, which would compile anew for other documents.
         """
-        return self._found[1] if self._found is not None and self._is_as_found() else None
+        if torch.compiler.is_compiling() or not self._is_as_found():
+            return None
+        return None if self._found is None else self._found[1]
 
     def _is_as_found(self) -> bool:
         """Return whether the lists are those that the forms were found for."""
-        # torch.compile guards the fields that it has read of a mask, and does not know versions.
-        return torch.compiler.is_compiling() or (
-            self._found is not None and self._found[2] == self._versions()
-        )
+        return self._found is not None and self._found[2] == self._versions()
 
     def _remember_forms(self, dense: DenseForm | None, packed: PackedForm | None) -> None:
         """Note the forms of the lists as they are now; nothing under torch.compile."""
@@ -637,6 +642,14 @@ class BlockMask:
             return None
         ends = torch.tensor((0, *lengths)).cumsum(0).to(self.device, torch.int32)
         return PackedForm(tuple(lengths), is_causal, ends)
+
+    def _has_documents(self, packed: PackedForm) -> bool:
+        """Return whether the lists are those of these documents."""
+        batch, heads, tokens, _ = self.shape
+        numbers = torch.arange(len(packed.lengths)).repeat_interleave(torch.tensor(packed.lengths))
+        ids = numbers.view(batch, tokens).to(self.device)
+        same = BlockMask.document(ids=ids, is_causal=packed.is_causal, block_size=self.block_size)
+        return heads == 1 and all(map(torch.equal, same.lists, self.lists))
 
     def _versions(self) -> tuple[int, ...]:
         """Return how often each list has been written into, as autograd counts it."""

@@ -449,7 +449,8 @@ class Walks(NamedTuple):
     def blocks(self) -> list[int]:
         """Return the blocks of each walk, in the order in which programs take them."""
         other = range(self.other_tiles, 0, -1)
-        return [*other] * (self.documents - 1) + [self.longest - tile for tile in range(self.tiles)]
+        own = [max(0, self.longest - tile) for tile in range(self.tiles)]
+        return [*other] * (self.documents - 1) + own
 
 
 @lru_cache(maxsize=4096)

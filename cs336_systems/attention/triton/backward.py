@@ -443,7 +443,8 @@ def launch_backward(
 
     # dK, dV: a program for each tile of keys of each key head
     tile, step = dkdv_config.key_tile, dkdv_config.query_tile
-    walks = Walks(num_tiles(num_keys, tile), num_tiles(num_queries, tile)) if is_causal else None
+    seen = num_tiles(min(num_keys, num_queries), tile)  # the others' walks are empty
+    walks = Walks(seen, num_tiles(num_queries, tile)) if is_causal else None
     together = heads_together(
         batch * kv_heads, q, group, share, walks=walks, block_steps=group * tile / step
     )
