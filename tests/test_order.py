@@ -6,10 +6,13 @@ import math
 from functools import partial
 
 import pytest
+import torch
 
+from cs336_systems.attention import flash_attention
 from cs336_systems.attention.hopper.division import MULTIPROCESSORS, START_STEPS
 from cs336_systems.attention.tiles import choice
 from cs336_systems.attention.tiles.choice import COST_OF_DOUBLING, Walks
+from cs336_systems.attention.triton import launch
 
 heads_at_a_time = partial(choice.heads_at_a_time, start_steps=START_STEPS, places=MULTIPROCESSORS)
 
@@ -100,6 +103,18 @@ def test_more_keys_than_queries_leave_walks_empty() -> None:
         for longest in range(1, 20):
             walks = Walks(tiles, longest)
             assert 1 <= heads_at_a_time(walks, heads=4, fitting=1, block_steps=1) <= 4
+
+
+def test_causal_keys_behind_the_queries_are_counted_as_no_walks(monkeypatch) -> None:
+    """64 queries on 448 keys divided by their zero steps, where a GPU counts multiprocessors."""
+    monkeypatch.setattr(launch, "num_multiprocessors", lambda _: MULTIPROCESSORS)
+    q, k = torch.randn(1, 2, 64, 16, requires_grad=True), torch.randn(1, 2, 448, 16)
+    results = [
+        flash_attention(q, k, k, is_causal=True, backend=backend)
+        for backend in ("triton", "reference")
+    ]
+    grad, expected = (torch.autograd.grad(x.square().sum(), q)[0] for x in results)
+    torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("group", [1, 4])
