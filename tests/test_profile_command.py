@@ -98,7 +98,7 @@ def test_a_model_is_profiled(tmp_path: Path) -> None:
 
 def test_an_attention_shape_is_profiled_without_what_prepares_it(tmp_path: Path) -> None:
     printed, path = profiled(
-        tmp_path, "1x2x64x32", "--mode", "backward", "--device", "cpu", "--steps", "2"
+        tmp_path, "1x2x512x32", "--mode", "backward", "--device", "cpu", "--steps", "2"
     )
     trace = trace_of(read_events(path))
     assert "2 steps:" in printed and "aten::_softmax_backward_data" in printed
