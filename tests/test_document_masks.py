@@ -76,6 +76,19 @@ def test_written_lists_lose_the_documents_in_copies_too() -> None:
     assert mask.packed_form is None and copy.deepcopy(mask).packed_form is None
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, (64, 64), (128,), (5, 60, 63)])
+def test_documents_made_causal_can_be_copied(lengths: tuple[int, ...]) -> None:
+    """Their lists number patterns in another order than those of causal documents: a copy raised."""
+    documents, causal = (
+        BlockMask.document(lengths, block_size=64),
+        BlockMask.causal(128, block_size=64),
+    )
+    for mask in (documents & causal, causal & documents):
+        same = copy.deepcopy(mask)
+        assert torch.equal(same.to_dense(), mask.to_dense())
+        assert (same.packed_form is None) == (mask.packed_form is None)
+
+
 def test_a_loaded_mask_has_documents_that_fit_it() -> None:
     """Kernels read where boundaries say: a file with others is refused."""
     mask, file = BlockMask.document(LENGTHS, block_size=64), io.BytesIO()

@@ -229,7 +229,8 @@ class BlockMask:
             object.__setattr__(self, name, state[name])
         object.__setattr__(self, "_found", None)
         self.__post_init__()
-        if self.device.type == "meta" or torch.compiler.is_compiling():
+        if self.device.type == "meta" or torch.compiler.is_compiling():  # no values to check it by
+            self._remember_forms(state["dense_form"], None)
             return
         dense = None if state["dense_form"] is None else self._find_dense_form()
         packed = None
@@ -644,12 +645,17 @@ class BlockMask:
         return PackedForm(tuple(lengths), is_causal, ends)
 
     def _has_documents(self, packed: PackedForm) -> bool:
-        """Return whether the lists are those of these documents."""
+        """Return whether the mask attends the pairs of these documents, and no other."""
         batch, heads, tokens, _ = self.shape
+        if heads != 1:
+            return False
         numbers = torch.arange(len(packed.lengths)).repeat_interleave(torch.tensor(packed.lengths))
         ids = numbers.view(batch, tokens).to(self.device)
         same = BlockMask.document(ids=ids, is_causal=packed.is_causal, block_size=self.block_size)
-        return heads == 1 and all(map(torch.equal, same.lists, self.lists))
+        # their lists may number equal patterns in another order
+        maps = self.lists.tile_map(), same.lists.tile_map()
+        common = count_attended(combine(*maps, self.block_size, either=False), self.block_size)
+        return common == self.num_attended == same.num_attended
 
     def _versions(self) -> tuple[int, ...]:
         """Return how often each list has been written into, as autograd counts it."""
