@@ -44,7 +44,7 @@ from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.loss_scale import LossScaler
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
-from cs336_systems.distributed.spawn import run_ranks
+from cs336_systems.distributed.spawn import is_from_gloo, run_ranks
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from tests.module_kinds import KINDS, Kind, Net, double
 from tests.sharding_models import RaiseInBackward, whole
@@ -585,7 +585,7 @@ def make(rank: int, num_ranks: int, cases: list[Case]) -> list[Outcome]:
         try:
             dist.all_gather_object(everyone, outcome)
         except RuntimeError as error:
-            if "gloo/" in (said := outcome.refusal or outcome.failure):
+            if is_from_gloo(said := outcome.refusal or outcome.failure):
                 raise  # it waited for the other rank, whose own account is to be told
             raise AssertionError(f"{outcome}: ranks parted; this one: {said}") from error
         failures = [

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -283,6 +284,25 @@ def test_a_rank_that_has_returned_is_named_when_the_others_time_out():
     """Nothing was said of it: all that was told is that rank 0 waited."""
     with pytest.raises(RankError, match=r"(?s)rank [02] of 3 failed:.*has returned: rank 1\.$"):
         run_ranks(leave_early, 3, timeout_s=3)
+
+
+def lose_a_rank(rank: int, num_ranks: int) -> None:
+    sent = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(3 if rank == 0 else 0)]
+    if rank == 1:
+        time.sleep(2)  # rank 0 fails in the meantime, after twice the time-out at most
+        raise KeyError("planted")
+    for work in sent[:-1]:
+        with suppress(RuntimeError):
+            work.wait()
+    sent[-1].wait()  # "Application timeout caused pair closure"
+
+
+def test_a_closed_pair_is_a_consequence_of_another_ranks_failure():
+    """gloo's error for a second message to the same rank names no file of gloo's: it was told in
+    place of the other rank's own error.
+    """
+    with pytest.raises(RankError, match="rank 1 of 2 failed: KeyError: 'planted'"):
+        run_ranks(lose_a_rank, 2, timeout_s=0.5)
 
 
 REASONS = {

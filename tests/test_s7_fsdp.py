@@ -555,7 +555,7 @@ def test_D6_ranks_that_part_after_the_first_steps_are_told_where(widths, order):
     with pytest.raises(
         RankError, match="all ranks must run the same modules in the same order: rank .* 'layers."
     ) as caught:
-        run_ranks(part_in_the_fifth_step, 2, widths, order, timeout_s=20)
+        run_ranks(part_in_the_fifth_step, 2, widths, order, timeout_s=10)
     assert caught.value.error_type == "RuntimeError"
 
 

@@ -239,6 +239,14 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
+def is_from_gloo(message: str) -> bool:
+    """Return whether an error's message is gloo's, so that another rank was lost.
+
+    gloo names its source file, or, if another message to the same rank timed out, a closed pair.
+    """
+    return "gloo/" in message or "pair closure" in message
+
+
 def _describe(error: BaseException) -> dict[str, Any]:
     """Return what the parent needs to know of a failure, as JSON can hold it.
 
@@ -249,9 +257,9 @@ def _describe(error: BaseException) -> dict[str, Any]:
     # format_exception_only also works if str(error) raises
     shown = "".join(traceback.format_exception_only(error)).strip()[:MOST_SHOWN]
     reason = shown.partition(": ")[2]
-    # gloo raises plain RuntimeErrors that name its source file; other transports have a class
+    # gloo raises plain RuntimeErrors; other transports have a class
     is_consequence = isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo/" in reason
+        isinstance(error, RuntimeError) and is_from_gloo(reason)
     )
     line = shown.splitlines()[0]  # the first line alone fits into a table
     text = f"failed: {line}\n" + "".join(traceback.format_exception(error)).rstrip()[:MOST_SHOWN]

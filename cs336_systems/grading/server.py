@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.device import interpret_kernels
+from cs336_systems.distributed.spawn import is_from_gloo
 from cs336_systems.grading.counting import count_messages
 from cs336_systems.grading.outcomes import is_under_test, outcome_of_death, outcome_of_error
 from cs336_systems.grading.project import load_adapters
@@ -144,8 +145,7 @@ def wait_for(
     # Choose the first failure; ranks that only lost a connection come last.
     bad = [outcome for outcome in outcomes if outcome["status"] != "passed"]
     if bad:
-        # gloo loses a connection when another rank ends.
-        return min(bad, key=lambda outcome: ("gloo/" in outcome["message"], outcome["when"]))
+        return min(bad, key=lambda outcome: (is_from_gloo(outcome["message"]), outcome["when"]))
     if timed_out:
         message = f"{HUNG} after {time_limit_s:g} s{places}"
         return {"status": "failed", "message": message, "detail": detail}

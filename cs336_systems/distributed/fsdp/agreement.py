@@ -156,13 +156,15 @@ class Agreement:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Explain a transport's error: raise RuntimeError from it if ranks sent different messages.
+        """Explain a collective's error: raise RuntimeError from it if ranks sent other messages.
 
-        Otherwise add a note with this rank's last message. Other errors pass unchanged.
+        Otherwise add a note with this rank's last message. What the transport says of a rank that
+        does not answer is a RuntimeError in many words. Other errors pass unchanged, and so does a
+        lack of memory.
         """
-        if error is None or self._is_told or not self._recent:
+        if self._is_told or not self._recent:
             return
-        if not (isinstance(error, dist.DistError) or "gloo/" in str(error)):
+        if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
             return
         self._is_told = True
         if (difference := self._difference(self._exchange())) is not None:
