@@ -341,7 +341,7 @@ Edit = Callable[[dict[str, Any], dict[str, Any]], object]
 HOSTILE: list[tuple[Edit, str]] = [
     (
         lambda content, weight: weight.update(chunks=[]),
-        "its chunks of 'model.used.weight' have 0 rows, and its",
+        "its chunks of 'model.used.weight' have 0 elements, and its",
     ),
     (
         lambda content, weight: weight["chunks"][0].update(file="../../secret"),
@@ -356,14 +356,22 @@ HOSTILE: list[tuple[Edit, str]] = [
         "rank-0.bin has not the bytes of 'model.used.we",
     ),
     (
-        lambda content, weight: weight["chunks"][0].update(rows=2**40, length=20 * 2**40),
-        "has not the bytes of",
+        lambda content, weight: weight["chunks"][0].update(sizes=[2**40, 5], length=20 * 2**40),
+        r"a chunk of 'model.used.weight' lies outside of its shape \(5, 5\)",
+    ),
+    (
+        lambda content, weight: weight["chunks"][0].update(sizes=[25], starts=[0]),
+        "lies outside of its shape",
+    ),
+    (
+        lambda content, weight: weight["chunks"].append(weight["chunks"][0]),
+        "two chunks of 'model.used.weight' overlap",
     ),
     (lambda content, weight: weight.update(dtype="float64"), "has not the bytes of"),
     (lambda content, weight: weight.update(size=[-1, 5]), r"Expected `int` >= 0 - at .*size"),
     (lambda content, weight: weight.update(size="x"), "is damaged: "),
     (
-        lambda content, weight: weight["chunks"][0].update(rows=4.0),
+        lambda content, weight: weight["chunks"][0].update(sizes=[4.0, 5]),
         "is damaged: Expected `int`, got `float`",
     ),
     (
@@ -386,6 +394,27 @@ HOSTILE: list[tuple[Edit, str]] = [
         for name in ("tensors", "step", "position", "num_ranks", "optimizer")
     ),
 ]
+
+
+def test_a_checkpoint_of_the_format_before_is_read(tmp_path):
+    """Its chunks are rows, by "first" and "rows"."""
+    saved = seeded(gated, 0)
+    path = save_checkpoint(tmp_path, 1, saved)
+    content = content_of(path)
+    for entry in content["tensors"].values():
+        for chunk in entry["chunks"]:
+            starts, sizes = chunk.pop("starts"), chunk.pop("sizes")
+            chunk |= {"first": starts[0] if starts else 0, "rows": sizes[0] if sizes else 1}
+    index = json.loads((path / "index.json").read_text())
+    write_index(path / "index.json", content)
+    sealed = json.loads((path / "index.json").read_text())
+    (path / "index.json").write_text(json.dumps({**sealed, "format": 3}))
+    assert index["format"] == 4
+
+    model = seeded(gated, 1)
+    load_checkpoint(path, model)
+    for name, value in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
 
 
 def test_damaged_and_hostile_checkpoints_are_refused_and_nothing_of_them_runs(tmp_path):
@@ -420,7 +449,7 @@ def test_damaged_and_hostile_checkpoints_are_refused_and_nothing_of_them_runs(tm
     refused(cut, "index.json is damaged: rank-0.bin has not the bytes of .*: it is cut off")
     old = copy("old")
     (old / "index.json").write_text('{"format": 1, "tensors": {}}')
-    refused(old, "it has format 1, this code reads 3")
+    refused(old, "it has format 1, this code reads 3 and 4")
     for number, text in enumerate(("[]", '{"format": 3, "crc', "[" * 100_000)):
         path = copy(f"text-{number}")
         (path / "index.json").write_text(text)

@@ -841,7 +841,7 @@ def test_D16_optimizers_that_would_move_no_rows_or_move_them_wrongly_are_refused
     wrapped(torch.ones(2, 4)).sum().backward()
     wrapped.finish_gradient_synchronization()
     with pytest.raises(
-        ValueError, match="parameters from before FSDP cut them: build it after wrapping"
+        ValueError, match="parameters from before FSDP or apply_tensor_parallel cut them"
     ):
         before.step()
     optimizer = torch.optim.Adafactor(wrapped.parameters())

@@ -154,6 +154,41 @@ def test_the_rate_warms_up_and_falls_to_the_last():
         ),
         (
             TrainingConfig,
+            {"wrapper": "zero1", "num_ranks": 2, "tensor_parallel": 2},
+            "TrainingConfig.wrapper must be another one for tensor_parallel",
+        ),
+        (
+            TrainingConfig,
+            {"wrapper": "fsdp", "num_ranks": 4, "tensor_parallel": 3},
+            "TrainingConfig.tensor_parallel must be a divisor of 4 ranks, got 3",
+        ),
+        (
+            TrainingConfig,
+            {"num_ranks": 8, "tensor_parallel": 8},
+            "TrainingConfig.tensor_parallel must be a divisor of 4 heads and d_ff 384, got 8",
+        ),
+        (
+            TrainingConfig,
+            {"wrapper": "fsdp", "num_ranks": 4, "tensor_parallel": 2, "context_parallel": 2},
+            "TrainingConfig.tensor_parallel must be 1 with context_parallel 2",
+        ),
+        (
+            TrainingConfig,
+            {"sequence_parallel": True},
+            "TrainingConfig.sequence_parallel must be False without tensor_parallel",
+        ),
+        (
+            TrainingConfig,
+            {"wrapper": "overlap", "num_ranks": 4, "replicas": 2},
+            "TrainingConfig.replicas must be 1 without the wrapper fsdp",
+        ),
+        (
+            TrainingConfig,
+            {"wrapper": "fsdp", "num_ranks": 4, "replicas": 3},
+            "TrainingConfig.replicas must be 1 .* else a divisor of 4 ranks, got 3",
+        ),
+        (
+            TrainingConfig,
             {"learning_rate": math.nan},
             "learning_rate must be finite and not negative, got nan",
         ),

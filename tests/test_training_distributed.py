@@ -127,6 +127,64 @@ def test_a_run_saved_by_two_ranks_goes_on_in_one_process(results, alone, runs):
     assert len(resumed.sample) > 10
 
 
+MESHES: dict[str, dict[str, Any]] = {
+    "tensor": {"wrapper": "none", "num_ranks": 2, "tensor_parallel": 2},
+    "overlap x tensor": {"wrapper": "overlap", "tensor_parallel": 2},
+    "sharded-optimizer x sequence": {
+        "wrapper": "sharded-optimizer",
+        "tensor_parallel": 2,
+        "sequence_parallel": True,
+    },
+    "fsdp x tensor": {"wrapper": "fsdp", "tensor_parallel": 2, "accumulation": 2},
+    "replicas x fsdp": {"wrapper": "fsdp", "replicas": 2},
+    "half fsdp x sequence": {
+        "wrapper": "fsdp",
+        "tensor_parallel": 2,
+        "sequence_parallel": True,
+        "precision": Precision(autocast="float16"),
+    },
+}
+
+
+def on_meshes(rank: int, num_ranks: int, out: str) -> dict[str, TrainingResult]:
+    """Each mesh of four ranks, and then a run that each mesh goes on with after the one before."""
+    found = {
+        name: train(
+            replace(SHORT, **{"num_ranks": 4, **fields}), RunOptions(log_every=2, sample_bytes=20)
+        )
+        for name, fields in MESHES.items()
+        if fields.get("num_ranks") != 2
+    }
+    for done, fields in enumerate(list(MESHES.values())[1:5], start=1):
+        options = RunOptions(
+            out=Path(out), checkpoint_every=1, log_every=1, resume=done > 1, stop_after=done
+        )
+        found["handed over"] = train(replace(SHORT, num_ranks=4, **fields), options)
+    return found
+
+
+@pytest.mark.slow
+def test_every_mesh_has_one_processs_losses_and_goes_on_with_anothers(alone, tmp_path):
+    found = run_ranks(on_meshes, 4, str(tmp_path))
+    found += run_ranks(train_rank_of, 2, MESHES["tensor"])
+    for results in found:
+        for name, result in results.items():
+            half = name.startswith("half")
+            bound = 1e-3 if half else 2e-6
+            losses = alone.losses[:1] if half else alone.losses[: len(result.losses)]
+            assert result.losses[: len(losses)] == pytest.approx(losses, rel=bound), name
+            if name == "handed over":
+                assert len(result.losses) == 4
+            else:
+                assert half or result.sample == alone.sample, name
+                assert result.losses[-1] < result.losses[0]
+
+
+def train_rank_of(rank: int, num_ranks: int, fields: dict[str, Any]) -> dict[str, TrainingResult]:
+    config = replace(SHORT, **fields)
+    return {"tensor": train_rank(rank, num_ranks, config, RunOptions(sample_bytes=20))}
+
+
 def test_a_wrong_number_of_ranks_is_refused():
     with pytest.raises(ValueError, match="config.num_ranks must be the number of ranks, 1, got 2"):
         run_alone(train_rank, wrapped("naive"), RunOptions())

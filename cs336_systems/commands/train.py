@@ -39,6 +39,16 @@ def train(
     context_parallel: Annotated[
         int, typer.Option(help="Ranks that share each sequence, by ring attention.")
     ] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Ranks that split the matrices of each layer.")
+    ] = 1,
+    sequence_parallel: Annotated[
+        bool,
+        typer.Option("--sequence-parallel", help="These also share the positions between layers."),
+    ] = False,
+    replicas: Annotated[
+        int, typer.Option(help="With fsdp: groups of ranks that each shard the whole model (HSDP).")
+    ] = 1,
     attention: Annotated[
         str, typer.Option(help="Attention inside the model: sdpa, triton, hopper, ...")
     ] = "sdpa",
@@ -102,8 +112,11 @@ def train(
         config = TrainingConfig(
             model=byte_model(sizes[size], context_length),
             wrapper=wrapper,
-            num_ranks=_num_ranks(ranks, wrapper),
+            num_ranks=_num_ranks(ranks, wrapper, tensor_parallel),
             context_parallel=context_parallel,
+            tensor_parallel=tensor_parallel,
+            sequence_parallel=sequence_parallel,
+            replicas=replicas,
             attention=attention,
             precision=Precision(autocast=autocast),  # type: ignore[arg-type]
             batch=batch,
@@ -194,16 +207,17 @@ def _left_behind(options: RunOptions) -> str:
     )
 
 
-def _num_ranks(ranks: int | None, wrapper: str) -> int:
+def _num_ranks(ranks: int | None, wrapper: str, tensor_parallel: int) -> int:
     """Return the number of ranks: `ranks`, or torchrun's if it is None.
 
-    ValueError if there are several ranks and no wrapper.
+    Without either, it is `tensor_parallel`. ValueError if there are several ranks for each part of
+    the model and no wrapper.
     """
     from cs336_systems.distributed.spawn import is_torchrun
 
     if ranks is None:
-        ranks = _torchrun_number("WORLD_SIZE") if is_torchrun() else 1
-    if ranks > 1 and wrapper == "none":
+        ranks = _torchrun_number("WORLD_SIZE") if is_torchrun() else tensor_parallel
+    if ranks > tensor_parallel and wrapper == "none":
         raise ValueError(f"--ranks {ranks} needs a --wrapper, such as fsdp")
     return ranks
 
@@ -248,7 +262,7 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
         except OSError as error:
             raise OSError(f"--out {options.out} cannot be written: {error.strerror}") from None
 
-    if config.wrapper == "none" and not is_torchrun():
+    if config.wrapper == "none" and config.num_ranks == 1 and not is_torchrun():
         return train(config, options, log=print_now)
 
     # A launcher other than torchrun may leave LOCAL_WORLD_SIZE out: all ranks are then on this

@@ -1,4 +1,4 @@
-"""Training on several processes: launching ranks, collectives, DDP, ZeRO, FSDP, ring attention.
+"""Training on several processes: launching ranks, collectives, DDP, ZeRO, FSDP, TP, ring attention.
 
     from cs336_systems.distributed import FSDP, OverlapDDP, launch
 
@@ -34,6 +34,7 @@ from cs336_systems.distributed.ring_attention import (
 )
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.spawn import RankError, is_torchrun, launch, run_ranks
+from cs336_systems.distributed.tensor_parallel import apply_tensor_parallel
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "Zero1Optimizer",
     "all_gather_flat",
     "all_reduce_mean",
+    "apply_tensor_parallel",
     "broadcast_parameters",
     "checkpoints",
     "gather_full_params",

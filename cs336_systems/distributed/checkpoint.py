@@ -8,14 +8,14 @@
     folder/step-00000130/index.json     # file, place and CRC-32 of each chunk; optimizer settings;
                                         # step and position in the data
 
-A chunk is some rows of a tensor (a number is a tensor of one row). A rank writes the rows that it
-has, and reads the chunks that contain its rows. Nothing is unpickled. A checksum finds every byte
-that changed on disk.
+A chunk is a box of a tensor: some rows where FSDP has cut, some columns where tensor parallelism
+has, some of both. A rank writes the box that it has, and reads the chunks that overlap with its own
+box. Nothing is unpickled. A checksum finds every byte that changed on disk.
 
 The phases of saving are
 
 - claim: rank 0 locks the folder and makes a hidden one in it;
-- share out: if several ranks have the same rows, one of them is chosen to write them;
+- share out: if several ranks have the same box, one of them is chosen to write it;
 - write: each rank writes its file;
 - complete: rank 0 adds the index, gives the folder its name, in one step, and removes old
   checkpoints, which it hides first.
@@ -43,7 +43,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,9 +59,11 @@ from cs336_systems.distributed.collectives import Group, num_ranks, rank_in
 from cs336_systems.distributed.training_state import Part, TrainingState
 
 INDEX = "index.json"
-FORMAT = 3
+FORMAT = 4
+ROWS_FORMAT = 3  # of earlier versions, whose chunks are rows; they can be read
 STEP_FOLDER = re.compile(r"step-\d{8,}")
 T = TypeVar("T")
+Place = tuple[str, tuple[int, ...]]  # name of a part, and where its box begins
 
 
 class CheckpointError(ValueError):
@@ -171,10 +173,10 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Chunk(TypedDict):
-    """Some rows of a tensor, and their place in a file."""
+    """A box of a tensor, and its place in a file."""
 
-    first: Count  # row of the tensor
-    rows: Count
+    starts: list[Count]  # of the box, in each dimension of the tensor
+    sizes: list[Count]
     file: Annotated[str, msgspec.Meta(pattern=r"^rank-\d+\.bin$")]
     start: Count  # byte in the file
     length: Count  # bytes
@@ -223,42 +225,71 @@ def read_index(path: Path) -> dict[str, Any]:
     """Return the content of the index of the checkpoint in the folder `path`.
 
     Raises CheckpointError if the index is missing or damaged, has another format, or if its chunks
-    leave gaps in a tensor or do not fit into the files. Chunks themselves are not read.
+    leave gaps in a tensor, overlap or do not fit into the files. Chunks themselves are not read.
     """
     file = path / INDEX
     try:
         # the index itself: format, checksum, types
         _num_bytes(file)
         sealed = json.loads(file.read_text())
-        if sealed["format"] != FORMAT:
-            raise CheckpointError(f"it has format {sealed['format']!r}, this code reads {FORMAT}")
+        if sealed["format"] not in (ROWS_FORMAT, FORMAT):
+            raise CheckpointError(
+                f"it has format {sealed['format']!r}, this code reads {ROWS_FORMAT} and {FORMAT}"
+            )
         content = sealed["content"]
         if sealed["crc32"] != _content_crc32(content):
             raise CheckpointError("its checksum is not that of its content")
+        if sealed["format"] == ROWS_FORMAT:
+            _rows_to_boxes(content)
         msgspec.convert(content, Content)
-
-        # its chunks: without gaps, and within their files
         for name, entry in content["tensors"].items():
-            size, rows = entry["size"], 0
-            row_bytes = math.prod(size[1:]) * getattr(torch, entry["dtype"]).itemsize
-            for chunk in sorted(entry["chunks"], key=lambda chunk: chunk["first"]):
-                if chunk["first"] != rows:
-                    break  # a gap, which leaves `rows` too small
-                rows += chunk["rows"]
-                is_cut = chunk["start"] + chunk["length"] > _num_bytes(path / chunk["file"])
-                if is_cut or chunk["length"] != chunk["rows"] * row_bytes:
-                    raise CheckpointError(
-                        f"{chunk['file']} has not the bytes of {name!r}: it is cut off"
-                    )
-            if rows != (size or [1])[0]:
-                raise CheckpointError(
-                    f"its chunks of {name!r} have {rows} rows, and its shape is {tuple(size)}"
-                )
+            _check_chunks(path, name, entry)
     except (CheckpointError, msgspec.ValidationError, OSError) as error:
         raise CheckpointError(f"{file} is damaged: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from None
     return content
+
+
+def _rows_to_boxes(content: dict[str, Any]) -> None:
+    """Rewrite the chunks of ROWS_FORMAT, which have "first" and "rows", in place."""
+    for entry in content["tensors"].values():
+        for chunk in entry["chunks"]:
+            first, rows = chunk.pop("first"), chunk.pop("rows")
+            numbers = len(entry["size"]) - 1  # of further dimensions; -1: a number
+            chunk["starts"] = [first, *[0] * numbers][: numbers + 1]
+            chunk["sizes"] = [rows, *entry["size"][1:]][: numbers + 1]
+
+
+def _check_chunks(path: Path, name: str, entry: dict[str, Any]) -> None:
+    """Raise CheckpointError unless the chunks fill the tensor once, and are within their files."""
+    size, itemsize = entry["size"], getattr(torch, entry["dtype"]).itemsize
+    boxes: list[list[tuple[int, int]]] = []
+    for chunk in entry["chunks"]:
+        box = [(start, start + extent) for start, extent in zip(chunk["starts"], chunk["sizes"])]
+        is_inside = all(high <= extent for (_, high), extent in zip(box, size))
+        if not len(chunk["starts"]) == len(chunk["sizes"]) == len(size) or not is_inside:
+            raise CheckpointError(f"a chunk of {name!r} lies outside of its shape {tuple(size)}")
+        if any(_overlap(box, other) is not None for other in boxes):
+            raise CheckpointError(f"two chunks of {name!r} overlap")
+        boxes.append(box)
+        is_cut = chunk["start"] + chunk["length"] > _num_bytes(path / chunk["file"])
+        if is_cut or chunk["length"] != math.prod(chunk["sizes"]) * itemsize:
+            raise CheckpointError(f"{chunk['file']} has not the bytes of {name!r}: it is cut off")
+    filled = sum(math.prod(chunk["sizes"]) for chunk in entry["chunks"])
+    if filled != math.prod(size):
+        raise CheckpointError(
+            f"its chunks of {name!r} have {filled} elements, and its shape is {tuple(size)}"
+        )
+
+
+Box = Sequence[tuple[int, int]]  # (first, end) in each dimension
+
+
+def _overlap(one: Box, other: Box) -> list[tuple[int, int]] | None:
+    """Return the box that two boxes have in common; None if there is no element in it."""
+    both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other)]
+    return both if all(low < high for low, high in both) else None
 
 
 def _content_crc32(content: Any) -> int:
@@ -336,11 +367,11 @@ def save_checkpoint(
         # through JSON, as it will be read: keys become strings
         return state, json.loads(json.dumps(content, allow_nan=False))
 
-    def describe() -> dict[tuple[str, int], int]:
-        """Collect the optimizer's parts; return the bytes of all parts by name and first row."""
+    def describe() -> dict[Place, int]:
+        """Collect the optimizer's parts; return the bytes of all parts by name and place."""
         parts.update(state.optimizer_parts())
         of_all = {name: part for name, part in parts.items() if rank == 0 or not part.is_own}
-        return {(name, part.start): part.tensor.nbytes for name, part in of_all.items()}
+        return {(name, part.starts): part.tensor.nbytes for name, part in of_all.items()}
 
     with ExitStack() as held, errors_name(folder):
         state, content = together(prepare, process_group)
@@ -380,11 +411,11 @@ def _claim(held: ExitStack, final: Path, aside: Path) -> None:
     held.callback(shutil.rmtree, aside, ignore_errors=True)
 
 
-def _share_out(descriptions: list[dict[tuple[str, int], int]]) -> list[list[str]]:
+def _share_out(descriptions: list[dict[Place, int]]) -> list[list[str]]:
     """Return the names of the parts that each rank writes, by rank.
 
-    `descriptions` are the ranks' dictionaries from (name, first row) to bytes. If several ranks
-    have the same rows, the one with the fewest bytes so far writes them.
+    `descriptions` are the ranks' dictionaries from places to bytes. If several ranks have the same
+    box, the one with the fewest bytes so far writes it.
     """
     names: list[list[str]] = [[] for _ in descriptions]
     loads = [0] * len(descriptions)
@@ -409,11 +440,11 @@ def _write(
     written = []
     with open(path, "xb") as file:
         for name in names:
-            tensor, shape, start = parts[name].tensor, parts[name].shape, parts[name].start
+            tensor, shape, starts = parts[name].tensor, parts[name].shape, parts[name].starts
             data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             chunk = {
-                "first": start,
-                "rows": len(tensor) if shape else 1,
+                "starts": [*starts] or [0] * len(shape),
+                "sizes": [*tensor.shape],
                 "file": path.name,
                 "start": file.tell(),
             }
@@ -509,32 +540,35 @@ def load_checkpoint(
 
 
 def _read(path: Path, name: str, part: Part, entry: dict[str, Any]) -> None:
-    """Fill the rows of `part` from the chunks that contain them; raise CheckpointError if damaged.
+    """Fill `part` from the chunks that overlap with it; raise CheckpointError if one is damaged.
 
     `path` is the checkpoint's folder, `entry` that of the tensor `name` in the index.
     """
-    target = part.tensor.detach() if part.shape else part.tensor.detach()[None]
+    target, starts = part.tensor.detach(), part.starts or (0,) * part.tensor.ndim
+    own = [(start, start + extent) for start, extent in zip(starts, target.shape)]
     for chunk in entry["chunks"]:
-        first, num_rows = chunk["first"], chunk["rows"]
-        low, high = max(first, part.start), min(first + num_rows, part.start + len(target))
-        if low < high:
-            # the whole chunk is read, since the checksum is that of the chunk
-            with open(path / chunk["file"], "rb") as file:
-                file.seek(chunk["start"])
-                data = bytearray(file.read(chunk["length"]))
-            if zlib.crc32(data) != chunk["crc32"]:
-                raise CheckpointError(
-                    f"{path / chunk['file']} is damaged: {name!r} at {first} has another checksum"
-                )
+        box = [(start, start + extent) for start, extent in zip(chunk["starts"], chunk["sizes"])]
+        both = _overlap(own, box)
+        if both is None:
+            continue
 
-            # copy the rows that chunk and part have in common
-            flat = (
-                torch.frombuffer(data, dtype=torch.uint8)
-                if data
-                else torch.empty(0, dtype=torch.uint8)
+        # the whole chunk is read, since the checksum is that of the chunk
+        with open(path / chunk["file"], "rb") as file:
+            file.seek(chunk["start"])
+            data = bytearray(file.read(chunk["length"]))
+        if zlib.crc32(data) != chunk["crc32"]:
+            raise CheckpointError(
+                f"{path / chunk['file']} is damaged: "
+                f"{name!r} at {chunk['starts']} has another checksum"
             )
-            rows = flat.view(getattr(torch, entry["dtype"])).view(num_rows, *target.shape[1:])
-            target[low - part.start : high - part.start].copy_(rows[low - first : high - first])
+
+        # copy what chunk and part have in common
+        values = torch.frombuffer(data, dtype=getattr(torch, entry["dtype"]))
+        inside, outside = (
+            tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(both, whole))
+            for whole in (own, box)
+        )
+        target[inside].copy_(values.view(chunk["sizes"])[outside])
 
 
 # Small helpers

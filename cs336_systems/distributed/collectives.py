@@ -12,7 +12,7 @@ or None for the default one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -114,18 +114,16 @@ def _options(divides: bool) -> AllreduceOptions:
 
 @torch.no_grad()
 def clip_shards(
-    sharded: list[Tensor],
-    whole: list[Tensor],
+    parts: Sequence[tuple[list[Tensor], Sequence[Group]]],
     max_norm: float,
-    group: Group,
     device: torch.device,
     eps: float = 1e-6,
 ) -> Tensor:
     """Clip gradients in place to the whole model's 2-norm, and return that norm in float32.
 
     Args:
-        sharded: this rank's parts of gradients that are spread over the ranks of `group`.
-        whole: gradients that all ranks hold alike.
+        parts: lists of gradients, each with the groups over whose ranks they are spread; none for
+            gradients that all ranks hold alike. All ranks give the same groups in the same order.
         max_norm: gradients are multiplied by min(1, max_norm / (norm + eps)).
         device: where the norm is computed and returned.
 
@@ -135,29 +133,23 @@ def clip_shards(
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
 
-    # the whole model's norm: squares of the shards are summed over ranks, others are not
-    sharded, whole = (
-        [
-            torch.view_as_real(gradient) if gradient.is_complex() else gradient
-            for gradient in gradients
-        ]
-        for gradients in (sharded, whole)
-    )
-    # float64, since the squares of float32 values may overflow float32
-    squares = torch.zeros(2, dtype=torch.float64, device=device)
-    for square, gradients in zip(squares, (sharded, whole)):
-        if gradients:
-            square.copy_(
-                torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum()
-            )
-    if num_ranks(group) > 1:
-        dist.all_reduce(squares[0], group=group)
+    # the whole model's norm; in float64, since the squares of float32 values may overflow float32
+    squares = torch.zeros(len(parts), dtype=torch.float64, device=device)
+    everything: list[Tensor] = []
+    for square, (gradients, groups) in zip(squares, parts):
+        reals = [torch.view_as_real(one) if one.is_complex() else one for one in gradients]
+        if reals:
+            square.copy_(torch.stack(torch._foreach_norm(reals, 2, torch.float64)).square().sum())
+        for group in groups:
+            if num_ranks(group) > 1:
+                dist.all_reduce(square, group=group)
+        everything += reals
     norm = squares.sum().sqrt()
 
     # scale in place
     scale = (max_norm / (norm + eps)).clamp(max=1.0).where(norm.isfinite(), torch.nan)
-    if gradients := sharded + whole:
-        torch._foreach_mul_(gradients, scale.to(torch.float32))
+    if everything:
+        torch._foreach_mul_(everything, scale.to(torch.float32))
     return norm.to(torch.float32)
 
 
@@ -217,9 +209,25 @@ def reduce_scatter_mean_flat(
         return Work()
     part = output if output.dtype == input.dtype else torch.empty_like(output, dtype=input.dtype)
     divides = on_nccl(input, group)
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work = scatter(part, input, op=_mean_op(divides), group=group, async_op=True)
+    work = _reduce_scatter(part, input, _mean_op(divides), group)
     return Work(work, partial(_finish_mean, output, part, 1 if divides else size), async_op)
+
+
+def reduce_scatter_flat(
+    output: Shaped[Tensor, " n"], input: Shaped[Tensor, " ranks*n"], group: Group = None
+) -> None:
+    """Fill `output` with this rank's part of the sum of `input` over the ranks, in its dtype."""
+    group = as_group(group)
+    if group.size() == 1:
+        output.copy_(input)
+    elif input.numel():
+        _reduce_scatter(output, input, dist.ReduceOp.SUM, group).wait()
+
+
+def _reduce_scatter(output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup) -> Any:
+    """Start torch's reduce-scatter, which torch 2.13 renamed; return its handle."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(output, input, op=op, group=group, async_op=True)
 
 
 def _finish_mean(output: Tensor, reduced: Tensor, divisor: int) -> None:

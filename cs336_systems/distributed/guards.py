@@ -378,12 +378,17 @@ def watch_steps() -> None:
             parameters = [
                 parameter for group in optimizer.param_groups for parameter in group["params"]
             ]
-            # marks that FSDP sets: on whole parameters that it has cut, and on this rank's rows
+            # Marks that FSDP and tensor parallelism set: on whole parameters that they have cut, on
+            # this rank's rows, and on this rank's part.
             if any(hasattr(parameter, "is_cut") for parameter in parameters):
                 raise ValueError(
-                    "the optimizer has parameters from before FSDP cut them: "
-                    "build it after wrapping"
+                    "the optimizer has parameters from before FSDP or apply_tensor_parallel "
+                    "cut them: build it after wrapping"
                 )
+            if any(hasattr(parameter, "is_part") for parameter in parameters):
+                check_no_search(type(optimizer))
+                for rows in (True, False):
+                    check_elementwise(type(optimizer), optimizer.defaults, rows=rows)
             if any(hasattr(parameter, "is_rows") for parameter in parameters):
                 check_no_search(type(optimizer))
                 check_elementwise(type(optimizer), optimizer.defaults, rows=True)

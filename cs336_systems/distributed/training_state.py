@@ -21,16 +21,17 @@ from cs336_systems.distributed.fsdp.weight import ShardedWeight, whole_of
 from cs336_systems.distributed.fsdp.wrapper import plain_name
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, hyperparameters
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.distributed.tensor_parallel import SplitLinear, splits
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of a tensor that this rank has, or is to read: those from `start` on."""
+    """The box of a tensor that this rank has, or is to read."""
 
-    tensor: Tensor  # these rows
+    tensor: Tensor  # the box
     shape: tuple[int, ...]  # of the whole tensor
-    start: int = 0
+    starts: tuple[int, ...] = ()  # of the box in each dimension; empty: all are 0
     # whether ranks may have different values, as of buffers: then rank 0's are saved
     is_own: bool = False
 
@@ -54,6 +55,12 @@ class TrainingState:
         wholes = {parameter: whole_of(parameter) for parameter in self.names}
         self.shards: dict[Tensor, ShardedWeight] = {
             one: weight for one, weight in wholes.items() if weight
+        }
+        layers = splits(model)
+        self.splits: dict[Tensor, SplitLinear] = {
+            parameter: layers[name]
+            for name, parameter in model.named_parameters()
+            if name in layers
         }
 
         # the optimizer's parameters by the prefix of their states' names, in the order in which
@@ -212,10 +219,12 @@ class TrainingState:
             if parameter is None or not owns(parameter):
                 continue
             shape, dtype = tuple(entry["size"]), getattr(torch, entry["dtype"])
-            if parameter in self.shards and shape == self.shards[parameter].shape:
-                parts[name] = self._part(
-                    parameter, torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-                )
+            own_part = self._part(
+                parameter, torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            )
+            is_cut = parameter in self.shards or parameter in self.splits
+            if is_cut and shape == own_part.shape:
+                parts[name] = own_part
             else:  # on the CPU; the optimizer moves it to the parameter's device
                 parts[name] = Part(torch.empty(shape, dtype=dtype), shape)
         return parts
@@ -244,11 +253,16 @@ class TrainingState:
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
     def _part(self, parameter: Tensor, value: Tensor) -> Part:
-        """Return `value` as a part: this rank's rows if it has the shape of a shard, else whole."""
-        weight = self.shards.get(parameter)
-        if weight is None or value.shape != parameter.shape:
+        """Return `value` as a part: the box of `parameter` if it has its shape, else whole."""
+        if value.shape != parameter.shape:
             return Part(value, tuple(value.shape))
-        return Part(value, tuple(weight.shape), weight.rows.start)
+        shape, starts = value.shape, [0] * value.ndim
+        if (weight := self.shards.get(parameter)) is not None:
+            shape, starts[0] = weight.shape, weight.rows.start
+        if (layer := self.splits.get(parameter)) is not None:  # FSDP has cut this rank's part
+            starts[layer.dim] += layer.group.rank() * shape[layer.dim]
+            shape = layer.whole_shape(shape)
+        return Part(value, tuple(shape), tuple(starts))
 
 
 def _as_json(name: str, value: Any) -> Any:

@@ -162,7 +162,8 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
     def clip_grad_norm_(self, max_norm: float, eps: float = 1e-6) -> Tensor:
         """Clip the averaged gradients as `clip_shards` does; return the whole model's norm."""
         slices = self.averaged_gradients()
-        return clip_shards(slices, [], max_norm, self.process_group, self.parameters[0].device, eps)
+        parts = [(slices, [self.process_group])]
+        return clip_shards(parts, max_norm, self.parameters[0].device, eps)
 
     # Update and gather
 

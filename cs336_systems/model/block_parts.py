@@ -32,7 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.model.transformer import TransformerBlock, TransformerLM, causal_attention
+from cs336_systems.model.transformer import (
+    CausalMultiHeadSelfAttention,
+    TransformerBlock,
+    TransformerLM,
+    causal_attention,
+)
 
 Recompute = Literal["nothing", "after_attention", "around_attention", "block"]
 RECOMPUTES: tuple[str, ...] = get_args(Recompute)
@@ -54,15 +59,18 @@ def run_in_parts(
     `compiled`, each part is compiled once for all blocks, and for each shape anew. With
     "after_attention" the last `wide_blocks` blocks keep the outputs of w1 and w3.
 
-    Raises TypeError if `model` is not a TransformerLM. Raises ValueError for an unknown
-    `recompute`, for more `wide_blocks` than the model has blocks, and for `wide_blocks` with any
-    other `recompute` than "after_attention".
+    Raises TypeError if `model` is not a TransformerLM. Raises ValueError if its layers are split by
+    tensor parallelism, whose messages the parts do not send; for an unknown `recompute`; for more
+    `wide_blocks` than the model has blocks, and for `wide_blocks` with any other `recompute` than
+    "after_attention".
     """
     if not isinstance(model, TransformerLM):
         raise TypeError(
             f"model must be a TransformerLM, whose blocks have these parts, "
             f"got {type(model).__name__}"
         )
+    if any(type(block.attn) is not CausalMultiHeadSelfAttention for block in model.layers):
+        raise ValueError("model must run its own layers, and those of another class replace them")
     if recompute not in RECOMPUTES:
         raise ValueError(f"recompute must be one of {', '.join(RECOMPUTES)}, got {recompute!r}")
     num_blocks = len(model.layers)

@@ -34,7 +34,15 @@ from cs336_systems.training.wrappers import Trainee
 TEXT_SHA256 = "text_sha256"  # key in config.json, beside the fields of the config
 KEPT = 2  # checkpoints: the newest, and the one before it
 # Fields of the config that may change between a run and its continuation.
-FREE = ("steps", "wrapper", "num_ranks", "accumulation")
+FREE = (
+    "steps",
+    "wrapper",
+    "num_ranks",
+    "tensor_parallel",
+    "sequence_parallel",
+    "replicas",
+    "accumulation",
+)
 
 
 def read_config(out: Path) -> tuple[TrainingConfig, str]:

@@ -40,6 +40,9 @@ class TrainingConfig:
     wrapper: str = "none"  # how gradients, optimizer state and weights are shared: one of WRAPPERS
     num_ranks: int = 1
     context_parallel: int = 1  # neighbouring ranks that share each sequence
+    tensor_parallel: int = 1  # neighbouring ranks that split the model's matrices
+    sequence_parallel: bool = False  # these also share the positions between the layers
+    replicas: int = 1  # of fsdp: groups of ranks that each hold the whole model (HSDP)
     attention: str = "sdpa"  # name of the attention inside the model
     precision: Precision = Precision()
     batch: int = 16  # sequences a step, over all ranks and micro-batches
@@ -53,22 +56,62 @@ class TrainingConfig:
     seed: int = 0  # of weights and order of data
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "context_parallel", "batch", "accumulation", "steps"):
+        for name in (
+            "num_ranks",
+            "context_parallel",
+            "tensor_parallel",
+            "replicas",
+            "batch",
+            "accumulation",
+            "steps",
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise FieldError(
                     name, f"must be a positive int, got {value!r}", owner="TrainingConfig"
                 )
-        share = max(1, self.num_ranks // self.context_parallel) * self.accumulation
-        length = self.model.context_length
+        share = max(1, self.num_ranks // self.ranks_a_batch) * self.accumulation
+        length, split = self.model.context_length, self.tensor_parallel
         chunks = 2 * self.context_parallel if self.context_parallel > 1 else 1
         most_seed = MAX_SEED // 2**16  # leaves room for the number of the epoch
         conditions = [
             ("wrapper", self.wrapper in WRAPPERS, f"one of {', '.join(WRAPPERS)}"),
             (
                 "wrapper",
-                self.wrapper != "none" or self.num_ranks == 1,
+                self.wrapper != "none" or self.num_ranks == split,
                 f"one that shares {self.num_ranks} ranks' work",
+            ),
+            (
+                "wrapper",
+                self.wrapper != "zero1" or split == 1,
+                "another one for tensor_parallel, whose parts zero1 would mix",
+            ),
+            (
+                "tensor_parallel",
+                self.num_ranks % split == 0,
+                f"a divisor of {self.num_ranks} ranks",
+            ),
+            (
+                "tensor_parallel",
+                split == 1 or self.context_parallel == 1,
+                f"1 with context_parallel {self.context_parallel}",
+            ),
+            (
+                "tensor_parallel",
+                self.model.num_heads % split == self.model.d_ff % split == 0,
+                f"a divisor of {self.model.num_heads} heads and d_ff {self.model.d_ff}",
+            ),
+            (
+                "sequence_parallel",
+                not self.sequence_parallel or (split > 1 and length % split == 0),
+                "False without tensor_parallel, and unless that divides the context length "
+                f"{length}",
+            ),
+            (
+                "replicas",
+                self.replicas == 1
+                or (self.wrapper == "fsdp" and self.num_ranks % (self.replicas * split) == 0),
+                f"1 without the wrapper fsdp, else a divisor of {self.num_ranks // split} ranks",
             ),
             (
                 "context_parallel",
@@ -83,7 +126,8 @@ class TrainingConfig:
             (
                 "batch",
                 self.batch % share == 0,
-                f"a multiple of num_ranks / context_parallel * accumulation = {share}",
+                "a multiple of num_ranks / (context_parallel * tensor_parallel) * accumulation "
+                f"= {share}",
             ),
             ("model", self.model.vocab_size == NUM_BYTES, f"of vocab_size {NUM_BYTES}"),
             ("warmup_steps", self.warmup_steps >= 0, "not negative"),
@@ -106,9 +150,14 @@ class TrainingConfig:
                 )
 
     @property
+    def ranks_a_batch(self) -> int:
+        """Return how many neighbouring ranks get the same sequences."""
+        return self.context_parallel * self.tensor_parallel
+
+    @property
     def rank_batch(self) -> int:
-        """Return the sequences a step of one rank, or of one group of context-parallel ranks."""
-        return self.batch // (self.num_ranks // self.context_parallel)
+        """Return the sequences a step of one rank, or of ranks that get the same."""
+        return self.batch // (self.num_ranks // self.ranks_a_batch)
 
     @property
     def step_tokens(self) -> int:

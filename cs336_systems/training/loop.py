@@ -96,7 +96,7 @@ def train(
 ) -> TrainingResult:
     """Train this rank's part of the run `config`, and return its result.
 
-    With a wrapper other than none the default process group must be up. `log` is called with a line
+    With a wrapper or several ranks the default process group must be up. `log` is called with a line
     at the start and at every look at the losses. Raises ValueError if the text is too short for the
     model's context, or if the run's folder does not fit the run.
     """
@@ -108,7 +108,7 @@ def train(
         if options.device == "cuda"
         else torch.device("cpu")
     )
-    rank = dist.get_rank() if config.wrapper != "none" else 0
+    rank = dist.get_rank() if config.num_ranks > 1 else 0
     trainee = build_trainee(config, device)
     folder = (
         None
@@ -169,11 +169,13 @@ def _what_is_trained(config: TrainingConfig, device: torch.device, first_step: i
     )
     if first_step >= config.steps:
         steps = f"nothing left of {config.steps} steps"
+    split = config.tensor_parallel
+    tensor = f" of which {split} split each matrix" if split > 1 else ""
     return (
         f"{config.model.name}: {num_parameters(config.model):,} parameters, "
         f"{steps} of {config.step_tokens:,} tokens "
         f"({config.batch} × {config.model.context_length}), "
-        f"{config.wrapper}, {ranks}, {device.type}{threads}"
+        f"{config.wrapper}, {ranks}{tensor}, {device.type}{threads}"
     )
 
 
@@ -197,7 +199,7 @@ def _step(trainee: Trainee, corpus: Corpus, config: TrainingConfig, step: int, r
     trainee.optimizer.zero_grad(set_to_none=True)
 
     # This rank's sequences of the step, in micro-batches; the last one synchronises gradients.
-    first = step * config.batch + rank // config.context_parallel * config.rank_batch
+    first = step * config.batch + rank // config.ranks_a_batch * config.rank_batch
     size = config.rank_batch // config.accumulation
     total = torch.zeros((), device=trainee.device)
     for micro in range(config.accumulation):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from cs336_systems.distributed.ddp_bucketed import BucketedDDP
 from cs336_systems.distributed.ddp_flat import FlatDDP
@@ -25,6 +26,7 @@ from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.loss_scale import LossScaler
 from cs336_systems.distributed.ring_attention import split_context, zigzag_split
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.distributed.tensor_parallel import apply_tensor_parallel, clip_grad_norm_
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.model import AdamW, build_model, clip_gradients, cross_entropy
 from cs336_systems.training.hyperparameters import TrainingConfig
@@ -64,7 +66,7 @@ class Trainee:
 def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
     """Return the model of `config` with seeded weights on `device`, in its wrapper.
 
-    With a wrapper other than none the default process group must be up.
+    With a wrapper or several ranks the default process group must be up.
     """
     dtype = getattr(torch, config.precision.parameters)
     model = build_model(
@@ -81,6 +83,22 @@ def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
         place = dist.get_rank(group), config.context_parallel
         parts["split"] = lambda sequences: zigzag_split(sequences, *place, dim=1)
 
+    # Tensor parallelism does, too: wrappers then work over the ranks that have the same parts.
+    groups: dict[str, dist.ProcessGroup | None] = {"shard": None, "replicate": None}
+    if config.tensor_parallel > 1 or config.replicas > 1:
+        shape = {"replicate": config.replicas, "shard": -1, "tensor": config.tensor_parallel}
+        shape["shard"] = config.num_ranks // (config.replicas * config.tensor_parallel)
+        mesh = init_device_mesh(device.type, (*shape.values(),), mesh_dim_names=(*shape,))
+        groups = {
+            name: mesh.get_group(name) for name in shape if shape[name] > 1 or name == "shard"
+        }
+    if config.tensor_parallel > 1:
+        ranks = apply_tensor_parallel(
+            model, groups["tensor"], sequence_parallel=config.sequence_parallel
+        )
+        parts["make_whole"] = partial(setattr, ranks, "sequence_parallel", False)
+        parts["clip"] = partial(clip_grad_norm_, model)
+
     autocast = (
         None if config.precision.autocast is None else getattr(torch, config.precision.autocast)
     )
@@ -96,17 +114,27 @@ def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
     optimizer: Any
     if config.wrapper == "fsdp":
         # FSDP gathers weights in low precision, so autocast has nothing to do.
-        wrapped, autocast = FSDP(model, compute_dtype=autocast), None
+        wrapped = FSDP(
+            model,
+            compute_dtype=autocast,
+            process_group=groups["shard"],
+            replicate_group=groups.get("replicate"),
+        )
+        autocast = None
         optimizer = AdamW(wrapped.parameters(), **options)
         parts["clip"] = wrapped.clip_grad_norm_
     elif config.wrapper == "zero1":
         optimizer = Zero1Optimizer(model.parameters(), AdamW, **options)
         parts["clip"] = optimizer.clip_grad_norm_
     elif config.wrapper == "sharded-optimizer":
-        wrapped = OverlapDDP(model)
-        optimizer = ShardedOptimizer(model.parameters(), AdamW, **options)
+        wrapped = OverlapDDP(model, groups["shard"])
+        optimizer = ShardedOptimizer(model.parameters(), AdamW, groups["shard"], **options)
     else:
-        wrapped = model if config.wrapper == "none" else DDPS[config.wrapper](model)
+        wrapped = (
+            model
+            if config.wrapper == "none"
+            else DDPS[config.wrapper](model, group=groups["shard"])
+        )
         optimizer = AdamW(model.parameters(), **options)
 
     if autocast is not None:

@@ -9,8 +9,10 @@ from torch.distributed.distributed_c10d import ReduceScatterOptions
 
 from cs336_systems.distributed.collectives import (
     Work,
+    all_reduce_mean,
     on_nccl,
     reduce_scatter_mean_flat,
+    wait_for,
 )
 from cs336_systems.distributed.ddp_flat import average_flat
 from cs336_systems.distributed.fsdp.engine import unseen_by_checkpoints
@@ -22,13 +24,19 @@ class GradientReducer:
     """Reduce-scatters the gradients of one unit after the other, on a side stream.
 
     Each reduction first makes the compute stream wait for the previous one, so the whole gradients
-    of at most two units are alive. `reduce_dtype` None: the dtype of the gradients.
+    of at most two units are alive. `reduce_dtype` None: the dtype of the gradients. With `replicas`
+    the means of this rank's rows are then averaged over the replicas of the model (HSDP).
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, reduce_dtype: torch.dtype | None
+        self,
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None,
+        device: torch.device,
+        reduce_dtype: torch.dtype | None,
     ) -> None:
-        self.group, self.lane, self.reduce_dtype = group, Lane(device), reduce_dtype
+        self.group, self.replicas = group, replicas
+        self.lane, self.reduce_dtype = Lane(device), reduce_dtype
         self._under_way = Work()
         self._in_use: list[Tensor] = []
 
@@ -76,6 +84,8 @@ class GradientReducer:
             if padded:
                 torch._foreach_copy_(padded, sources)
             reduce_rows_mean(outputs, inputs, self.group)
+            if self.replicas is not None:
+                wait_for([all_reduce_mean(one, self.replicas, async_op=True) for one in outputs])
             for weight, (own, place) in zip(gradients, results):
                 if weight.shard.grad is not None:
                     place.add_(own)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from cs336_systems.distributed import guards
 from cs336_systems.distributed.collectives import Work, wait_for
 from cs336_systems.distributed.fsdp import unit_guards
 from cs336_systems.distributed.fsdp.agreement import Agreement
@@ -107,16 +108,23 @@ class Window:
     """Shared state of a model's units: group, streams, and which units have memory."""
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, reduce_dtype: torch.dtype | None
+        self,
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None,
+        device: torch.device,
+        reduce_dtype: torch.dtype | None,
     ) -> None:
         self.group, self.device = group, device
         self.rank, self.num_ranks = group.rank(), group.size()
         self.lane = Lane(device)
-        self.reducer = GradientReducer(group, device, reduce_dtype)
+        self.reducer = GradientReducer(group, replicas, device, reduce_dtype)
         self.units: list[Unit] = []
         self.gathered: dict[Unit, None] = {}  # in the order of gathering
         self.in_forward = False
-        self.agreement = Agreement(group, device)
+        # over the replicas too where no other ranks are in the job
+        both = group.size() * (1 if replicas is None else replicas.size())
+        compared = guards.as_group(None) if both == dist.get_world_size() else group
+        self.agreement = Agreement(compared, device)
 
     @property
     def in_backward(self) -> bool:

@@ -24,6 +24,11 @@ phases, whose names the code repeats:
 
 Replicated parameters (norms) keep whole gradients, which `finish_gradient_synchronization` averages
 in one message. Every rank must run the same modules in the same order, which `agreement.py` checks.
+
+With a `replicate_group` (hybrid sharding, HSDP) a model is sharded within each of several groups of
+ranks, inside a node for example. What reduce has left of a gradient is then averaged over the ranks
+that have the same rows in the other groups; all else stays within a group.
+
 Backwards under `no_sync` put the gradients of sharded weights aside, whole, outside of `.grad`: the
 wrapper's `zero_grad` drops them, an optimizer's does not. A weight is trained if it requires a
 gradient when it is wrapped.
@@ -64,6 +69,7 @@ from cs336_systems.distributed.fsdp.reduce import average_replicated
 from cs336_systems.distributed.fsdp.unit import ExecutionOrder, State, Unit, Window
 from cs336_systems.distributed.fsdp.unit_call import Call
 from cs336_systems.distributed.fsdp.weight import ShardedWeight, whole_of
+from cs336_systems.distributed.tensor_parallel import cut, join, splits
 
 
 class FSDP(unit_guards.NeverCopied, nn.Module, Accumulating):
@@ -84,6 +90,8 @@ class FSDP(unit_guards.NeverCopied, nn.Module, Accumulating):
         device: where the shards go. None: where the parameters are; for a module on the meta device
             the GPU if there is one, else the CPU.
         process_group: the ranks that share the weights. None: all ranks.
+        replicate_group: the ranks that hold the same rows, one in each replica of the model (HSDP).
+            None: there is one replica.
 
     Raises:
         ValueError: by the constructor, naming a bad argument, a wrapper inside the module, a
@@ -108,6 +116,7 @@ class FSDP(unit_guards.NeverCopied, nn.Module, Accumulating):
         granularity: Granularity = "block",
         device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
+        replicate_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
 
@@ -116,19 +125,25 @@ class FSDP(unit_guards.NeverCopied, nn.Module, Accumulating):
         unit_guards.check_dtypes(compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
         plans = plan_units(module, granularity)
         self.group = group = guards.as_group(process_group)
+        self.groups = [group]  # over whose ranks, one after the other, gradients are averaged
+        if replicate_group is not None:
+            self.groups.append(guards.as_group(replicate_group))
         self.device = torch.device(device or next(module.parameters(), torch.empty(0)).device)
         if self.device.type == "meta":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.compute_dtype = compute_dtype
-        guards.check_same_shapes(module.named_parameters(), group)
+        for one in self.groups:
+            guards.check_same_shapes(module.named_parameters(), one)
 
         # shard the weights
         self.module = module
-        self._window = Window(group, self.device, reduce_dtype)
+        self._window = Window(group, replicate_group, self.device, reduce_dtype)
         self.units = self._build_units(plans)
         self.weights = {weight.name: weight for unit in self.units for weight in unit.weights}
+        for name in splits(module).keys() & self.weights.keys():
+            self.weights[name].shard.is_part = True  # type: ignore[attr-defined]
         self._replicated = [
             one for name, one in module.named_parameters() if name not in self.weights
         ]
@@ -211,7 +226,8 @@ class FSDP(unit_guards.NeverCopied, nn.Module, Accumulating):
     def _from_rank_0(self, tensor: Any) -> Tensor:
         """Return a detached `tensor` on this rank's device, with rank 0's values; collective."""
         values = tensor.detach().to(self.device)
-        broadcast_from_first(values, self.group)
+        for group in self.groups:
+            broadcast_from_first(values, group)
         return values
 
     # Forward
@@ -477,10 +493,12 @@ class FSDP(unit_guards.NeverCopied, nn.Module, Accumulating):
 
         self._window.reducer.wait()
         self._window.agreement.end_step()
-        if self._window.num_ranks == 1:
+        groups = [group for group in self.groups if group.size() > 1]
+        if not groups:
             return
         with self._window.agreement:
-            average_replicated(self._replicated, self.group)
+            for group in groups:
+                average_replicated(self._replicated, group)
 
         # torch.amp.GradScaler looks at its own rank's gradients only. Clipping to infinity spreads
         # an overflow: it makes the gradients of all ranks NaN.
@@ -502,12 +520,16 @@ class FSDP(unit_guards.NeverCopied, nn.Module, Accumulating):
         `no_sync` put aside still wait for that. Collective.
         """
         unit_guards.check_none_aside(self.weights.values())
-        shards = [weight.shard for weight in self.weights.values()]
-        sharded, whole = (
-            [one.grad for one in parameters if one.grad is not None and one.numel()]
-            for parameters in (shards, self._replicated)
-        )
-        return clip_shards(sharded, whole, max_norm, self.group, self.device, eps)
+        split = splits(self.module)
+        spread: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+        for name, parameter in self.module.named_parameters():
+            groups = [self.group] if name in self.weights else []
+            groups += [split[name].group] if name in split else []
+            gradients = spread.setdefault(tuple(groups), [])
+            if parameter.grad is not None and parameter.numel():
+                gradients.append(parameter.grad)
+        parts = [(gradients, groups) for groups, gradients in spread.items()]
+        return clip_shards(parts, max_norm, self.device, eps)
 
     # Whole parameters
 
@@ -547,12 +569,14 @@ def gather_full_params(handle: nn.Module) -> dict[str, Tensor]:
 
     They are in the dtype of the master weights.
     """
-    full = {}
+    full, split = {}, splits(handle)
     for name, parameter in handle.named_parameters():
         weight = whole_of(parameter)
         copy = (
             parameter.detach().clone() if weight is None else gather_copy(weight, parameter.dtype)
         )
+        if (layer := split.get(name)) is not None:
+            copy = join(copy, layer.dim, layer.group).contiguous()
         full[plain_name(handle, name)] = copy
     return full
 
@@ -564,10 +588,14 @@ def load_full_params(handle: nn.Module, full: dict[str, Tensor]) -> None:
     `full` has the names of the unwrapped model, as from `gather_full_params`. Raises ValueError
     naming a parameter that is missing or has another shape.
     """
+    split = splits(handle)
     for path, parameter in handle.named_parameters():
-        name, weight = plain_name(handle, path), whole_of(parameter)
+        name, weight, layer = plain_name(handle, path), whole_of(parameter), split.get(path)
         shape = parameter.shape if weight is None else weight.shape
+        if layer is not None:
+            shape = layer.whole_shape(shape)
         if name not in full or full[name].shape != shape:
             got = f"got {tuple(full[name].shape)}" if name in full else "it is missing"
             raise ValueError(f"full must hold {name!r} of shape {tuple(shape)}, {got}")
-        parameter.copy_(full[name] if weight is None else full[name][weight.rows])
+        values = full[name] if layer is None else cut(full[name], layer.dim, layer.group)
+        parameter.copy_(values if weight is None else values[weight.rows])

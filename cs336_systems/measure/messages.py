@@ -1,0 +1,112 @@
+"""Count what a rank sends: every collective that runs inside a block, whoever starts it.
+
+    with MessageCounter() as sent:
+        loss(model(tokens)).backward()
+    sent.bytes(group)       # that this rank sends in rings over `group`
+
+The counter is a dispatch mode: the methods of a process group are operators of PyTorch ("c10d"),
+which it sees whether a wrapper, a user or torch itself calls them. A world of `fake_ranks` sends
+nothing, so that one process counts for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cs336_systems.analysis.traffic import Collective, Kind
+
+# Operators by name: the kind, and which argument is the whole buffer of `Collective.size_bytes`.
+OPERATORS: dict[str, tuple[Kind, int]] = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "allgather_": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """A collective that this rank has started, and the number of ranks that share it."""
+
+    collective: Collective
+    group: dist.ProcessGroup
+
+    @property
+    def bytes_sent(self) -> float:
+        """Return the bytes that this rank sends if the collective is a ring."""
+        return self.collective.bytes_sent(self.group.size())
+
+
+class MessageCounter(TorchDispatchMode):
+    """Records the collectives inside of the block, in order, in `messages`.
+
+    Raises NotImplementedError at other operators of a process group, such as point-to-point ones
+    and all-to-all, whose bytes it does not know.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[Message] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Record `func` if it is a collective, and call it."""
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            groups = [one for one in args if isinstance(one, torch.ScriptObject)]
+            if name in OPERATORS:
+                kind, place = OPERATORS[name]
+                size = sum(
+                    one.nbytes for one in tree_leaves(args[place]) if isinstance(one, Tensor)
+                )
+                self.messages.append(
+                    Message(
+                        collective=Collective(kind=kind, size_bytes=size),
+                        group=dist.ProcessGroup.unbox(groups[0]),
+                    )
+                )
+            elif name not in ("barrier", "monitored_barrier_"):
+                raise NotImplementedError(f"MessageCounter does not know the bytes of {name}")
+        return func(*args, **(kwargs or {}))
+
+    def over(self, group: dist.ProcessGroup) -> list[Message]:
+        """Return the messages over the ranks of `group`."""
+        names = [message.group.group_name for message in self.messages]
+        return [one for one, name in zip(self.messages, names) if name == group.group_name]
+
+    def bytes(self, group: dist.ProcessGroup) -> float:
+        """Return the bytes that this rank has sent over `group`, in rings."""
+        return sum(message.bytes_sent for message in self.over(group))
+
+
+@contextmanager
+def fake_ranks(num_ranks: int) -> Iterator[None]:
+    """Be rank 0 of `num_ranks` ranks in this block, of which the others do not exist.
+
+    Collectives return at once, and leave in their outputs whatever is there. Raises RuntimeError if
+    there is a default process group.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("fake ranks need a process without a default process group")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
