@@ -80,11 +80,13 @@ def test_the_script_for_transformers_trains_and_saves(tmp_path):
         assert (weight - states[1][name]).abs().max() < 1e-4, name
 
 
-def test_the_script_for_a_long_sequence_trains(tmp_path):
+@pytest.mark.parametrize("used", ["split_context", "apply_tensor_parallel"])
+def test_the_scripts_for_long_sequences_and_split_matrices_train(tmp_path, used):
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    (tmp_path / "long.py").write_text(PYTHON.findall(page)[-1])
+    (script,) = (text for text in PYTHON.findall(page) if used in text)
+    (tmp_path / "script.py").write_text(script)
     losses = subprocess.check_output(
-        [sys.executable, "long.py"], cwd=tmp_path, timeout=120, text=True
+        [sys.executable, "script.py"], cwd=tmp_path, timeout=120, text=True
     )
     assert all(5 < loss < 6 for loss in json.loads(losses))  # about ln 256
 
