@@ -244,7 +244,7 @@ def test_a_layer_sends_what_the_closed_form_says(num_ranks, sequence_parallel):
         for mode, sent in (("forward", forward), ("backward", backward)):
             expected = ffn.tp_seconds(layer, mode, num_ranks, bytes_per_s=1.0)
             assert sent.bytes(group) == pytest.approx(expected, rel=1e-12)
-            kinds = [one.collective.kind for one in sent.messages]
+            kinds = [one.kind for one in sent.messages]
             assert kinds == (
                 []
                 if num_ranks == 1
@@ -266,9 +266,7 @@ def test_fsdp_over_split_weights_sends_what_the_closed_forms_say(num_fsdp, num_t
         with MessageCounter() as sent:
             model(x.requires_grad_())
         # the first step also compares messages, eight bytes each
-        weights = [
-            one for one in sent.over(mesh.get_group("data")) if one.collective.size_bytes > 100
-        ]
+        weights = [one for one in sent.over(mesh.get_group("data")) if one.size_bytes > 100]
         of_data = sum(one.bytes_sent for one in weights)
         of_tensor = sent.bytes(mesh.get_group("tensor"))
         both = partial(ffn.fsdp_tp_seconds, layer, num_fsdp, num_tp, bytes_per_s=1.0)
@@ -289,9 +287,9 @@ def test_hybrid_sharding_sends_the_shards_gradients_between_replicas(num_shards,
         weight_bytes = 4 * 8 * 16
         with MessageCounter() as sent:
             model(torch.zeros(1, 8)).sum().backward()
-        large = [one for one in sent.messages if one.collective.size_bytes > 64]
+        large = [one for one in sent.messages if one.size_bytes > 64]
         by_kind = {
-            kind: sum(one.bytes_sent for one in large if one.collective.kind == kind)
+            kind: sum(one.bytes_sent for one in large if one.kind == kind)
             for kind in ("all_gather", "reduce_scatter", "all_reduce")
         }
         share = (num_shards - 1) / num_shards
@@ -306,7 +304,7 @@ def test_a_counter_does_not_guess():
         dist.all_reduce(torch.zeros(5))
         with pytest.raises(NotImplementedError, match="does not know the bytes of send"):
             dist.send(torch.zeros(5), 1)
-    assert [(one.collective.kind, one.bytes_sent) for one in sent.messages] == [("all_reduce", 20)]
+    assert [(one.kind, one.bytes_sent) for one in sent.messages] == [("all_reduce", 20)]
 
 
 # Checkpoints, and whole parameters

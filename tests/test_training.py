@@ -174,6 +174,16 @@ def test_the_rate_warms_up_and_falls_to_the_last():
         ),
         (
             TrainingConfig,
+            {"optimizer": "sgd"},
+            "TrainingConfig.optimizer must be one of adamw, muon, got 'sgd'",
+        ),
+        (
+            TrainingConfig,
+            {"optimizer": "muon", "wrapper": "zero1", "num_ranks": 2},
+            "TrainingConfig.optimizer must be adamw with tensor_parallel or zero1",
+        ),
+        (
+            TrainingConfig,
             {"sequence_parallel": True},
             "TrainingConfig.sequence_parallel must be False without tensor_parallel",
         ),

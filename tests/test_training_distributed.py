@@ -127,6 +127,23 @@ def test_a_run_saved_by_two_ranks_goes_on_in_one_process(results, alone, runs):
     assert len(resumed.sample) > 10
 
 
+def with_muon(rank: int, num_ranks: int) -> dict[str, TrainingResult]:
+    return {
+        wrapper: train(wrapped(wrapper, optimizer="muon"), RunOptions(log_every=2))
+        for wrapper in ("overlap", "sharded-optimizer", "fsdp")
+    }
+
+
+@pytest.mark.slow
+def test_muon_has_one_processs_losses_whoever_owns_a_matrix():
+    alone = train(replace(SHORT, optimizer="muon"))
+    for results in run_ranks(with_muon, NUM_RANKS):
+        for result in results.values():
+            # bfloat16 products of gradients that differ by float32's rounding
+            assert result.losses == pytest.approx(alone.losses, rel=2e-3)
+    assert alone.losses != train(SHORT).losses
+
+
 MESHES: dict[str, dict[str, Any]] = {
     "tensor": {"wrapper": "none", "num_ranks": 2, "tensor_parallel": 2},
     "overlap x tensor": {"wrapper": "overlap", "tensor_parallel": 2},

@@ -60,8 +60,11 @@ def train(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 300,
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-3,
     final_lr: Annotated[float, typer.Option(help="Learning rate of the last step.")] = 2e-4,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, or muon for the blocks' matrices.")
+    ] = "adamw",
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 20,
-    weight_decay: Annotated[float, typer.Option(help="AdamW's.")] = 0.1,
+    weight_decay: Annotated[float, typer.Option(help="The optimizer's.")] = 0.1,
     clip: Annotated[
         float, typer.Option(help="Largest norm of all gradients; 0: no clipping.")
     ] = 1.0,
@@ -123,6 +126,7 @@ def train(
             accumulation=accumulation,
             steps=steps,
             learning_rate=lr,
+            optimizer=optimizer,
             final_learning_rate=final_lr,
             warmup_steps=warmup,
             weight_decay=weight_decay,

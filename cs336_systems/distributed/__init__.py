@@ -25,6 +25,7 @@ from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.fsdp import FSDP, gather_full_params, load_full_params, wrap_blocks
 from cs336_systems.distributed.loss_scale import LossScaler
+from cs336_systems.distributed.muon import ShardedMuon
 from cs336_systems.distributed.ring_attention import (
     merge_attention,
     ring_attention,
@@ -46,6 +47,7 @@ __all__ = [
     "NaiveDDP",
     "OverlapDDP",
     "RankError",
+    "ShardedMuon",
     "ShardedOptimizer",
     "Zero1Optimizer",
     "all_gather_flat",

@@ -387,9 +387,15 @@ def watch_steps() -> None:
                 )
             if any(hasattr(parameter, "is_part") for parameter in parameters):
                 check_no_search(type(optimizer))
+                if hasattr(optimizer, "knows_rows"):
+                    raise ValueError(
+                        f"{type(optimizer).__name__} must have whole matrices or FSDP's rows, "
+                        "and tensor parallelism has split these"
+                    )
                 for rows in (True, False):
                     check_elementwise(type(optimizer), optimizer.defaults, rows=rows)
-            if any(hasattr(parameter, "is_rows") for parameter in parameters):
+            is_rows = any(hasattr(parameter, "is_rows") for parameter in parameters)
+            if is_rows and not hasattr(optimizer, "knows_rows"):
                 check_no_search(type(optimizer))
                 check_elementwise(type(optimizer), optimizer.defaults, rows=True)
             checked.add(optimizer)

@@ -102,7 +102,8 @@ class TrainingState:
             for group in groups
         ]
         names = [[self._name(parameter) for parameter in group["params"]] for group in groups]
-        return {"kind": type(makes).__name__, "groups": settings, "names": names}
+        kind = getattr(makes, "saved_as", type(makes).__name__)
+        return {"kind": kind, "groups": settings, "names": names}
 
     def model_parts(self) -> dict[str, Part]:
         """Return this rank's parts of the state dict's parameters and buffers, a tied one once.

@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.analysis.traffic import Collective, Kind
+from cs336_systems.analysis.bandwidth import bus_factor
 
-# Operators by name: the kind, and which argument is the whole buffer of `Collective.size_bytes`.
-OPERATORS: dict[str, tuple[Kind, int]] = {
+# Operators by name: the kind, and which argument is the whole buffer: what an all-reduce reduces, an
+# all-gather ends with, a reduce-scatter begins with.
+OPERATORS = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
     "broadcast_": ("broadcast", 0),
@@ -35,27 +36,25 @@ OPERATORS: dict[str, tuple[Kind, int]] = {
     "reduce_scatter_": ("reduce_scatter", 1),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """A collective that this rank has started, and the number of ranks that share it."""
+    """A collective that this rank has started."""
 
-    collective: Collective
+    kind: str
+    size_bytes: int  # of the whole buffer
+    bytes_sent: float  # by this rank in a ring; of a broadcast the mean over the ranks
     group: dist.ProcessGroup
-
-    @property
-    def bytes_sent(self) -> float:
-        """Return the bytes that this rank sends if the collective is a ring."""
-        return self.collective.bytes_sent(self.group.size())
 
 
 class MessageCounter(TorchDispatchMode):
     """Records the collectives inside of the block, in order, in `messages`.
 
-    Raises NotImplementedError at other operators of a process group, such as point-to-point ones
-    and all-to-all, whose bytes it does not know.
+    Raises NotImplementedError at other operators of a process group, such as point-to-point ones,
+    whose bytes it does not know.
     """
 
     def __init__(self) -> None:
@@ -66,28 +65,26 @@ class MessageCounter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Record `func` if it is a collective, and call it."""
-        if func.namespace == "c10d":
-            name = func._schema.name.removeprefix("c10d::")
-            groups = [one for one in args if isinstance(one, torch.ScriptObject)]
-            if name in OPERATORS:
-                kind, place = OPERATORS[name]
-                size = sum(
-                    one.nbytes for one in tree_leaves(args[place]) if isinstance(one, Tensor)
-                )
-                self.messages.append(
-                    Message(
-                        collective=Collective(kind=kind, size_bytes=size),
-                        group=dist.ProcessGroup.unbox(groups[0]),
-                    )
-                )
-            elif name not in ("barrier", "monitored_barrier_"):
-                raise NotImplementedError(f"MessageCounter does not know the bytes of {name}")
+        name = func._schema.name.removeprefix("c10d::")
+        if func.namespace == "c10d" and name in OPERATORS:
+            kind, place = OPERATORS[name]
+            boxed = next(one for one in args if isinstance(one, torch.ScriptObject))
+            group = dist.ProcessGroup.unbox(boxed)
+            tensors = [one for one in tree_leaves(args[place]) if isinstance(one, Tensor)]
+            size = sum(one.nbytes for one in tensors)
+            sent = bus_factor(kind, group.size()) * size
+            if kind == "broadcast":  # the last rank of the chain sends nothing
+                sent *= 1 - 1 / group.size()
+            if kind == "all_to_all" and args[4]:  # sizes of what goes to each rank
+                sent = size * (1 - args[4][group.rank()] / max(1, sum(args[4])))
+            self.messages.append(Message(kind=kind, size_bytes=size, bytes_sent=sent, group=group))
+        elif func.namespace == "c10d" and name not in ("barrier", "monitored_barrier_"):
+            raise NotImplementedError(f"MessageCounter does not know the bytes of {name}")
         return func(*args, **(kwargs or {}))
 
     def over(self, group: dist.ProcessGroup) -> list[Message]:
         """Return the messages over the ranks of `group`."""
-        names = [message.group.group_name for message in self.messages]
-        return [one for one, name in zip(self.messages, names) if name == group.group_name]
+        return [one for one in self.messages if one.group.group_name == group.group_name]
 
     def bytes(self, group: dist.ProcessGroup) -> float:
         """Return the bytes that this rank has sent over `group`, in rings."""

@@ -13,6 +13,7 @@ from cs336_systems.config import MAX_SEED, FieldError, ModelConfig, Precision
 
 NUM_BYTES = 256  # the vocabulary: a token is a byte
 WRAPPERS = ("none", "naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
+OPTIMIZERS = ("adamw", "muon")
 NANO = ModelConfig(
     name="nano",
     d_model=128,
@@ -43,6 +44,7 @@ class TrainingConfig:
     tensor_parallel: int = 1  # neighbouring ranks that split the model's matrices
     sequence_parallel: bool = False  # these also share the positions between the layers
     replicas: int = 1  # of fsdp: groups of ranks that each hold the whole model (HSDP)
+    optimizer: str = "adamw"  # or muon: for the matrices of the blocks, AdamW for all else
     attention: str = "sdpa"  # name of the attention inside the model
     precision: Precision = Precision()
     batch: int = 16  # sequences a step, over all ranks and micro-batches

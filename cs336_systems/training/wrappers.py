@@ -24,11 +24,13 @@ from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.loss_scale import LossScaler
+from cs336_systems.distributed.muon import ShardedMuon
 from cs336_systems.distributed.ring_attention import split_context, zigzag_split
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.tensor_parallel import apply_tensor_parallel, clip_grad_norm_
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.model import AdamW, build_model, clip_gradients, cross_entropy
+from cs336_systems.model.muon import Muon, muon_groups
 from cs336_systems.training.hyperparameters import TrainingConfig
 
 BETAS = (0.9, 0.95)
@@ -109,6 +111,11 @@ def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
         "weight_decay": config.weight_decay,
     }
 
+    kind: type[AdamW] = AdamW
+    updated: Any = model.parameters()
+    if config.optimizer == "muon":
+        kind, updated = Muon, muon_groups(model)
+
     # The wrapper comes before its optimizer: FSDP replaces the parameters by shards.
     wrapped: Any = model
     optimizer: Any
@@ -121,21 +128,25 @@ def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
             replicate_group=groups.get("replicate"),
         )
         autocast = None
-        optimizer = AdamW(wrapped.parameters(), **options)
+        optimizer = (
+            ShardedMuon(muon_groups(model), **options)
+            if config.optimizer == "muon"
+            else AdamW(wrapped.parameters(), **options)
+        )
         parts["clip"] = wrapped.clip_grad_norm_
     elif config.wrapper == "zero1":
         optimizer = Zero1Optimizer(model.parameters(), AdamW, **options)
         parts["clip"] = optimizer.clip_grad_norm_
     elif config.wrapper == "sharded-optimizer":
         wrapped = OverlapDDP(model, groups["shard"])
-        optimizer = ShardedOptimizer(model.parameters(), AdamW, groups["shard"], **options)
+        optimizer = ShardedOptimizer(updated, kind, groups["shard"], **options)
     else:
         wrapped = (
             model
             if config.wrapper == "none"
             else DDPS[config.wrapper](model, group=groups["shard"])
         )
-        optimizer = AdamW(model.parameters(), **options)
+        optimizer = kind(updated, **options)
 
     if autocast is not None:
         parts["autocast"] = partial(torch.autocast, device.type, dtype=autocast)
