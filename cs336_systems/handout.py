@@ -13,6 +13,19 @@ Answer = Literal["graded", "measured", "written"]
 EDITIONS = (2025, 2026)
 
 
+# titles of the chapters, of which HANDOUT has sections
+CHAPTERS = {
+    "2": "Profiling",
+    "3": "Memory",
+    "4": "Attention",
+    "5": "Data parallelism",
+    "6": "Sharded optimizer",
+    "7": "FSDP",
+    "8": "Theory of parallelism",
+    "9": "Leaderboards",
+}
+
+
 @dataclass(frozen=True)
 class HandoutProblem:
     """A problem as the handouts give it."""

@@ -23,7 +23,7 @@ from cs336_systems.distributed import (
     run_ranks,
     save_checkpoint,
 )
-from cs336_systems.distributed.muon import choose_owners
+from cs336_systems.distributed.sharded_muon import choose_owners
 from cs336_systems.measure.messages import MessageCounter, fake_ranks
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.muon import Muon, muon_groups, newton_schulz, newton_schulz_flops

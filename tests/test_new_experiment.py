@@ -271,7 +271,7 @@ def test_the_report_opens_in_a_browser_and_sorts(copy, tmp_path):
 
 def test_its_page_has_the_records_numbers(copy, said):
     assert said["differences"] == []
-    document = (copy / "writeup.md").read_text()
+    document = (copy / "beyond.md").read_text()
     assert re.search(
         r"> \*\*Answer.\*\* [\d.,]+ µs for 1,024 numbers, [\d.]+( to [\d.]+)?× topk's speed",
         document,
@@ -284,4 +284,4 @@ def test_its_page_has_the_records_numbers(copy, said):
     assert (published / "figures" / "sort_speed_times.png").read_bytes().startswith(b"\x89PNG")
     assert "**sorting (ms)**" in (published / "tables" / "sort_speed.md").read_text()
     stale = "\n".join(said["stale"])
-    assert "writeup.md: differs" in stale and "sort_speed_times.png: differs" in stale
+    assert "beyond.md: differs" in stale and "sort_speed_times.png: differs" in stale

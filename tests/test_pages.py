@@ -490,20 +490,22 @@ def test_a_page_that_cannot_be_made_is_said_in_its_place(book, tmp_path):
     )
     there = Book(tmp_path, book.folder)
     with pytest.warns(
-        NotMade, match="the section attention_shapes of writeup.md cannot be made: .*0 records of"
+        NotMade, match="the section attention_shapes of beyond.md cannot be made: .*0 records of"
     ):
-        document = there.document()
+        document = there.document("beyond.md")
     assert document.endswith("## attention_shapes\n\n*The records do not have what this says: `cs336-systems report "
                              "--check` names it.*\n")  # fmt: skip
-    assert "> **Answer.** NVIDIA H200\n" in document
+    assert "> **Answer.** NVIDIA H200\n" in there.document("writeup.md")
 
 
 def test_a_link_to_another_page_is_one_to_its_section_in_the_document(book, tmp_path):
     (tmp_path / "writeup").mkdir()
-    links = "[a](fsdp_calcs.md) and [b](../cs336_systems/config.py)\n"
+    links = "[a](few_queries.md), [b](../cs336_systems/config.py) and [c](fsdp_calcs.md)\n"
     (tmp_path / "writeup" / "attention_shapes.md").write_text(f"# attention_shapes\n\n{links}")
     page = Book(tmp_path, book.folder).page("attention_shapes")
-    assert page.endswith("[a](#fsdp_calcs) and [b](cs336_systems/config.py)\n")
+    assert page.endswith(
+        "[a](#few_queries), [b](cs336_systems/config.py) and [c](writeup.md#fsdp_calcs)\n"
+    )
 
 
 def test_ranks_of_kernels_are_numbers(book):

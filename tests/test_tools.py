@@ -209,7 +209,7 @@ def test_no_committed_notebook_shows_a_name_in_place_of_a_picture(check_notebook
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-DOCUMENTS = ["README.md", "writeup.md", "CONTRIBUTING.md"]
+DOCUMENTS = ["README.md", "writeup.md", "beyond.md", "CONTRIBUTING.md"]
 DOCUMENTS += sorted(
     f"{folder}/{path.name}"
     for folder in ("docs", "writeup")

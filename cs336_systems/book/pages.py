@@ -1,4 +1,4 @@
-"""Render `writeup.md` from the templates `writeup/<problem>.md`, whose numbers come from records.
+"""Render `writeup.md` and `beyond.md` from the templates `writeup/<problem>.md`, whose numbers come from records.
 
     The forward takes {{ time("hopper", mode="forward", shape="1 × 16 × 16,384 × 64 causal") }},
     {{ speed("hopper", "sdpa_cudnn", mode="forward", shape=...) }} of cuDNN's speed.
@@ -35,13 +35,14 @@ from cs336_systems.book.figures import digest, spec_of, write_png
 from cs336_systems.book.frames import calculated_frame, dicts, digits, flat_case, read_frame
 from cs336_systems.book.lookups import PAGES, Page
 from cs336_systems.book.tables import ABSENT
-from cs336_systems.handout import COMMANDS, HANDOUT
+from cs336_systems.handout import CHAPTERS, COMMANDS, HANDOUT
 from cs336_systems.measure.text import write_whole
 
-DOCUMENT = "writeup.md"
+DOCUMENT, BEYOND = "writeup.md", "beyond.md"  # the handouts' problems; what no handout asks for
+TITLES = {DOCUMENT: "Writeup", BEYOND: "Beyond the handouts"}
 README = "README.md"  # written by hand, with blocks made from records
 BLOCK = re.compile(r"(<!-- begin made: (.+?) -->\n).*?(<!-- end made -->)", re.DOTALL)
-# a template's link to another template, which is a section of the document
+# a template's link to another template, which is a section of a document
 LINK = re.compile(r"\]\((\w+)\.md\)")
 CODE = re.compile(r"\]\(\.\./(cs336_systems/[^)#]+)\)")  # a template's link to code
 FIGURE = re.compile(r'{{ figure\("(\w+)"\) }}')
@@ -50,7 +51,7 @@ DIGESTS = "digests.json"  # file with digests of the figures beside it
 CANNOT_BE_MADE = (
     "*The records do not have what this says: `cs336-systems report --check` names it.*"
 )
-MOST_WORDS = 25_000  # most words of the document
+MOST_WORDS = 15_000  # most words of a document
 ANSWER_WITHIN = 10  # a page's answer stands within so many lines
 # `Book.age`: its words on the code, and a pattern of the line.
 UNCHANGED, CHANGED = "kernels unchanged since", "older than the code that they measure"
@@ -122,7 +123,14 @@ class Book:
             # No table has shown the age yet: insert it above the links that end a page.
             before, _, last = rest.rstrip().rpartition("\n\n")
             rest = "\n\n".join(filter(None, (before, self.age(name), last)))
-        rest = LINK.sub(r"](#\1)", rest.rstrip()).replace("](../", "](")
+        here = document_of(name)
+
+        def link(match: re.Match[str]) -> str:
+            """Return the link to a template as one to its section."""
+            there = document_of(match[1])
+            return f"]({'' if there == here else there}#{match[1]})"
+
+        rest = LINK.sub(link, rest.rstrip()).replace("](../", "](")
         return f"## {name}\n{rest}\n"
 
     def age(self, name: str, rows: pd.DataFrame | None = None) -> str:
@@ -179,32 +187,63 @@ class Book:
             if len(values) > 1
         ]
 
-    def document(self) -> str:
-        """Return the text of `writeup.md`: a table of all pages, then the pages."""
+    def document(self, which: str = DOCUMENT) -> str:
+        """Return the text of DOCUMENT or BEYOND: a table of its pages, then the pages."""
+        names = [name for name in self.names if document_of(name) == which]
         sources = f"`{PAGES}/` and the records in `{self.folder.parent.name}/`"
         made = f"`cs336-systems {self._report()}` makes this from {sources}."
-        lines = [
-            "# Writeup",
-            "",
-            made,
-            "",
-            "| problem | section | editions | points |",
-            "|:--|:--|:--|--:|",
-        ]
-        for name in self.names:
+        if which == DOCUMENT:
+            made += f" What no handout asks for is in [{BEYOND}]({BEYOND})."
+            facts = ["section", "editions", "points"]
+        else:
+            made += f" The handouts' problems are in [{DOCUMENT}]({DOCUMENT})."
+            facts = ["what"]
+        made += " A command follows `cs336-systems`; where there is none, the page is the answer."
+
+        columns = ["problem", *facts, "code", "figure", "command"]
+        lines = [f"# {TITLES[which]}", "", made, "", _line(columns), _line([":--"] * len(columns))]
+        for name in names:
             known = HANDOUT.get(name) or experiments().get(name)
             if known is None:
                 raise ValueError(f"{PAGES}/{name}.md: no problem of that name")
             editions = " and ".join(map(str, known.editions)) or ABSENT
-            lines.append(
-                f"| [{name}](#{name}) | {known.section} | {editions} | {known.points or ABSENT} |"
-            )
-        pages = [self._page_or_why(name) for name in self.names]
+            of_it = {
+                "problem": f"[{name}](#{name})",
+                "section": known.section,
+                "editions": editions,
+                "points": str(known.points or ABSENT),
+                "what": known.title,
+            }
+            cells = [of_it[column] for column in ("problem", *facts)]
+            lines.append(_line([*cells, *self._where(name)]))
+        pages = [self._page_or_why(name) for name in names]
         return "\n".join([*lines, ""]) + "\n" + "\n".join(pages)
+
+    def _where(self, name: str) -> list[str]:
+        """Return links to the code and to the first figure of the page `name`, and its command.
+
+        The code is the first link in the last line of the page's template.
+        """
+        text = self.template(name)
+        code = CODE.findall(text.rstrip().rpartition("\n")[2])
+        if not code:
+            raise ValueError(
+                f"{PAGES}/{name}.md: the last line must link code below ../cs336_systems"
+            )
+        figure = FIGURE.search(text)
+        drawn = ABSENT
+        if figure:
+            path = self.figure_path(name, figure[1]).relative_to(self.root).as_posix()
+            drawn = f"[figure]({path})"
+        command = f"`{COMMANDS.get(name, f'grade tests/adapters.py --problem {name}')}`"
+        if name in experiments():
+            is_measured = not isinstance(experiments()[name], Calculation)
+            command = f"`run {name}`" if is_measured else ABSENT
+        return [f"[{code[0].removeprefix('cs336_systems/')}]({code[0]})", drawn, command]
 
     def _page_or_why(self, name: str) -> str:
         """Return the page `name`, or a section that says it cannot be made, with a warning why."""
-        page = attempt(f"the section {name} of {DOCUMENT}", partial(self.page, name))
+        page = attempt(f"the section {name} of {document_of(name)}", partial(self.page, name))
         return page if page is not None else f"## {name}\n\n{CANNOT_BE_MADE}\n"
 
     def readme(self) -> str:
@@ -223,44 +262,22 @@ class Book:
 
     def _value(self, expression: str) -> str:
         """Return the value of an expression of the README as text; ValueError if it has none."""
-        names = {"of": lambda name: Page(self, name), "problems": self.problems}
+        names = {"of": lambda name: Page(self, name), "sections": self.sections}
         try:
             return self.environment.from_string(f"{{{{ {expression} }}}}").render(names)
         except jinja2.TemplateError as error:
             raise ValueError(str(error)) from error
 
-    def problems(self) -> str:
-        """Return a Markdown table with a line per page: link to it, code, first figure, command.
-
-        The code is the first link in the last line of the page's template.
-        """
-        lines = ["| problem and answer | code | figure | command |", "|:--|:--|:--|:--|"]
+    def sections(self) -> str:
+        """Return a Markdown table with a line per chapter of the handouts: links to its pages."""
+        chapters: dict[str, list[str]] = {}
         for name in self.names:
-            text = self.template(name)
-            code = CODE.findall(text.rstrip().rpartition("\n")[2])
-            if not code:
-                raise ValueError(
-                    f"{PAGES}/{name}.md: the last line must link code below ../cs336_systems"
-                )
-            figure = FIGURE.search(text)
-            drawn = (
-                self.figure_path(name, figure[1]).relative_to(self.root).as_posix()
-                if figure
-                else ""
-            )
-            links = (
-                f"[{name}]({DOCUMENT}#{name}) | "
-                f"[{code[0].removeprefix('cs336_systems/')}]({code[0]})"
-            )
-            if name not in experiments():
-                command = f"`{COMMANDS.get(name, f'grade tests/adapters.py --problem {name}')}`"
-            else:
-                command = (
-                    "*on its page*"
-                    if isinstance(experiments()[name], Calculation)
-                    else f"`run {name}`"
-                )
-            lines.append(f"| {links} | {f'[figure]({drawn})' if figure else ABSENT} | {command} |")
+            chapter = HANDOUT[name].section.partition(".")[0] if name in HANDOUT else ""
+            chapters.setdefault(chapter, []).append(f"[{name}]({document_of(name)}#{name})")
+        lines = [_line(["section", "pages"]), _line([":--"] * 2)]
+        for chapter, links in chapters.items():
+            title = f"{chapter} {CHAPTERS[chapter]}" if chapter else "Beyond the handouts"
+            lines.append(_line([title, ", ".join(links)]))
         return "\n".join(lines)
 
     def figures(self) -> dict[Path, dict[str, Any]]:
@@ -308,7 +325,7 @@ class Book:
         return [self, *(self.on(folder.name) for folder in folders if folder != self.folder)]
 
     def write(self) -> list[Path]:
-        """Write changed files: document, README, full tables, figures; return the written paths."""
+        """Write changed files: documents, README, full tables, figures; return the written paths."""
         digests = self._digests()
         written = []
         for path, made in self._stale():
@@ -338,7 +355,7 @@ class Book:
             found = [
                 f"{path}: differs from the records and pages; {cure}" for path, _ in self._stale()
             ]
-            words = len(self.document().split())
+            words = {which: count_words(self.document(which)) for which in TITLES}
         found += dict.fromkeys(
             str(one.message) for one in told if issubclass(one.category, UserWarning)
         )
@@ -348,8 +365,11 @@ class Book:
                 f"{PAGES}/{name}.md:{line}: {what}"
                 for line, what in check_template(self.template(name))
             ]
-        if words > MOST_WORDS:
-            found.append(f"{DOCUMENT}: {words:,} words, at most {MOST_WORDS:,}")
+        found += [
+            f"{which}: {number:,} words, at most {MOST_WORDS:,}"
+            for which, number in words.items()
+            if number > MOST_WORDS
+        ]
         return found
 
     def _stale(self) -> Iterator[tuple[Path, str | dict[str, Any]]]:
@@ -366,10 +386,11 @@ class Book:
     def _made(self) -> Iterator[tuple[Path, str | dict[str, Any]]]:
         """Yield each file made from records and pages, with its text or figure specification.
 
-        The files are the document, the README, one file per problem with all its tables, and the
+        The files are the documents, the README, one file per problem with all its tables, and the
         figures.
         """
-        yield self.root / DOCUMENT, self.document()
+        for which in TITLES:
+            yield self.root / which, self.document(which)
         if (self.root / README).exists():
             yield self.root / README, self.readme()
 
@@ -405,6 +426,21 @@ class Book:
         """Return the digests of the figures as last written, by file name."""
         path = self.folder / "figures" / DIGESTS
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def count_words(text: str) -> int:
+    """Return the number of words in a document; bars and rules of tables are none."""
+    return sum(any(letter.isalnum() for letter in word) for word in text.split())
+
+
+def _line(cells: list[str]) -> str:
+    """Return a line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def document_of(name: str) -> str:
+    """Return the document that the page `name` is a section of."""
+    return DOCUMENT if name in HANDOUT else BEYOND
 
 
 def quantity_of(row: Mapping[str, Any]) -> str:

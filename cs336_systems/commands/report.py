@@ -15,7 +15,7 @@ from cs336_systems.commands.terminal import show_text
 from cs336_systems.measure.text import printable
 
 PUBLISHED_FOLDER = "nvidia-h200"  # whose records the pages and the README show
-DOCUMENTS = ("README.md", "writeup.md")
+DOCUMENTS = ("README.md", "writeup.md", "beyond.md")
 EXIT_NOT_WHOLE = 1  # a table, figure or page could not be made
 # Endings of the folders that runs write to: by scale, and whether axes were chosen.
 SUFFIXES = [scale + axes for axes in ("", "-chosen") for scale in ("", "-smoke", "-tiny")]

@@ -25,7 +25,6 @@ from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.fsdp import FSDP, gather_full_params, load_full_params, wrap_blocks
 from cs336_systems.distributed.loss_scale import LossScaler
-from cs336_systems.distributed.muon import ShardedMuon
 from cs336_systems.distributed.ring_attention import (
     merge_attention,
     ring_attention,
@@ -33,6 +32,7 @@ from cs336_systems.distributed.ring_attention import (
     zigzag_join,
     zigzag_split,
 )
+from cs336_systems.distributed.sharded_muon import ShardedMuon
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.spawn import RankError, is_torchrun, launch, run_ranks
 from cs336_systems.distributed.tensor_parallel import apply_tensor_parallel

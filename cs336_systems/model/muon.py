@@ -3,7 +3,7 @@
     optimizer = Muon(muon_groups(model), lr=1e-3)     # AdamW for all but the blocks' matrices
 
 An elementwise optimizer can be cut anywhere. Muon cannot: each element of the update depends on the
-whole matrix. `ShardedOptimizer` gives whole matrices to ranks, and `distributed/muon.py` gathers
+whole matrix. `ShardedOptimizer` gives whole matrices to ranks, and `distributed/sharded_muon.py` gathers
 FSDP's rows for it.
 """
 

@@ -93,6 +93,12 @@ class TrainingConfig:
                 self.num_ranks % split == 0,
                 f"a divisor of {self.num_ranks} ranks",
             ),
+            ("optimizer", self.optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}"),
+            (
+                "optimizer",
+                self.optimizer != "muon" or (split == 1 and self.wrapper != "zero1"),
+                "adamw with tensor_parallel or zero1, which cut matrices",
+            ),
             (
                 "tensor_parallel",
                 split == 1 or self.context_parallel == 1,

@@ -24,8 +24,8 @@ from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.loss_scale import LossScaler
-from cs336_systems.distributed.muon import ShardedMuon
 from cs336_systems.distributed.ring_attention import split_context, zigzag_split
+from cs336_systems.distributed.sharded_muon import ShardedMuon
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.tensor_parallel import apply_tensor_parallel, clip_grad_norm_
 from cs336_systems.distributed.zero1 import Zero1Optimizer
