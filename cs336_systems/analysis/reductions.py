@@ -33,9 +33,9 @@ def ring_sum(gradients: Gradients, add: Add = torch.add) -> Float[Tensor, " n"]:
     """Return the sum over ranks in the order of a ring, in the dtype of `gradients`.
 
     Chunk c, of as many as ranks, starts as the gradient of rank c - 1 and travels down: rank c - 2
-    adds its own, and so on to rank c. These are gloo's all-reduce and reduce-scatter, bit for bit,
-    where each rank's chunk is a whole number of gloo's segments (a length of a multiple of 2 N is,
-    up to 2 MiB). The rings of `analysis.rings` travel up; they add the same with ranks counted the
+    adds its own, and so on to rank c. That is gloo's all-reduce and reduce-scatter, bit for bit, of
+    a length that is a multiple of 2 N; chunks of other lengths end a few elements elsewhere there.
+    The rings of `analysis.rings` travel up; they add the same with ranks and chunks counted the
     other way round. Raises ValueError as `check` does.
     """
     num_ranks, length = check(gradients)
