@@ -275,6 +275,10 @@ KINDS = {
         Spans(x="", y="quantity", color="quantity", where={"quantity": "compute_intervals"}),
         SERIES,
     ),
+    "spans with text": (
+        Spans(x="", y="quantity", color="quantity", text="implementation"),
+        SERIES,
+    ),
 }
 
 
@@ -302,6 +306,26 @@ def test_each_kind_is_drawn_the_same_each_time(kind):
     assert json.dumps(spec) == json.dumps(spec_of(figure.chart(frame)))
     assert vl_convert.vegalite_to_png(spec).startswith(b"\x89PNG")
     assert figure.chart(frame[frame["status"] == "oom"]) is None
+
+
+def test_a_span_has_its_text_in_its_middle():
+    """Without a text the bars are as they were: the data of a figure holds no more columns."""
+    where = {"x": "", "y": "quantity", "color": "quantity"}
+    plain, named = (
+        spec_of(figure.chart(SERIES))
+        for figure in (Spans(**where), Spans(**where, text="implementation"))
+    )
+    assert plain["data"]["values"] == [
+        {"quantity": "compute_intervals", "start": start, "end": end}
+        for start, end in ((0.0, 1.0), (2.0, 5.0))
+    ]
+    bars, words = named["layer"]
+    assert (words["encoding"]["x"]["field"], words["encoding"]["text"]["field"]) == (
+        "middle",
+        "implementation",
+    )
+    drawn = [(row["middle"], row["implementation"]) for row in named["data"]["values"]]
+    assert drawn == [(0.5, "hopper"), (3.5, "hopper")]
 
 
 def test_axes_are_logarithmic_from_a_range_of_ten_on_and_bars_never():

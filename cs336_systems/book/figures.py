@@ -522,30 +522,39 @@ class Heat(Figure):
         return alt.layer(fields, text)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Spans(Figure):
     """Intervals of a trace as horizontal bars over time, in one lane for each value of `y`.
 
-    The samples of a row are the starts and ends of its intervals by turns.
+    The samples of a row are the starts and ends of its intervals by turns. Bars with a `text` fill
+    their lane and have a border, so that neighbours can be told apart; their colours must be light.
     """
 
-    def _marks(self, rows: pd.DataFrame) -> alt.Chart:
-        """Return a bar for each interval."""
+    text: str | None = None  # column whose values stand in the bars
+
+    def _marks(self, rows: pd.DataFrame) -> Any:
+        """Return a bar for each interval, with its text in it."""
         pairs = rows["samples"].map(lambda samples: list(zip(samples[::2], samples[1::2])))
         spans = rows.assign(pair=pairs).explode("pair", ignore_index=True).dropna(subset="pair")
         spans = spans.assign(start=spans["pair"].str[0], end=spans["pair"].str[1])
-        return (
-            alt.Chart(self._data(spans, ["start", "end"]))
-            .mark_bar(height=14)
-            .encode(
-                x=alt.X(
-                    "start:Q",
-                    title=self.x_title or f"time ({rows['unit'].iloc[0]})",
-                    axis=alt.Axis(labelOverlap=True, tickCount=8),
-                ),
-                x2="end:Q",
-                y=alt.Y(f"{_field(self.y)}:N", sort=None, title=None),
-                color=self._color(spans),
-            )
+        x = alt.X(
+            "start:Q",
+            title=self.x_title or f"time ({rows['unit'].iloc[0]})",
+            axis=alt.Axis(labelOverlap=True, tickCount=8),
+        )
+        y = alt.Y(f"{_field(self.y)}:N", sort=None, title=None)
+        color = self._color(spans)
+        if self.text is None:
+            bars = alt.Chart(self._data(spans, ["start", "end"])).mark_bar(height=14)
+            return bars.encode(x=x, x2="end:Q", y=y, color=color)
+
+        spans = spans.assign(middle=(spans["start"] + spans["end"]) / 2)
+        base = alt.Chart(self._data(spans, ["start", "end", "middle", self.text]))
+        bars = base.mark_bar(height=alt.RelativeBandSize(1), stroke=BLACK, strokeWidth=0.5)
+        words = base.mark_text(color=BLACK, fontSize=LABEL_SIZE - 1)
+        return alt.layer(
+            bars.encode(x=x, x2="end:Q", y=y, color=color),
+            words.encode(x="middle:Q", y=y, text=f"{_field(self.text)}:N"),
         )
 
 
