@@ -22,6 +22,7 @@ with a broadcast in place of both messages: 2 S (N - 1) / N bytes of float32 wei
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -63,7 +64,8 @@ class ShardedMuon(Muon):
             return []
         weights = [_weight(matrix) for matrix, _ in self._matrices]
         group = weights[0].group
-        ranks, owners = range(group.size()), choose_owners(weights)
+        ranks = range(group.size())
+        owners = choose_owners([weight.shape for weight in weights], group.size())
         mine = [place for place, owner in enumerate(owners) if owner == group.rank()]
 
         def rows(place: int, rank: int) -> tuple[int, int]:
@@ -98,12 +100,12 @@ class ShardedMuon(Muon):
         return [by_place[place] for place in range(len(updates))]
 
 
-def choose_owners(weights: list[ShardedWeight]) -> list[int]:
-    """Return the rank that orthogonalizes each of `weights`, balanced by FLOPs."""
-    flops = [newton_schulz_flops(*weight.shape) for weight in weights]
-    loads = [0] * weights[0].group.size()
-    owners = [0] * len(weights)
-    for place in sorted(range(len(weights)), key=lambda place: -flops[place]):
+def choose_owners(shapes: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
+    """Return the rank that orthogonalizes each matrix of `shapes`, balanced by FLOPs."""
+    flops = [newton_schulz_flops(*shape) for shape in shapes]
+    loads = [0] * num_ranks
+    owners = [0] * len(shapes)
+    for place in sorted(range(len(shapes)), key=lambda place: -flops[place]):
         owners[place] = min(range(len(loads)), key=loads.__getitem__)
         loads[owners[place]] += flops[place]
     return owners

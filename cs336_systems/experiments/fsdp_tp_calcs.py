@@ -7,6 +7,7 @@ import pandas as pd
 from cs336_systems.analysis import ffn
 from cs336_systems.book.frames import digits
 from cs336_systems.experiments import Calculation, Lines, Listing, problem
+from cs336_systems.subjects.counted_bytes import counted_rows, counted_table
 from cs336_systems.subjects.layer_times import FEW_TOKENS, MODEL, TOKENS, layer, links
 
 OVERLAPS = {"overlapped": True, "one after the other": False}
@@ -59,9 +60,10 @@ class FullyShardedTensorParallelCalcs(Calculation):
                     fsdp, tp = ffn.best_integer_grid(layer(tokens), overlap=overlap, **rates)
                     row[WHOLE[name]] = f"{fsdp:,} × {tp} = {fsdp * tp:,}"
                 rows.append(row)
-        return rows
+        return rows + counted_rows([(2, 2), (4, 2), (4, 8)])
 
     tables = {
+        "bytes": counted_table("grid", "axis"),
         "grids": Listing(
             title="Largest N of FSDP and tensor parallelism, forward",
             where={"quantity": "grid"},
@@ -71,7 +73,7 @@ class FullyShardedTensorParallelCalcs(Calculation):
                 "B",
                 *(heading for name in OVERLAPS for heading in (f"N, {name}", WHOLE[name])),
             ),
-        )
+        ),
     }
     figures = {
         "limits": Lines(

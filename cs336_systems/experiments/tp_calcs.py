@@ -4,6 +4,7 @@ from typing import Any
 
 from cs336_systems.analysis import ffn
 from cs336_systems.experiments import Calculation, Listing, problem
+from cs336_systems.subjects.counted_bytes import counted_rows, counted_table
 from cs336_systems.subjects.layer_times import MODEL, layer, links, ratio_lines, times
 
 
@@ -25,14 +26,15 @@ class TensorParallelCalcs(Calculation):
                 }
                 | limits
             )
-        return rows
+        return rows + counted_rows([(1, ranks) for ranks in (2, 4, 8)])
 
     tables = {
+        "bytes": counted_table("TP ranks"),
         "limits": Listing(
             title="Largest N that computation hides the communication of, "
             f"F = {MODEL.d_ff:,}, any batch",
             where={"quantity": "limit"},
             columns=("C, W of", "W (GB/s)", "N forward", "N backward"),
-        )
+        ),
     }
     figures = {"ratio": ratio_lines("tensor parallelism, forward", "any batch", "TP forward")}
