@@ -103,6 +103,59 @@ def all_reduce_mean(
     return Work(work, partial(_finish_mean, target, sent, 1 if divides else size), async_op)
 
 
+class Means:
+    """The all-reduces of a step: `start` replaces tensors by their means, once `wait` has returned.
+
+    `start` makes as few Python calls as it can: hooks call it between two kernel launches, and the
+    host must stay ahead of the GPU. Where the transport does not divide, `wait` divides all sums at
+    once.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.given = group
+        # found by the first `start` of a step: between steps a copy of the owner holds no group
+        self.group: dist.ProcessGroup | None = None
+        self.size, self.is_nccl = 1, False
+        self.addresses: list[int] = []  # of the tensors that were started, in order
+        self.works: list[Any] = []
+        self.sums: list[Tensor] = []  # still to be divided
+
+    def start(self, tensor: Tensor) -> None:
+        """Start averaging `tensor`, as `all_reduce_mean` does."""
+        if self.group is None:
+            self.group = as_group(self.given)
+            self.size = self.group.size()
+            self.is_nccl = self.group._get_backend_name() == "nccl"
+        self.addresses.append(tensor.data_ptr())
+        if self.size == 1 or not tensor.numel():
+            return
+        if (
+            tensor.is_complex()
+            or not tensor.is_contiguous()
+            or tensor.requires_grad
+            or torch.compiler.is_compiling()
+        ):
+            self.works.append(all_reduce_mean(tensor, self.group, async_op=True))
+            return
+        divides = self.is_nccl and tensor.is_cuda
+        self.works.append(self.group.allreduce([tensor], _options(divides)))
+        if not divides:
+            self.sums.append(tensor)
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Return when the current stream may use the means."""
+        works, sums = self.works[:], self.sums[:]
+        # emptied first: after an error another step begins anew, and a model with handles has no copy
+        for under_way in (self.works, self.sums, self.addresses):
+            under_way.clear()
+        self.group = None
+        for work in works:
+            work.wait()
+        if sums:
+            torch._foreach_div_(sums, self.size)
+
+
 @cache
 def _options(divides: bool) -> AllreduceOptions:
     """Return the options of an asynchronous all-reduce: a mean if `divides`, else a sum."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,10 +29,8 @@ from torch import Tensor, nn
 from cs336_systems.distributed import guards
 from cs336_systems.distributed.collectives import (
     Group,
-    Work,
     broadcast_from_first,
     broadcast_parameters,
-    wait_for,
 )
 
 
@@ -110,7 +107,7 @@ class DataParallel(guards.GuardedReplica, Accumulating):
 
     def _arrive(self, index: int) -> None:
         """Note that a backward has accumulated gradient `index`, which is not averaged yet."""
-        guards.unaveraged.add(self)
+        self.note_unaveraged()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the wrapped module's output."""
@@ -148,65 +145,61 @@ class SendQueue:
     A message is complete when all its gradients have arrived. The first step sends the messages in
     the given order; later steps use the order in which rank 0's messages were complete in the
     first step.
+
+    `arrive` runs between two kernels of a backward, and the host must stay ahead of the GPU: it
+    allocates nothing that the garbage collector counts.
     """
 
     def __init__(
         self, messages: Sequence[Sequence[Tensor]], names: dict[Tensor, str], group: Group
     ) -> None:
         self.parameters = [parameter for message in messages for parameter in message]
-        # (message, place in the message) of each of `parameters`
-        self.places = [
-            (number, place)
-            for number, message in enumerate(messages)
-            for place in range(len(message))
-        ]
         self.messages, self.names, self.group = messages, names, group
+        # of each of `parameters`
+        self.message_of = [number for number, message in enumerate(messages) for _ in message]
         self.order, self.is_learned = [*range(len(messages))], False
-        self.under_way: list[Work] = []
-        # (parameter, address of its gradient) of what was sent in this step
-        self.sent: list[tuple[Tensor, int]] = []
         self.begin()
 
     def begin(self) -> None:
-        """Begin a new step: wait for all messages under way, and expect every gradient anew."""
-        wait_for(self.under_way)
-        self.arrived: set[int] = set()  # indices into `parameters`
+        """Begin a new step, and expect every gradient anew."""
+        self.arrived = [False] * len(self.parameters)
         self.missing = [*map(len, self.messages)]  # how many gradients each message still waits for
         self.complete: list[int] = []  # messages, in the order in which they became complete
-        self.waiting = deque(self.order)  # messages not sent yet
-        self.sent.clear()
+        self.num_sent = 0  # messages, the first ones of `order`
 
-    def arrive(self, index: int, send: Callable[[int], Work]) -> None:
+    def arrive(self, index: int, send: Callable[[int], object]) -> None:
         """Note that the gradient of `parameters[index]` is there, and send the messages now due.
 
-        `send(message)` starts a message and returns its handle. Raises RuntimeError naming the
-        parameter if its gradient arrives a second time in a step: it would be added to a sum that
-        may be under way.
+        `send(message)` starts a message. Raises RuntimeError naming the parameter if its gradient
+        arrives a second time in a step: it would be added to a sum that may be under way.
         """
-        if index in self.arrived:
+        if self.arrived[index]:
             guards.refuse_second_gradient(self.names[self.parameters[index]])
 
         # the message is complete with its last gradient
-        message, _ = self.places[index]
-        self.arrived.add(index)
-        self.missing[message] -= 1
-        if not self.missing[message]:
+        self.arrived[index] = True
+        message, missing = self.message_of[index], self.missing
+        missing[message] -= 1
+        if missing[message]:
+            return
+        if not self.is_learned:
             self.complete.append(message)
 
         # send in the order that all ranks share, up to the first message that is not complete
-        while self.waiting and not self.missing[self.waiting[0]]:
-            number = self.waiting.popleft()
-            self.under_way.append(send(number))
-            self.sent += [(one, one.grad.data_ptr()) for one in self.messages[number]]
+        order = self.order
+        while self.num_sent < len(order) and not missing[order[self.num_sent]]:
+            number = order[self.num_sent]
+            self.num_sent += 1
+            send(number)
 
-    def finish(self, send: Callable[[int], Work]) -> None:
-        """Send all messages not sent yet, complete or not, and wait for all of this step.
+    def finish(self, send: Callable[[int], object]) -> None:
+        """Send all messages not sent yet, complete or not.
 
         The first step also broadcasts the order of rank 0, which all later steps use.
         """
-        while self.waiting:
-            self.under_way.append(send(self.waiting.popleft()))
-        wait_for(self.under_way)
+        for number in self.order[self.num_sent :]:
+            send(number)
+        self.num_sent = len(self.order)
 
         # learn the order, once
         if not self.is_learned:
@@ -214,3 +207,13 @@ class SendQueue:
             order = torch.tensor([*dict.fromkeys([*self.complete, *self.order])], device=device)
             broadcast_from_first(order, self.group)
             self.order, self.is_learned = order.tolist(), True
+
+    @property
+    def is_begun(self) -> bool:
+        """Return whether a gradient has arrived or a message was sent in this step."""
+        return self.num_sent > 0 or any(self.arrived)
+
+    @property
+    def sent(self) -> list[int]:
+        """Return the messages that this step has sent, in order."""
+        return self.order[: self.num_sent]

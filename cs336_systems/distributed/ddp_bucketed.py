@@ -2,8 +2,8 @@
 
 Buckets lie between one collective per parameter, whose latencies add up, and one collective for
 all, which overlaps with nothing. They are filled in the reverse order of parameters, which is about
-the order in which a backward makes their gradients. A new gradient is copied into its bucket and is
-a view of it from then on: this costs one copy a step, and no copy back after the all-reduce.
+the order in which a backward makes their gradients. New gradients are copied into their bucket and
+are views of it from then on: this costs one copy a step, and no copy back after the all-reduce.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
+import torch
 from torch import Tensor, nn
 
 from cs336_systems.distributed import guards
-from cs336_systems.distributed.collectives import Group, Work, all_reduce_mean
+from cs336_systems.distributed.collectives import Group, Means
 from cs336_systems.distributed.ddp import DataParallel, SendQueue
 
 BYTES_PER_MB = 2**20  # as torch's DistributedDataParallel counts its bucket_cap_mb
@@ -29,8 +30,9 @@ class BucketedDDP(DataParallel):
         bucket_size_mb: largest size of a bucket, in MiB. A larger parameter has a bucket of its
             own. None: no limit, so one bucket. A bucket never mixes dtypes or devices.
 
-    Buckets stay allocated when `zero_grad` sets gradients to None: a new gradient is copied into
-    its place when it arrives, which costs less than clearing the bucket and adding to it.
+    Buckets stay allocated when `zero_grad` sets gradients to None: new gradients are copied into
+    their places, all of a bucket at once when the last one has arrived, which costs less than
+    clearing the bucket and adding to it.
     """
 
     def __init__(
@@ -46,34 +48,34 @@ class BucketedDDP(DataParallel):
         plan = plan_buckets(self.trainable, limit)
         self.buckets = [Bucket([self.trainable[index] for index in indices]) for indices in plan]
         self._queue = SendQueue([bucket.parameters for bucket in self.buckets], self.names, group)
-        self.sent = self._queue.sent
+        self._means = Means(group)
 
     def _arrive(self, index: int) -> None:
-        """Move gradient `index` into its bucket, and send the full buckets whose turn it is.
+        """Fill and send the buckets whose turn it is, now that gradient `index` is there.
 
         `index` counts the trainable parameters from the last one.
         """
-        guards.unaveraged.add(self)
-        self._take_gradient(index)
+        self.note_unaveraged()
         if self.sends:
             self._queue.arrive(index, self._send)
 
-    def _take_gradient(self, index: int) -> None:
-        """Make gradient `index`, counted from the last parameter, a view of its bucket."""
-        number, place = self._queue.places[index]
-        self.buckets[number].take_gradient(place, self.names[self._queue.parameters[index]])
-
-    def _send(self, message: int) -> Work:
-        """Start the all-reduce of one bucket; return the handle to wait for."""
-        return all_reduce_mean(self.buckets[message].flat, self.group, async_op=True)
+    def _send(self, message: int) -> None:
+        """Move the gradients of one bucket into it, and start its all-reduce."""
+        self.buckets[message].take_gradients(self.names)
+        self._means.start(self.buckets[message].flat)
 
     def _synchronize(self) -> None:
         """Send the buckets that are unsent, wait for all of them, and begin a new step."""
-        # gradients that no backward of this step has brought
-        for index in range(len(self._queue.places)):
-            self._take_gradient(index)
         self._queue.finish(self._send)
+        self._means.wait()
         self._queue.begin()
+
+    def _moved(self) -> Tensor | None:
+        """Return a parameter whose gradient is not the tensor that was sent; None if all are."""
+        for number in self._queue.sent:
+            if (parameter := self.buckets[number].moved()) is not None:
+                return parameter
+        return None
 
 
 class Bucket:
@@ -96,26 +98,37 @@ class Bucket:
             for offset, parameter in places
         ]
 
-    def take_gradient(self, place: int, name: str) -> None:
-        """Make the gradient of the parameter at `place` a view of the bucket, copying it if needed.
+    def moved(self) -> Tensor | None:
+        """Return a parameter whose gradient does not lie in the bucket; None if all do."""
+        start, itemsize = self.flat.data_ptr(), self.flat.itemsize
+        for parameter, offset in zip(self.parameters, self.offsets):
+            place, gradient = start + offset * itemsize, parameter.grad
+            if gradient is None or (gradient.numel() and gradient.data_ptr() != place):
+                return parameter
+        return None
 
-        Raises RuntimeError naming the parameter if the bucket no longer holds it: `Module.to` and
-        the like give a parameter and its gradient new memory. Raises as `dense_gradient` does.
+    def take_gradients(self, names: dict[Tensor, str]) -> None:
+        """Make the gradients of all parameters views of the bucket, copying those that are none.
+
+        Raises RuntimeError naming a parameter if the bucket no longer holds it: `Module.to` and the
+        like give a parameter and its gradient new memory. Raises as `dense_gradient` does.
         """
-        parameter, view = self.parameters[place], self.views[place]
-        is_taken = parameter.grad is view
-
-        # The address is that in `flat`: a copy of the bucket lies elsewhere. Tensors without
-        # elements have no address.
-        address = self.flat.data_ptr() + self.offsets[place] * view.itemsize
-        if is_taken and (not view.numel() or view.data_ptr() == address):
-            return
-
-        gradient = guards.dense_gradient(parameter)
-        if is_taken or gradient.dtype != self.flat.dtype or gradient.device != self.flat.device:
-            guards.refuse_moved(name)
-        view.copy_(gradient)
-        parameter.grad = view
+        start, itemsize = self.flat.data_ptr(), self.flat.itemsize
+        new: list[tuple[Tensor, Tensor, Tensor]] = []
+        for parameter, view, offset in zip(self.parameters, self.views, self.offsets):
+            is_taken = parameter.grad is view
+            # The address is that in `flat`: a copy of the bucket lies elsewhere. Tensors without
+            # elements have no address.
+            if is_taken and (view.data_ptr() == start + offset * itemsize or not view.numel()):
+                continue
+            gradient = guards.dense_gradient(parameter)
+            if is_taken or gradient.dtype != self.flat.dtype or gradient.device != self.flat.device:
+                guards.refuse_moved(names[parameter])
+            new.append((parameter, view, gradient))
+        if new:
+            torch._foreach_copy_([view for _, view, _ in new], [one for _, _, one in new])
+        for parameter, view, _ in new:
+            parameter.grad = view
 
 
 def plan_buckets(parameters: Sequence[Tensor], limit_bytes: float) -> list[list[int]]:

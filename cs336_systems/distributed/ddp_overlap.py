@@ -7,10 +7,10 @@ that come last.
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from cs336_systems.distributed import guards
-from cs336_systems.distributed.collectives import Group, Work, all_reduce_mean
+from cs336_systems.distributed.collectives import Group, Means
 from cs336_systems.distributed.ddp import DataParallel, SendQueue
 
 
@@ -30,25 +30,32 @@ class OverlapDDP(DataParallel):
         self._queue = SendQueue(
             [[parameter] for parameter in reversed(self.trainable)], self.names, group
         )
-        self.sent = self._queue.sent
+        self._means = Means(group)
 
     def _arrive(self, index: int) -> None:
         """Start the all-reduces whose turn it is, now that gradient `index` is there.
 
         `index` counts the trainable parameters from the last one.
         """
-        guards.unaveraged.add(self)
+        self.note_unaveraged()
         if self.sends:
             self._queue.arrive(index, self._send)
 
-    def _send(self, message: int) -> Work:
-        """Start the all-reduce of one gradient; return the handle to wait for."""
-        return all_reduce_mean(
-            guards.dense_gradient(self._queue.parameters[message]), self.group, async_op=True
-        )
+    def _send(self, message: int) -> None:
+        """Start the all-reduce of one gradient."""
+        self._means.start(guards.dense_gradient(self._queue.parameters[message]))
 
     def _synchronize(self) -> None:
         """Send what the backward has not sent, wait for all all-reduces, and begin a new step."""
         # Unsent are gradients that this backward did not reach, and those after them in the order.
         self._queue.finish(self._send)
+        self._means.wait()
         self._queue.begin()
+
+    def _moved(self) -> Tensor | None:
+        """Return a parameter whose gradient is not the tensor that was sent; None if all are."""
+        for number, address in zip(self._queue.sent, self._means.addresses):
+            parameter = self._queue.parameters[number]
+            if parameter.grad is None or parameter.grad.data_ptr() != address:
+                return parameter
+        return None

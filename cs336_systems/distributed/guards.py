@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import zip_longest
@@ -145,7 +145,19 @@ class Guarded(ABC):
     """Base of all that averages gradients, with the checks around a step's averaging."""
 
     sends = True  # False within no_sync, and for good once a module was wrapped again
+    noted_as = 0  # id of the object that is in `unaveraged`; a copy has another
     watch: Watch
+
+    def note_unaveraged(self) -> None:
+        """Note that there are gradients to be averaged; called at each gradient."""
+        if self.noted_as != id(self):
+            self.noted_as = id(self)
+            unaveraged.add(self)
+
+    def forget_unaveraged(self) -> None:
+        """Note that no gradient waits to be averaged."""
+        self.noted_as = 0
+        unaveraged.discard(self)
 
     @contextmanager
     def guarded_step(self) -> Iterator[None]:
@@ -161,7 +173,7 @@ class Guarded(ABC):
             )
         self.watch.check()
         yield
-        unaveraged.discard(self)
+        self.forget_unaveraged()
 
     def _waiting(self) -> set[Tensor]:
         """Return the wrapper's parameters that have gradients, in `.grad` or put aside."""
@@ -183,8 +195,6 @@ class GuardedReplica(nn.Module, Guarded):
     find_unused_parameters: bool
     module: nn.Module
     group: dist.ProcessGroup | None
-    # (parameter, address of its gradient) of what this step's backward has sent
-    sent: Sequence[tuple[Tensor, int]] = ()
 
     def watch_over(self, module: nn.Module) -> None:
         """Remember the parameters of `module`, to notice changes, and silence earlier wrappers."""
@@ -251,13 +261,15 @@ class GuardedReplica(nn.Module, Guarded):
         `Module.to` and an assignment to `.grad` replace the tensor: the mean would go to the old
         one, and `.grad` would hold this rank's own gradient.
         """
-        for parameter, address in self.sent:
-            if parameter.grad is None or parameter.grad.data_ptr() != address:
-                raise RuntimeError(
-                    f"the gradient of parameter {self.names[parameter]!r} "
-                    "was moved, cast or replaced "
-                    "between the backward, which has sent it, and finish_gradient_synchronization()"
-                )
+        if (parameter := self._moved()) is not None:
+            raise RuntimeError(
+                f"the gradient of parameter {self.names[parameter]!r} was moved, cast or replaced "
+                "between the backward, which has sent it, and finish_gradient_synchronization()"
+            )
+
+    def _moved(self) -> Tensor | None:
+        """Return a parameter whose gradient is not the tensor that was sent; None if all are."""
+        return None
 
     def _waiting(self) -> set[Tensor]:
         """Return the module's parameters that have gradients."""
@@ -265,7 +277,7 @@ class GuardedReplica(nn.Module, Guarded):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; none then waits to be averaged."""
-        unaveraged.discard(self)
+        self.forget_unaveraged()
         super().zero_grad(set_to_none)
 
     def skip_step(self) -> None:

@@ -118,6 +118,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         self._queue = SendQueue(
             [bucket.parameters for bucket in self.buckets], names, process_group
         )
+        self._under_way: list[Work] = []
         call_at_each_gradient(self, self._queue.parameters, Zero1Optimizer._gradient_arrived)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -134,22 +135,21 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
     # Reduce
 
     def _gradient_arrived(self, index: int) -> None:
-        """Move gradient `index` into its bucket, and reduce the full buckets whose turn it is.
+        """Reduce the full buckets whose turn it is, now that gradient `index` is there.
 
         `index` counts the parameters of all buckets, one bucket after the other.
         """
-        number, place = self._queue.places[index]
-        self.buckets[number].take_gradient(place, self._queue.names[self._queue.parameters[index]])
         if self.sends:
             self._queue.arrive(index, self._send)
 
-    def _send(self, message: int) -> Work:
-        """Start averaging one bucket; return the handle to wait for."""
-        return self.buckets[message].reduce()
+    def _send(self, message: int) -> None:
+        """Start averaging one bucket."""
+        self._under_way.append(self.buckets[message].reduce(self._queue.names))
 
     def _synchronize(self) -> None:
         """Send the buckets that the backward has not filled, and wait for all."""
         self._queue.finish(self._send)
+        wait_for(self._under_way)
 
     def averaged_gradients(self) -> list[Tensor]:
         """Finish averaging, and return this rank's slice of each bucket's mean gradient.
@@ -208,9 +208,10 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
 
         After such a backward (the loss scale overflowed) all ranks must call it.
         """
-        if self._queue.arrived or not self._queue.waiting:
+        if self._queue.is_begun:
             # Unused parameters keep buckets waiting here that another rank may have sent.
             self._queue.finish(self._send)
+            wait_for(self._under_way)
             self._queue.begin()
         super().zero_grad(set_to_none)
 
@@ -287,20 +288,20 @@ class ShardedBucket(Bucket):
         self.master = nn.Parameter(self.part.float() if self.is_low else self.part)
         self.gradient = torch.zeros_like(self.master)
 
-    def take_gradient(self, place: int, name: str) -> None:
-        """Make the gradient at `place` a view of the bucket, as `Bucket.take_gradient` does.
+    def take_gradients(self, names: dict[Tensor, str]) -> None:
+        """Make the gradients views of the bucket, as `Bucket.take_gradients` does.
 
-        Raises RuntimeError if the parameter itself is no longer a view of the bucket.
+        Raises RuntimeError if a parameter itself is no longer a view of the bucket.
         """
-        parameter, view = self.parameters[place], self.parameter_views[place]
-        if parameter.numel() and parameter.data_ptr() != view.data_ptr():
-            shape = tuple(parameter.shape)
-            raise RuntimeError(
-                f"a parameter of shape {shape} was moved or cast after Zero1Optimizer was built"
-            )
-        super().take_gradient(place, name)
+        for parameter, view in zip(self.parameters, self.parameter_views):
+            if parameter.numel() and parameter.data_ptr() != view.data_ptr():
+                shape = tuple(parameter.shape)
+                raise RuntimeError(
+                    f"a parameter of shape {shape} was moved or cast after Zero1Optimizer was built"
+                )
+        super().take_gradients(names)
 
-    def reduce(self) -> Work:
+    def reduce(self, names: dict[Tensor, str]) -> Work:
         """Start averaging the gradients into this rank's slice; return the handle to wait for.
 
         Parameters without a gradient count as having one of zeros.
@@ -308,6 +309,7 @@ class ShardedBucket(Bucket):
         for parameter, view in zip(self.parameters, self.views):
             if parameter.grad is None:
                 parameter.grad = view.zero_()
+        self.take_gradients(names)
         self.master.grad, self.version = self.gradient, self.flat._version
         return reduce_scatter_mean_flat(self.gradient, self.flat, self.group, async_op=True)
 

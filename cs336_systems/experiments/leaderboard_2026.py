@@ -317,7 +317,7 @@ class Leaderboard2026(Experiment):
             run,
             NUM_RANKS,
             Precision(autocast="bfloat16" if cuda else None),
-            model=ranks.sized_model(run, "8b", contexts=(64, 256)),
+            model=ranks.sized_model(run, "8b", contexts=(64, 128)),
             batch=BATCH,
             attention=next((name for name in ATTENTIONS if available.get(name) == "ok"), "sdpa"),
             reduce_dtype="float32" if cuda else None,

@@ -38,14 +38,14 @@ def model_cases(run: RunConfig, sizes: Sequence[str] = HANDOUT_SIZES) -> list[Mo
     """Return the model cases at the run's scale, in float32 with plain attention.
 
     handout: all of `sizes`, batch 4, context 512. smoke: the real small model and a narrow proxy of
-    medium, batch 1, context 128. tiny: one narrow proxy, batch 1, context 32.
+    medium, batch 1, context 64. tiny: one narrow proxy, batch 1, context 32.
     """
     models = [MODEL_SIZES[size] for size in sizes]
     if run.scale == "tiny":
         models = [replace(proxy_model("small", 64), context_length=32, vocab_size=256)]
     if run.scale == "smoke":
         models = [
-            replace(model, context_length=128)
+            replace(model, context_length=64)
             for model in (MODEL_SIZES["small"], proxy_model("medium"))
         ]
     batch = 4 if run.scale == "handout" else 1

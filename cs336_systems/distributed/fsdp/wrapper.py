@@ -430,7 +430,7 @@ class FSDP(unit_guards.NeverCopied, nn.Module, Accumulating):
         if not weight.shard.requires_grad:
             weight.whole.grad = None
             return
-        guards.unaveraged.add(self)
+        self.note_unaveraged()
         guards.dense_gradient(weight.whole)
         if not self.sends:
             self._window.reducer.accumulate(weight)
@@ -440,7 +440,7 @@ class FSDP(unit_guards.NeverCopied, nn.Module, Accumulating):
 
     def _arrive(self, index: int) -> None:
         """Note that a backward has accumulated the gradient of a replicated parameter."""
-        guards.unaveraged.add(self)
+        self.note_unaveraged()
 
     @engine.unseen_by_checkpoints
     def _reduce(self, unit: Unit) -> None:
@@ -510,7 +510,7 @@ class FSDP(unit_guards.NeverCopied, nn.Module, Accumulating):
         self._forget_backward()
         for weight in self.weights.values():
             weight.accumulated = None
-        guards.unaveraged.discard(self)
+        self.forget_unaveraged()
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, eps: float = 1e-6) -> Tensor:

@@ -31,11 +31,11 @@ from cs336_systems.subjects.ranks import TIMES
 
 # TIMES are those of rank 0 alone.
 ROWS = (FORWARD, BOTH, *(Row("forward_backward", name, "ms") for name in TIMES))
-LENGTHS = {"tiny": (256,), "smoke": (2048, 4096), "handout": (65536, 131072, 262144, 524288)}
+LENGTHS = {"tiny": (256,), "smoke": (1024, 2048), "handout": (65536, 131072, 262144, 524288)}
 NUM_RANKS = {"tiny": (2,), "smoke": (1, 2), "handout": (1, 2, 4, 8)}
 # (heads, numbers of key heads, head dim)
 HEADS = {"tiny": (2, (2,), 16), "smoke": (4, (4, 1), 32), "handout": (8, (8, 2), 128)}
-BUDGET_MS = {"tiny": 20.0, "smoke": 500.0, "handout": 500.0}  # for timed calls
+BUDGET_MS = {"tiny": 20.0, "smoke": 200.0, "handout": 500.0}  # for timed calls
 MIN_SAMPLES = 3
 CHECKED_ROWS = 8  # per rank, spread over its part of the sequence
 

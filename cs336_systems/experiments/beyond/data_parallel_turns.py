@@ -59,7 +59,7 @@ WARMUP = 2
 # Timed steps of a turn. Low precision, whose steps are shorter, has LOW_PRECISION_STEPS.
 STEPS = {"tiny": 1, "smoke": 2, "handout": 2}
 LOW_PRECISION_STEPS = 5
-LEAST_ROUNDS, MOST_ROUNDS = 2, {"tiny": 2, "smoke": 4, "handout": 6}
+LEAST_ROUNDS, MOST_ROUNDS = 2, {"tiny": 2, "smoke": 2, "handout": 6}
 BUDGET_S = 75.0  # a further round begins only if it can end by then
 NO_MEMORY = "out of memory"
 
