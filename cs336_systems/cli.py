@@ -1,7 +1,7 @@
 """The command line `cs336-systems`: its commands, their panels in the help, and its entry point.
 
-The commands are list, run, report, profile, memory, train, generate, grade, doctor, tune, compare
-and branches. A wrong argument is one line on stderr and exit code 2. A run in which nothing could
+The commands are list, run, report, profile, memory, train, generate, grade, doctor, tune, trace,
+compare and branches. A wrong argument is one line on stderr and exit code 2. A run in which nothing could
 be measured exits 1. Ctrl-C exits 130 and loses only the cell it interrupted, and so does a
 termination or a hang-up (143, 129).
 """
@@ -23,6 +23,7 @@ from cs336_systems.commands.profile import profile
 from cs336_systems.commands.report import list_problems, report
 from cs336_systems.commands.run import run
 from cs336_systems.commands.shared import EXIT_WRONG_ARGUMENT
+from cs336_systems.commands.trace_kernel import trace_kernel
 from cs336_systems.commands.train import train
 from cs336_systems.commands.tune import tune
 from cs336_systems.commands.usage import Command, Group
@@ -53,7 +54,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {"train": train, "generate": generate},
     "Measure": {"run": run, "report": report, "profile": profile, "memory": memory},
     "Grade": {"grade": grade},
-    "Develop kernels": {"compare": compare, "branches": branches},
+    "Develop kernels": {"trace": trace_kernel, "compare": compare, "branches": branches},
 }
 for panel, commands in PANELS.items():
     for name, command in commands.items():

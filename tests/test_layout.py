@@ -20,13 +20,15 @@ PACKAGE = "cs336_systems"
 # before it.
 ORDER = (
     "handout", "config", "accounting", "device", "processes", "analysis", "inputs", "grids",
-    "measure", "attention", "compiler", "model", "distributed", "training", "integrations",
+    "measure", "stepper", "attention", "compiler", "model", "distributed", "training", "integrations",
     "bench", "book", "subjects", "experiments", "grading", "commands", "cli", "notebook",
+    "learning",
 )  # fmt: skip
 # The only modules that may load Triton when imported: they hold or list kernels and nothing imports
 # them eagerly.
 TRITON_FOLDERS = (
     f"{PACKAGE}/attention/triton/", f"{PACKAGE}/attention/hopper/", f"{PACKAGE}/compiler/hopper_reports.py",
+    f"{PACKAGE}/stepper/hooks.py", f"{PACKAGE}/learning/examples.py",
 )  # fmt: skip
 
 PICKLERS = ("pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve")

@@ -56,7 +56,7 @@ def test_every_command_checks_its_texts():
     """A command that is registered in Typer's own way would take an empty path for the current
     folder.
     """
-    assert len(COMMANDS) == 13
+    assert len(COMMANDS) == 14
     assert all(isinstance(command, Command | Group) for command in COMMANDS.values())
 
 
