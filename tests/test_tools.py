@@ -196,6 +196,52 @@ def test_a_figure_that_is_shown_as_its_name_fails_the_check(check_notebooks, tmp
     assert "cell-0 shows '<Figure size 640x480 with 1 Axes>' in place of what it is" in output.err
 
 
+CELLS = """\
+# %%
+from cs336_systems.notebook import check
+def double(x):
+    # yours: twice x
+    result = ...
+    # to here
+    return result
+# %%
+check((double(3), 6, "add it to itself"))
+# %% [markdown]
+# <details>
+# <summary>Answer</summary>
+#
+# ```python
+# result = ANSWER
+# ```
+# </details>
+"""
+
+
+@pytest.mark.parametrize(
+    ("replaced", "said"),
+    [
+        (("ANSWER", "x + x"), None),
+        (
+            ("ANSWER", "x * x"),
+            "a check says 'not yet: 9, but expected 6. add it to itself', not 'right'",
+        ),
+        (("(double(3), 6", "(6, 6"), "a check says 'right', not 'not yet: '"),
+        (("    result = ...\n", "    result = x + x\n"), "no blank before the answer"),
+        (("<summary>Answer", "<summary>Hint"), "no answer to the blank of"),
+        (("check((", "print(("), "blanks: 1, checks: 0"),
+    ],
+    ids=["right", "wrong answer", "no blank is seen", "no blank", "no answer", "no check"],
+)
+def test_a_notebook_with_blanks_runs_with_them_and_with_answers(
+    check_notebooks, replaced, said, tmp_path, capsys
+):
+    cells = CELLS.replace(*replaced).replace("ANSWER", "x + x")
+    (tmp_path / "blanks.py").write_text(cells)
+    assert check_notebooks.main([str(tmp_path / "blanks.py")]) == (said is not None)
+    output = capsys.readouterr()
+    assert said is None or said in output.err
+
+
 @pytest.mark.parametrize(
     "executed", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem
 )
@@ -260,8 +306,15 @@ def test_the_executed_notebook_has_the_cells_of_its_source(check_notebooks, sour
     "executed", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem
 )
 def test_the_committed_solutions_of_exercises_are_right(check_notebooks, executed):
-    """Each exercise's check prints one line, which nothing but this test reads."""
-    cells = check_notebooks.jupytext.read(executed).cells
+    """Each exercise's check prints one line, which nothing but this test reads. A notebook with
+    blanks is committed with them.
+    """
+    notebook = check_notebooks.jupytext.read(executed)
+    cells = notebook.cells
+    if any(check_notebooks.blank_of(cell) for cell in cells):
+        said = check_notebooks.verdicts(notebook)
+        assert len(said) >= 2 and all(line.startswith("not yet: ") for line in said), said
+        return
     checks = [
         cell
         for cell in cells

@@ -2,7 +2,9 @@
 in any of them.
 
 A cell that shows an object's name for itself, such as `<Figure size 900x360 with 1 Axes>`, and no
-picture or table of it fails, too: a reader sees nothing there.
+picture or table of it fails, too: a reader sees nothing there. A notebook with blanks (`...` between
+`yours` and `to here`) runs twice: as it is, where every check must say "not yet", and with the
+answers that are folded behind the checks, where every check must say "right".
 
     python tools/check_notebooks.py [--write] [NOTEBOOK ...]
 
@@ -12,10 +14,12 @@ run side by side. With --write they run one by one, since some show times, and r
 .ipynb files, with fixed cell ids and no timestamps, so that the same outputs give the same bytes.
 """
 
+import copy
 import os
 import re
 import sys
 import tempfile
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +32,9 @@ from nbformat import NotebookNode
 ROOT = Path(__file__).resolve().parent.parent
 CELL_TIMEOUT_S = 300
 SIDE_BY_SIDE = 2
+BLANK = re.compile(r"^ *# yours:.*\n((?:.*\n)*?)^ *# to here$", re.MULTILINE)
+ANSWER = re.compile(r"<summary>Answer</summary>\s*```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CHECK = re.compile(r"^check\w*\(", re.MULTILINE)
 NAME_ALONE = re.compile(r"\[?<.*>\]?", re.DOTALL)
 
 
@@ -46,13 +53,83 @@ def shown_names(cell: NotebookNode) -> list[str]:
     return [text for text in alone if NAME_ALONE.fullmatch(text.strip())]
 
 
+def blank_of(cell: NotebookNode) -> str:
+    """The lines of a code cell's blank with its `...`, "" if the cell has none."""
+    blank = BLANK.search(cell["source"]) if cell["cell_type"] == "code" else None
+    return blank[1] if blank and re.search(r"(^|= )\.\.\.$", blank[1].strip()) else ""
+
+
+def fill_blanks(notebook: NotebookNode) -> list[str]:
+    """Put each answer in the place of the blank before it, and return the answers.
+
+    ValueError for a blank without an answer, or an answer without a blank.
+    """
+    answers, open_cell = [], None
+    for cell in notebook.cells:
+        if blank_of(cell):
+            if open_cell is not None:
+                raise ValueError(f"no answer to the blank of:\n{open_cell['source']}")
+            open_cell = cell
+        answer = ANSWER.search(cell["source"]) if cell["cell_type"] == "markdown" else None
+        if answer is None:
+            continue
+        if open_cell is None:
+            raise ValueError(f"no blank before the answer:\n{answer[1]}")
+        blank = blank_of(open_cell)
+        indent = blank[: len(blank) - len(blank.lstrip())]
+        lines = textwrap.indent(answer[1], indent)
+        open_cell["source"] = open_cell["source"].replace(blank, lines)
+        answers.append(answer[1])
+        open_cell = None
+    if open_cell is not None:
+        raise ValueError(f"no answer to the blank of:\n{open_cell['source']}")
+    return answers
+
+
+def verdicts(notebook: NotebookNode) -> list[str]:
+    """The first line that each check of an executed notebook has printed."""
+    return [
+        "".join(output.get("text", "") for output in cell.outputs).split("\n")[0]
+        for cell in notebook.cells
+        if cell.cell_type == "code" and CHECK.search(cell.source)
+    ]
+
+
 def execute(source: Path, write: bool = False) -> str | None:
     """Run all cells of `source` in a fresh kernel; what is wrong, or None when every cell ran and
-    shows what it has.
+    shows what it has. A notebook with blanks runs a second time with its answers.
     """
     notebook = jupytext.read(source)
     for index, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{index}"
+    filled = copy.deepcopy(notebook)
+    try:
+        answers = fill_blanks(filled)
+    except ValueError as error:
+        return str(error)
+    error = run_cells(notebook)
+    if error is None and answers:
+        error = said_otherwise(notebook, "not yet: ", at_least=len(answers)) or run_cells(filled)
+        error = error or said_otherwise(filled, "right", at_least=len(answers))
+    if write and error is None:
+        notebook.metadata.pop("language_info", None)  # it names the Python that happened to run
+        jupytext.write(notebook, source.with_suffix(".ipynb"))
+    return error
+
+
+def said_otherwise(notebook: NotebookNode, expected: str, at_least: int) -> str | None:
+    """The first verdict of a notebook that does not begin with `expected`; None if all do."""
+    said = verdicts(notebook)
+    if len(said) < at_least:
+        return f"blanks: {at_least}, checks: {len(said)}"
+    wrong = [
+        f"a check says {line!r}, not {expected!r}" for line in said if not line.startswith(expected)
+    ]
+    return wrong[0] if wrong else None
+
+
+def run_cells(notebook: NotebookNode) -> str | None:
+    """Run all cells in a fresh kernel; what is wrong, or None."""
     with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
         client = NotebookClient(
             notebook,
@@ -68,9 +145,6 @@ def execute(source: Path, write: bool = False) -> str | None:
     for cell in notebook.cells:
         if names := shown_names(cell):
             return f"{cell['id']} shows {names[0]!r} in place of what it is:\n{cell['source']}"
-    if write:
-        notebook.metadata.pop("language_info", None)  # it names the Python that happened to run
-        jupytext.write(notebook, source.with_suffix(".ipynb"))
     return None
 
 
