@@ -66,6 +66,13 @@ def tile_kernel(x_ptr, out_ptr, rows, columns, T: tl.constexpr):
     tl.store(out, twice(tile), boundary_check=(0, 1))
 
 
+@triton.jit
+def descriptor_kernel(x_ptr, out_ptr, rows, columns, T: tl.constexpr):
+    x = tl.make_tensor_descriptor(x_ptr, [rows, columns], [columns, 1], [T, T])
+    out = tl.make_tensor_descriptor(out_ptr, [rows, columns], [columns, 1], [T, T])
+    out.store([0, 0], twice(x.load([0, 0])))
+
+
 # What is wrong
 
 
@@ -136,6 +143,18 @@ def test_a_kernel_that_does_not_end_is_stopped_and_recorded():
     assert "does not end" in recorded.launches[0].error and recorded.launches[0].steps
 
 
+def test_lanes_that_nothing_defines_read_nan_where_asked():
+    """The interpreter reads 0 where a GPU reads anything."""
+    x, out = torch.ones(10), torch.empty(32)
+    for undefined_is_nan in (False, True):
+        with trace(undefined_is_nan=undefined_is_nan) as recorded:
+            shifted_kernel[(1,)](x, out, 10, STRIDE=16, BLOCK=16)
+        shown = next(
+            variables["x"] for *_, variables in recorded.launches[0].steps if "x" in variables
+        )
+        assert shown.get("odd", [0, 0, 0]) == [6 * undefined_is_nan, 0, 0]
+
+
 # What is recorded
 
 
@@ -181,11 +200,12 @@ def test_the_tiles_that_a_causal_mask_hides_are_not_loaded():
 
 
 @pytest.mark.filterwarnings("ignore:tl.make_block_ptr is deprecated")
-def test_block_pointers_and_device_functions_are_followed():
+@pytest.mark.parametrize("kernel", [tile_kernel, descriptor_kernel], ids=lambda one: one.__name__)
+def test_block_pointers_descriptors_and_device_functions_are_followed(kernel):
     x, out = torch.randn(10, 12), torch.empty(10, 12)
-    recording = record(lambda: tile_kernel[(1,)](x, out, 10, 12, T=16))
+    recording = record(lambda: kernel[(1,)](x, out, 10, 12, T=16))
     assert recording.findings == [] and torch.equal(out, 2 * x)
-    assert set(recording.sources) == {"tile_kernel", "twice"}
+    assert set(recording.sources) == {kernel.__name__, "twice"}
     loads = [one for *_, accesses, _ in recording.steps for one in accesses]
     assert [(one["kind"], one["lanes"], one["masked"]) for one in loads] == [
         ("load", 120, 136),

@@ -35,11 +35,16 @@ MOST_STATEMENTS = 1_000_000  # of one launch: a minute, and more than a page can
 
 
 def trace(
-    most_launches: int = 4, most_statements: int = MOST_STATEMENTS
+    most_launches: int = 4,
+    most_statements: int = MOST_STATEMENTS,
+    *,
+    undefined_is_nan: bool = False,
 ) -> AbstractContextManager[Trace]:
     """Return a context in which the first `most_launches` launches of Triton kernels are recorded.
 
-    Lanes out of bounds do not run: such a load reads NaN, such a store writes nothing. A launch of
+    Lanes out of bounds do not run: such a load reads NaN, such a store writes nothing. With
+    `undefined_is_nan` so do the lanes that a load's mask switches off and that have no `other`: the
+    interpreter reads 0 there, and a GPU anything. A launch of
     more than `most_statements` statements raises Endless within Triton's InterpreterError. Launches
     that raise are recorded up to there. ValueError if Triton's interpreter is off, and for a launch
     of a kernel that is compiled all the same.
@@ -50,4 +55,9 @@ def trace(
         raise ValueError("kernels run compiled: set TRITON_INTERPRET=1 before Triton is imported")
     from cs336_systems.stepper.hooks import recording_launches
 
-    return recording_launches(Trace(), most_launches, most_statements)
+    return recording_launches(
+        Trace(),
+        most_launches=most_launches,
+        most_statements=most_statements,
+        undefined_is_nan=undefined_is_nan,
+    )

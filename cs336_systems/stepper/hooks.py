@@ -37,10 +37,11 @@ Patched = Callable[..., Any]
 
 @contextmanager
 def recording_launches(
-    recorded: Trace, most_launches: int, most_statements: int
+    recorded: Trace, *, most_launches: int, most_statements: int, undefined_is_nan: bool
 ) -> Iterator[Trace]:
-    """Add a recording to `recorded` for each launch in the block, at most `most_launches`."""
+    """Add a recording to `recorded` for each launch in the block; the options are those of `trace`."""
     hooks = Hooks(recorded, most_launches, most_statements)
+    hooks.undefined_is_nan = undefined_is_nan
     hooks.patch_accesses()
     hooks.patch_launches()
     try:
@@ -55,6 +56,7 @@ class Hooks:
     def __init__(self, recorded: Trace, most_launches: int, most_statements: int) -> None:
         self.recorded, self.most_launches = recorded, most_launches
         self.most_statements = most_statements
+        self.undefined_is_nan = False
         self.now: Recording | None = None
         # By function as written: itself and the one with calls in it. The interpreter's own cache
         # would serve the latter after the trace.
@@ -150,27 +152,50 @@ class Hooks:
 
     def _load(self, old: Patched) -> Patched:
         def load(
-            builder: Any, ptrs: Any, mask: Any, other: Any, cache: Any, eviction: Any, volatile: Any
+            builder: Any,
+            ptrs: Any,
+            mask: Any,
+            other: Any,
+            cache_modifier: Any,
+            eviction_policy: Any,
+            is_volatile: Any,
         ) -> Any:
             if self.now is None:
-                return old(builder, ptrs, mask, other, cache, eviction, volatile)
+                return old(builder, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile)
             # Block pointers and descriptors hand in bare arrays, the others handles.
             asked = np.asarray(mask.data).astype(bool)
             runnable = self.now.access("load", ptrs, asked)
-            refused = asked & ~runnable
-            if refused.any():
-                other = _poisoned(ptrs.get_element_ty(), refused, other)
-            return old(builder, ptrs, _as_mask(runnable), other, cache, eviction, volatile)
+            unread = asked & ~runnable
+            if self.undefined_is_nan and other is None:
+                unread = ~runnable
+            if unread.any():
+                other = _poisoned(ptrs.get_element_ty(), unread, other)
+            return old(
+                builder,
+                ptrs,
+                _as_mask(runnable),
+                other,
+                cache_modifier,
+                eviction_policy,
+                is_volatile,
+            )
 
         return load
 
     def _store(self, old: Patched) -> Patched:
-        def store(builder: Any, ptrs: Any, value: Any, mask: Any, cache: Any, eviction: Any) -> Any:
+        def store(
+            builder: Any,
+            ptrs: Any,
+            value: Any,
+            mask: Any,
+            cache_modifier: Any,
+            eviction_policy: Any,
+        ) -> Any:
             if self.now is None:
-                return old(builder, ptrs, value, mask, cache, eviction)
+                return old(builder, ptrs, value, mask, cache_modifier, eviction_policy)
             stored = decoded(value.data, value.dtype)
             runnable = self.now.access("store", ptrs, np.asarray(mask.data), stored)
-            return old(builder, ptrs, value, _as_mask(runnable), cache, eviction)
+            return old(builder, ptrs, value, _as_mask(runnable), cache_modifier, eviction_policy)
 
         return store
 
@@ -286,14 +311,14 @@ def _as_mask(lanes: np.ndarray[Any, Any]) -> Any:
     return interpreter.TensorHandle(np.ascontiguousarray(lanes), tl.int1)
 
 
-def _poisoned(dtype: Any, refused: np.ndarray[Any, Any], other: Any) -> Any:
-    """Return what a load reads in lanes that do not run: NaN where `refused`, else `other`."""
+def _poisoned(dtype: Any, unread: np.ndarray[Any, Any], other: Any) -> Any:
+    """Return what a load reads in lanes that do not run: NaN where `unread`, else `other`."""
     numbers = interpreter._get_np_dtype(dtype)
     poison: Any = True
     if numbers.kind == "f":
         poison = np.nan
     elif numbers.kind in "iu":  # of bfloat16 too: all bits but the sign, a NaN
         poison = np.iinfo(numbers).max if dtype != tl.bfloat16 else 0x7FFF
-    usual = other.data if other is not None else np.zeros(refused.shape, numbers)
-    filled = np.where(refused, np.array(poison).astype(numbers), usual).astype(numbers)
+    usual = other.data if other is not None else np.zeros(unread.shape, numbers)
+    filled = np.where(unread, np.array(poison).astype(numbers), usual).astype(numbers)
     return interpreter.TensorHandle(np.ascontiguousarray(filled), dtype)

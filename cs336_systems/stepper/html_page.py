@@ -83,17 +83,19 @@ def _finding(recording: Recording, finding: Finding) -> dict[str, Any]:
 def finding_text(recording: Recording, finding: Finding) -> str:
     """Return a finding in words: "line 7: load of 24 elements outside x (1000 to 1023 of 1000)"."""
     argument = next(one for one in recording.arguments if one.name == finding.argument)
-    name, count = finding.argument, len(finding.elements)
-    size = argument.num_elements
+    name, size = finding.argument, argument.num_elements
+    count = f"{len(finding.elements)} element{'s' if len(finding.elements) > 1 else ''}"
     if finding.what == "unwritten":
-        return f"{count} of {size} elements of {name} are never stored"
+        return f"{len(finding.elements)} of {size} elements of {name} are never stored"
     if finding.what == "twice":
-        return f"line {finding.line}: {count} elements of {name} stored by two programs"
-    elements = f"elements {min(finding.elements)} to {max(finding.elements)} of {size}"
-    where = f"outside {name} ({elements})"
+        return f"line {finding.line}: {count} of {name} stored by two programs"
+
+    first, last = min(finding.elements), max(finding.elements)
+    elements = f"elements {first} to {last}" if first < last else f"element {first}"
+    where = f"outside {name} ({elements} of {size})"
     if finding.what == "beside":
         where += ", inside its storage"
-    return f"line {finding.line}: {finding.access} of {count} elements {where}"
+    return f"line {finding.line}: {finding.access} of {count} {where}"
 
 
 def _packed(raw: bytes) -> str:
