@@ -62,9 +62,21 @@ def flash_forward(
     Q, K, V = (torch.randn(batch, length, head_dim, generator=generator) for _ in range(3))
     O, L = torch.empty_like(Q), torch.empty(batch, length)
     flash_fwd_kernel[length // tile, batch](
-        Q, K, V, O, L,
-        *Q.stride(), *K.stride(), *V.stride(), *O.stride(), *L.stride(),
-        length, head_dim**-0.5,
-        D=head_dim, Q_TILE_SIZE=tile, K_TILE_SIZE=tile, IS_CAUSAL=is_causal,
-    )  # fmt: skip
+        Q,
+        K,
+        V,
+        O,
+        L,
+        *Q.stride(),
+        *K.stride(),
+        *V.stride(),
+        *O.stride(),
+        *L.stride(),
+        length,
+        head_dim**-0.5,
+        D=head_dim,
+        Q_TILE_SIZE=tile,
+        K_TILE_SIZE=tile,
+        IS_CAUSAL=is_causal,
+    )
     return O
