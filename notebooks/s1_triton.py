@@ -28,6 +28,7 @@
 # Each puzzle has a blank, `...`, between `yours` and `to here`. Put your lines there, run the cell and the one behind
 # it: it answers "right", or "not yet" with a hint. The answer is folded below. A wrong kernel does no harm here:
 # accesses out of bounds are refused and named, and a loop without an end is stopped.
+# [The glossary](../docs/glossary.md) explains the terms.
 
 # %%
 import os
