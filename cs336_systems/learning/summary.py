@@ -15,7 +15,9 @@ from cs336_systems.stepper import Recording, finding_text, write_page
 from cs336_systems.stepper.argument import Argument
 
 WIDEST = 32  # elements of a vector in a row of its picture
-GREY, WHITE, RED = (0.93, 0.93, 0.94), (1.0, 1.0, 1.0), (0.84, 0.16, 0.16)
+GREY = (0.93, 0.93, 0.94)
+WHITE = (1.0, 1.0, 1.0)
+RED = (0.84, 0.16, 0.16)
 BLUE = (0.17, 0.42, 0.83)  # of an element that is loaded most often; fewer loads are paler
 # of programs: those of matplotlib's tab20 that are neither red nor blue
 WHEEL = (4, 2, 8, 10, 12, 16, 18, 5, 3, 9, 11, 13, 17, 19)

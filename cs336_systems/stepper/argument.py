@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-WITHIN, BESIDE, OUTSIDE = 0, 1, 2  # the argument; elsewhere in its storage; beyond its storage
+# where an address lies
+WITHIN = 0  # the argument
+BESIDE = 1  # elsewhere in its storage
+OUTSIDE = 2  # beyond its storage
 LARGEST_START = 1 << 18  # elements of a tensor whose values are kept
 
 Run = list[int]  # [start, length, distance, count]: `count` stretches of `length`, `distance` apart
@@ -20,9 +23,12 @@ class Argument:
     """One pointer argument of a launch, with the marks that the programs leave on its elements."""
 
     def __init__(self, number: int, name: str, tensor: torch.Tensor) -> None:
-        self.number, self.name, self.tensor = number, name, tensor
+        self.number = number
+        self.name = name
+        self.tensor = tensor
         self.address = tensor.data_ptr()
-        self.shape, self.strides = list(tensor.shape), list(tensor.stride())
+        self.shape = list(tensor.shape)
+        self.strides = list(tensor.stride())
         self.num_elements = tensor.numel()
 
         storage = tensor.untyped_storage()

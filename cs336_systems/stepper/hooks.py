@@ -54,7 +54,8 @@ class Hooks:
     """The patches, and the launch that is being recorded: `now`, or None between launches."""
 
     def __init__(self, recorded: Trace, most_launches: int, most_statements: int) -> None:
-        self.recorded, self.most_launches = recorded, most_launches
+        self.recorded = recorded
+        self.most_launches = most_launches
         self.most_statements = most_statements
         self.undefined_is_nan = False
         self.now: Recording | None = None
@@ -101,6 +102,8 @@ class Hooks:
     # Pointers
 
     def _passing_the_argument_on(self, old: Patched) -> Patched:
+        """The result of an operation points into the argument of its operand."""
+
         def operation(builder: Any, *operands: Any) -> Any:
             result = old(builder, *operands)
             for operand in operands[:2]:  # (type, pointer) or (pointer, ...)
@@ -111,6 +114,8 @@ class Hooks:
         return operation
 
     def _select(self, old: Patched) -> Patched:
+        """A choice between pointers into one argument points into it."""
+
         def select(builder: Any, condition: Any, a: Any, b: Any) -> Any:
             result = old(builder, condition, a, b)
             if ARGUMENT in a.attr and a.attr[ARGUMENT] == b.attr.get(ARGUMENT):
@@ -120,6 +125,8 @@ class Hooks:
         return select
 
     def _materialize(self, old: Patched) -> Patched:
+        """The pointers of a block pointer or descriptor point into the argument of its base."""
+
         def materialize(handle: Any, offsets: Any) -> Any:
             pointers, mask = old(handle, offsets)
             if ARGUMENT in handle.base.attr:
@@ -151,6 +158,8 @@ class Hooks:
     # Accesses
 
     def _load(self, old: Patched) -> Patched:
+        """Record a load, and run the lanes in bounds alone."""
+
         def load(
             builder: Any,
             ptrs: Any,
@@ -183,6 +192,8 @@ class Hooks:
         return load
 
     def _store(self, old: Patched) -> Patched:
+        """Record a store with its values, and run the lanes in bounds alone."""
+
         def store(
             builder: Any,
             ptrs: Any,
@@ -200,6 +211,8 @@ class Hooks:
         return store
 
     def _atomic(self, old: Patched) -> Patched:
+        """Record an atomic operation, and run the lanes in bounds alone."""
+
         def atomic(builder: Any, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any):
             if self.now is not None:
                 mask = _as_mask(self.now.access("atomic", ptr, np.asarray(mask.data)))
@@ -208,6 +221,8 @@ class Hooks:
         return atomic
 
     def _dot(self, old: Patched) -> Patched:
+        """Record the shapes of a product."""
+
         def dot(builder: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
             if self.now is not None and a.data.ndim == 2:
                 rows, inner = a.data.shape
@@ -219,6 +234,8 @@ class Hooks:
     # Launches
 
     def _launch(self, old: Patched) -> Patched:
+        """Begin a recording with a launch, and end it with the launch or its error."""
+
         def launch(executor: Any, *arguments: Any, **keywords: Any) -> None:
             if self.now is not None or len(self.recorded.launches) >= self.most_launches:
                 return old(executor, *arguments, **keywords)
@@ -238,6 +255,8 @@ class Hooks:
         return launch
 
     def _arguments(self, old: Patched) -> Patched:
+        """Note a launch's tensors and numbers by the names of the kernel's parameters."""
+
         def arguments(executor: Any, on_device: Any, keywords: Any) -> Any:
             values, by_name = old(executor, on_device, keywords)
             if self.now is None or self.now.arguments:
@@ -253,6 +272,8 @@ class Hooks:
         return arguments
 
     def _program(self, old: Patched) -> Patched:
+        """Note which program runs now."""
+
         def program(builder: Any, x: int, y: int, z: int) -> None:
             old(builder, x, y, z)
             if self.now is not None:
@@ -279,6 +300,8 @@ class Hooks:
         return rewrite
 
     def _refuse(self, old: Patched) -> Patched:
+        """A kernel that does not run in the interpreter raises ValueError: it leaves no trace."""
+
         def run(kernel: Any, *arguments: Any, **keywords: Any) -> Any:
             raise ValueError(
                 f"{kernel.fn.__name__} does not run in the interpreter: it is Gluon, or was defined "

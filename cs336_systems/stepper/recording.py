@@ -59,7 +59,8 @@ class Recording:
     """One launch: `steps` of [program, function, line, loop variables, accesses, variables]."""
 
     def __init__(self, name: str, most_statements: int) -> None:
-        self.name, self.most_statements = name, most_statements
+        self.name = name
+        self.most_statements = most_statements
         self.grid = (1, 1, 1)
         self.arguments: list[Argument] = []
         self.scalars: dict[str, int | float | bool] = {}
@@ -243,8 +244,10 @@ class Recording:
     def _step(
         self, frame: FrameType | None, line: int, changed: dict[str, Any], variables: dict[str, Any]
     ) -> None:
+        """Add a step of this frame, None if it is not known, unless nothing happened."""
         if not changed and not self._accesses:
             return
+
         loops: dict[str, int] = {}
         name = ""
         if frame is not None:
