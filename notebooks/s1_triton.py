@@ -62,8 +62,8 @@ show_launch(examples.flash_forward)
 # %% [markdown]
 # ## 1. Load
 #
-# The first thing that a program does is to find its own elements. `tl.arange(0, BLOCK)` is the tile 0, 1, …, BLOCK −
-# 1. A pointer plus a tile of numbers is a tile of addresses.
+# The first thing that a program does is to find its own elements. `tl.arange(0, 16)` is the tile 0, 1, …, 15. A
+# pointer plus a tile of numbers is a tile of addresses.
 #
 # *Wanted:* `x` has 64 elements, the grid has 4 programs, `BLOCK` is 16. Program 0 takes the first 16 elements,
 # program 1 the next 16, and so on: `out[i] = 10 * x[i]`.
@@ -131,8 +131,8 @@ show_puzzle("mask", mask_kernel)
 # ## 3. Add
 #
 # A tile may have two dimensions. `x[:, None]` makes a column of a vector, `y[None, :]` a row, and their sum has every
-# pair, as in NumPy. A matrix lies in memory row by row: element (i, j) of a matrix of n columns has the number i · n
-# + j. A column too many is therefore no address out of bounds but the next row's first element.
+# pair, as in NumPy. A matrix lies in memory row by row: element (i, j) of a matrix of n columns has the number
+# `i*n+j`. A column too many is therefore no address out of bounds but the next row's first element.
 #
 # *Wanted:* `out[i, j] = x[i] + y[j]`, by tiles of `TILE` × `TILE`. `tl.program_id(0)` counts tiles downwards,
 # `tl.program_id(1)` across; neither dimension is whole.
