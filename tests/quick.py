@@ -58,7 +58,7 @@ KEPT: dict[str, int | str] = {
     "test_data_parallel_turns::test_every_wrapper_takes_its_turns_with_the_host_to_itself": 0,
     "test_ddp::test_a_step_that_raised_on_one_rank_is_skipped_on_all": 0,
     "test_documents::test_the_fsdp_script_trains_goes_on_and_exports": 0,
-    "test_documents::test_the_script_for_a_long_sequence_trains": 0,
+    "test_documents::test_the_scripts_for_long_sequences_and_split_matrices_train": 0,
     "test_empty_device::test_a_cell_leaves_no_memory": 6,
     "test_equality::test_D2_D4_D14_a_wrapper_trains_as_one_process": 2,
     "test_equality::test_D3_D9_any_number_of_ranks": 0,

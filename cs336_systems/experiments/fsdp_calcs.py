@@ -17,4 +17,4 @@ class FullyShardedCalcs(Calculation):
         grids = [(ranks, 1) for ranks in (2, 4, 8)]
         return times(("FSDP forward", "FSDP backward")) + counted_rows(grids)
 
-    tables = {"bytes": counted_table("FSDP ranks")}
+    tables = {"bytes": counted_table(["FSDP ranks"])}

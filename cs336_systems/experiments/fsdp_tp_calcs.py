@@ -63,7 +63,7 @@ class FullyShardedTensorParallelCalcs(Calculation):
         return rows + counted_rows([(2, 2), (4, 2), (4, 8)])
 
     tables = {
-        "bytes": counted_table("grid", "axis"),
+        "bytes": counted_table(["grid", "axis"]),
         "grids": Listing(
             title="Largest N of FSDP and tensor parallelism, forward",
             where={"quantity": "grid"},

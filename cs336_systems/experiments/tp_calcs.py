@@ -29,7 +29,7 @@ class TensorParallelCalcs(Calculation):
         return rows + counted_rows([(1, ranks) for ranks in (2, 4, 8)])
 
     tables = {
-        "bytes": counted_table("TP ranks"),
+        "bytes": counted_table(["TP ranks"]),
         "limits": Listing(
             title="Largest N that computation hides the communication of, "
             f"F = {MODEL.d_ff:,}, any batch",

@@ -115,7 +115,7 @@ def counted_rows(grids: list[tuple[int, int]]) -> list[dict[str, Any]]:
     return rows
 
 
-def counted_table(*columns: str) -> Listing:
+def counted_table(columns: list[str]) -> Listing:
     """Return a table of `counted_rows` with `columns` before the bytes."""
     return Listing(
         title=f"bytes that a rank sends for a layer of D = {LAYER.d_model}, F = {LAYER.d_ff}, "
