@@ -81,11 +81,11 @@ def neighbourhood_block_density(
     num_blocks = -(-n * n // block_size)
     attended = torch.zeros(num_blocks * num_blocks, dtype=torch.bool)
 
-    # The mask is symmetric: half of the offsets are enough, each marked both ways.
+    # The mask is symmetric: half of the offsets are enough, and what they mark is mirrored.
     for down in range(min(radius, n - 1) + 1):
         for right in range(-min(radius, n - 1), min(radius, n - 1) + 1):
             ours = block[: n - down, max(0, -right) : n - max(0, right)]
             theirs = block[down:, max(0, right) : n - max(0, -right)]
-            attended[(ours * num_blocks + theirs).flatten()] = True
-            attended[(theirs * num_blocks + ours).flatten()] = True
-    return attended.float().mean().item()
+            attended.index_fill_(0, (ours * num_blocks + theirs).flatten(), True)
+    tiles = attended.view(num_blocks, num_blocks)
+    return (tiles | tiles.T).float().mean().item()
