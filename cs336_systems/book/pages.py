@@ -31,7 +31,7 @@ from cs336_systems.bench.placing import UNREADABLE, attempt
 from cs336_systems.bench.sources import older_hashes, reached, sources_hash
 from cs336_systems.bench.spec import Calculation, experiments
 from cs336_systems.bench.worker import MOST_HELD_BYTES
-from cs336_systems.book.figures import digest, spec_of, write_png
+from cs336_systems.book.figures import BLACK, digest, spec_of, write_png
 from cs336_systems.book.frames import calculated_frame, dicts, digits, flat_case, read_frame
 from cs336_systems.book.lookups import PAGES, Page
 from cs336_systems.book.tables import ABSENT
@@ -286,16 +286,23 @@ class Book:
         for name in (name for name in self.names if name in experiments()):
             text = self.template(name)
             for figure in (one for one in experiments()[name].figures if f'figure("{one}"' in text):
-                spec = attempt(f"the figure {figure} of {name}", partial(self._spec, name, figure))
+                spec = attempt(
+                    f"the figure {figure} of {name}", partial(self.figure_spec, name, figure)
+                )
                 if spec is not None:
                     specs[self.figure_path(name, figure)] = spec
         return specs
 
-    def _spec(self, name: str, figure: str) -> dict[str, Any] | None:
-        """Return the specification of the problem's figure; None if nothing is drawn."""
+    def figure_spec(
+        self, name: str, figure: str, background: str = "white", ink: str = BLACK
+    ) -> dict[str, Any] | None:
+        """Return the specification of the problem's figure; None if nothing is drawn.
+
+        Its letters have the colour `ink` on `background`.
+        """
         frame = self.frame(name)
         chart = None if frame.empty else experiments()[name].figures[figure].chart(frame)
-        return None if chart is None else spec_of(chart)
+        return None if chart is None else spec_of(chart, background, ink)
 
     def figure_path(self, problem: str, figure: str) -> Path:
         """Return the path of the PNG of a problem's figure."""
