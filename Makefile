@@ -56,7 +56,7 @@ TORCH_FIRST = if [ -n "$(TORCH_INDEX)" ] && ! $(@D)/bin/python -c "import torch"
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-slow test-newest test-hf test-hf-slow test-gpu sanitize report lint notebooks notebooks-check grade course-tests fuzz check-wheel sm90-venv spills ptx clean
+.PHONY: help venv test test-slow test-newest test-hf test-hf-slow test-gpu sanitize report book lint notebooks notebooks-check grade course-tests fuzz check-wheel sm90-venv spills ptx clean
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z0-9-]+:[^#]*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -113,6 +113,9 @@ sanitize: $(STAMP) ## on a GPU: run every shipped kernel configuration under com
 report: $(STAMP) ## measure every problem on this machine, then write its tables and figures
 	$(RUN) -m cs336_systems run --all
 	$(RUN) -m cs336_systems report
+
+book: $(STAMP) ## build the book, all pages and documents as a site: build/book/index.html
+	$(RUN) tools/make_book.py
 
 lint: $(STAMP) ## ruff, mypy, and how easy the package is to read
 	$(RUN) -m ruff check .

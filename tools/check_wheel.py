@@ -26,6 +26,7 @@ INSIDE = (
     "cs336_systems/py.typed",
     "cs336_systems/grading/server.py",
     "cs336_systems/book/report.html",
+    "cs336_systems/book/site.html",
     "cs336_systems/training/alice.txt",
     "cs336_systems/attention/native/replay.cpp",
 )
