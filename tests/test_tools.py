@@ -258,7 +258,7 @@ FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 DOCUMENTS = ["README.md", "writeup.md", "beyond.md", "CONTRIBUTING.md"]
 DOCUMENTS += sorted(
     f"{folder}/{path.name}"
-    for folder in ("docs", "writeup")
+    for folder in ("docs", "writeup", "writeup/chapters")
     for path in (ROOT / folder).glob("*.md")
 )
 
