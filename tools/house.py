@@ -31,7 +31,7 @@ AUTOGRAD = ("forward", "backward", "__init__")  # autograd passes arguments by p
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 
 ALLOWED = {
-    "tokens a line": 6.93,
+    "tokens a line": 6.95,
     "percent of lines over 100 characters": 0.2,
     "functions with *args": 30,
     "functions with more than 8 positional parameters": 0,

@@ -34,11 +34,16 @@ from cs336_systems.book.pages import Book
 from cs336_systems.config import MODEL_SIZES, AttentionShape
 
 CHAPTERS = f"{PAGES}/chapters"  # the folder of the chapters' texts
-START, GLOSSARY = "index", "glossary"  # two texts there that are no chapters
+START = "index"  # a text there that is no chapter
+GLOSSARY = "docs/glossary.md"
 STEP_PICTURE = f"{IMAGES}/step_terms.png"  # of the site; `step_terms` draws it
 SLIDER = '<div class="slider" id="slider-{}">This needs JavaScript.</div>'
 LISTED = re.compile(r"^- \[\w+\]\(\.\./(\w+)\.md\)", re.MULTILINE)
-TERM = re.compile(r"^## (.+)\n\n(.+)$", re.MULTILINE)
+ENTRY = re.compile(r"^### (.+?)\n\n(.*?)(?=\n\n#|\s*\Z)", re.MULTILINE | re.DOTALL)
+ENTRYS_LINK = re.compile(r"\s*\[[^\]]+\]\([^)]+\)$")
+# Entries whose names are everyday words, too: their uses are not linked.
+EVERYDAY = {"cell", "contract", "d", "delta", "grid", "hook", "l", "launch", "mask", "overlap"}
+EVERYDAY |= {"program", "record", "register", "stage", "turns", "unit"}
 
 
 @dataclass(frozen=True)
@@ -116,9 +121,28 @@ def chapter_names(book: Book) -> dict[str, Any]:
     }
 
 
-def read_glossary(root: Path) -> dict[str, str]:
-    """Return the meaning of each term of the glossary."""
-    return dict(TERM.findall((root / CHAPTERS / f"{GLOSSARY}.md").read_text(encoding="utf-8")))
+@dataclass(frozen=True)
+class Term:
+    """An entry of the glossary."""
+
+    heading: str
+    meaning: str
+
+
+def read_glossary(root: Path) -> dict[str, Term]:
+    """Return the entries by the names in their headings: "Grouped heads (GQA)" has two.
+
+    Names are in lower case but for those with capitals behind the first letter.
+    """
+    entries: dict[str, Term] = {}
+    for heading, text in ENTRY.findall((root / GLOSSARY).read_text(encoding="utf-8")):
+        meaning = ENTRYS_LINK.sub("", text).replace("\n", " ")
+        name, _, others = heading.removesuffix(")").partition(" (")
+        for one in filter(None, (name, *others.split(", "))):
+            key = one if any(letter.isupper() for letter in one[1:]) else one.lower()
+            if key.lower() not in EVERYDAY:
+                entries[key] = Term(heading, meaning)
+    return entries
 
 
 def title_of(text: str) -> str:

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 STYLE = re.compile(r"<(style|script)\b.*?</\1>", re.DOTALL)
+# links to pages that the notebook writes beside itself when it runs, in Markdown and in HTML
+WRITTEN = re.compile(r"\[([^\]]+)\]\(\w+\.html\)")
+WRITTEN_LINK = re.compile(r"<a [^>]*href=['\"]\w+\.html['\"][^>]*>(.*?)</a>", re.DOTALL)
 
 
 def notebook_markdown(path: Path) -> str:
@@ -36,9 +39,9 @@ def _output(output: dict[str, Any]) -> str:
         source = f"data:image/png;base64,{picture}"
         return f'<div class="output"><img alt="output of the cell" src="{source}"></div>'
     if "text/markdown" in data:
-        return "".join(data["text/markdown"])
+        return WRITTEN.sub(r"\1", "".join(data["text/markdown"]))
     if "text/html" in data:
-        html = STYLE.sub("", "".join(data["text/html"]))
+        html = WRITTEN_LINK.sub(r"\1", STYLE.sub("", "".join(data["text/html"])))
         lines = [line for line in html.splitlines() if line.strip()]
         return "\n".join(['<div class="output">', *lines, "</div>"])
     text = "".join(output.get("text") or data.get("text/plain", ""))

@@ -1,6 +1,6 @@
 """Turn the repository's Markdown into the HTML of the book.
 
-    reader = Reader(glossary={"rank": "A process of a job."})
+    reader = Reader(glossary={"rank": Term("Rank", "A process of a job.")})
     reader.read("writeup/fsdp.md", text, is_linking_terms=True)
 
 The dialect is the one that GitHub renders: tables, `$...$` formulas, `<details>`, links relative to
@@ -27,6 +27,8 @@ from pygments.styles import get_style_by_name
 from pygments.token import STANDARD_TYPES
 from pygments.util import ClassNotFound
 
+from cs336_systems.book.chapters import GLOSSARY, Term
+
 BOXES = re.compile(r"\*\*(Answer|Takeaways|Predicted|Note)\b[.:]?\*\*")
 STYLES = ("default", "github-dark")  # Pygments' styles on white and on black
 # what a section of a page is, in its HTML
@@ -39,10 +41,14 @@ BLOCK_ENDS = re.compile(r"(</(?:p|li|td|th|pre|summary|h\d)>)")
 class Reader:
     """Reads Markdown, and links the first use of each term of `glossary` to its meaning."""
 
-    def __init__(self, glossary: dict[str, str]) -> None:
+    def __init__(self, glossary: dict[str, Term]) -> None:
         self.glossary = glossary
-        names = sorted(glossary, key=len, reverse=True)
-        self._term = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, names))})(?![\w-])")
+        # a name in lower case may begin a sentence; the longest name first
+        names = [
+            re.escape(name) if name != name.lower() else f"(?i:{re.escape(name)})"
+            for name in sorted(glossary, key=len, reverse=True)
+        ]
+        self._term = re.compile(rf"(?<![\w-])({'|'.join(names)})(?![\w-])")
         options = {"html": True, "highlight": coloured}
         self._markdown = MarkdownIt("commonmark", options).enable(["table", "strikethrough"])
         self._markdown.use(
@@ -62,7 +68,8 @@ class Reader:
 
     def read(self, text: str, *, is_linking_terms: bool = True) -> str:
         """Return the HTML of the Markdown `text`; its links are as they were."""
-        linked: set[str] = set() if is_linking_terms else set(self.glossary)
+        every = {term.heading for term in self.glossary.values()}
+        linked: set[str] = set() if is_linking_terms else every
         return self._markdown.render(text, {"linked": linked})
 
     def _finish(self, state: StateCore) -> None:
@@ -93,20 +100,22 @@ class Reader:
                 continue
             rest = 0
             for found in self._term.finditer(token.content):
-                if found[1] in linked:
+                term = self.glossary.get(found[1]) or self.glossary[found[1].lower()]
+                if term.heading in linked:
                     continue
-                linked.add(found[1])
+                linked.add(term.heading)
                 made.append(Token("text", "", 0, content=token.content[rest : found.start()]))
-                made.append(Token("html_inline", "", 0, content=self._term_link(found[1])))
+                made.append(Token("html_inline", "", 0, content=_term_link(found[1], term)))
                 rest = found.end()
             made.append(Token("text", "", 0, content=token.content[rest:]))
         return made
 
-    def _term_link(self, term: str) -> str:
-        """Return the HTML of a link to the glossary, with the meaning as its tooltip."""
-        tip = escape(self.glossary[term], quote=True)
-        place = f"writeup/chapters/glossary.md#{slug(term)}"
-        return f'<a class="term" href="/{place}" data-tip="{tip}">{escape(term)}</a>'
+
+def _term_link(written: str, term: Term) -> str:
+    """Return the HTML of a link to the glossary, with the meaning as its tooltip."""
+    tip = escape(term.meaning, quote=True)
+    place = f"{GLOSSARY}#{slug(term.heading)}"
+    return f'<a class="term" href="/{place}" data-tip="{tip}">{escape(written)}</a>'
 
 
 def _keep_parts_apart(inline: Token) -> None:
@@ -128,12 +137,13 @@ def _make_figure(tokens: list[Token]) -> None:
     inline.children = [picture, Token("html_inline", "", 0, content=caption)]
 
 
-def _table_open(*_: Any) -> str:
+def _table_open(renderer: Any, tokens: Any, index: int, options: Any, env: Any) -> str:
     """Return the start of a table that scrolls by itself on a narrow page."""
     return '<div class="scroll" tabindex="0"><table>'
 
 
-def _table_close(*_: Any) -> str:
+def _table_close(renderer: Any, tokens: Any, index: int, options: Any, env: Any) -> str:
+    """Return the end of such a table."""
     return "</table></div>"
 
 

@@ -114,8 +114,6 @@ def collect(book: Book, only: Collection[str] = ()) -> Iterator[Leaf]:
     for path in sorted((book.root / "docs").glob("*.md")):
         text = path.read_text(encoding="utf-8")
         yield Leaf(f"doc_{path.stem}", title_of(text), REFERENCE, f"docs/{path.name}", "docs", text)
-    text = (book.root / CHAPTERS / f"{GLOSSARY}.md").read_text(encoding="utf-8")
-    yield Leaf(GLOSSARY, title_of(text), REFERENCE, f"{CHAPTERS}/{GLOSSARY}.md", CHAPTERS, text)
     for path in sorted((book.root / "notebooks").glob("*.ipynb")):
         text = notebook_markdown(path)
         yield Leaf(
@@ -167,7 +165,7 @@ class SiteWriter:
     def write(self, leaf: Leaf, *, before: Leaf | None, after: Leaf | None) -> Path:
         """Write a page with links to those before and after it, and index its sections."""
         specs: dict[str, Any] = {}
-        html = self.reader.read(leaf.text, is_linking_terms=leaf.name != GLOSSARY)
+        html = self.reader.read(leaf.text, is_linking_terms=leaf.path != GLOSSARY)
         html = DRAWN.sub(lambda match: self._figure(match, specs), html)
         html = self.addresses.rewrite(html, leaf.folder)
         file = f"{leaf.name}.html"
