@@ -197,6 +197,19 @@ def test_a_gradient_that_is_replaced_after_it_was_sent_is_refused_by_name(
             assert wrapped.module.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]], name
 
 
+@TWO_RANKS.check
+def test_a_gradient_that_could_not_be_sent_is_not_forgotten(rank: int, ranks: int) -> None:
+    """After a sparse gradient was refused, the end of the step passed without averaging it."""
+    for name in ("overlap", "bucketed, one"):
+        wrapped = WRAPPERS[name](nn.Embedding(4, 2, sparse=True))
+        with pytest.raises(TypeError, match="gradients must be dense"):
+            wrapped(torch.tensor([rank])).sum().backward()
+        with pytest.raises(TypeError, match="gradients must be dense"):
+            wrapped.finish_gradient_synchronization()
+        wrapped.skip_step()
+        assert wrapped.module.weight.grad is None
+
+
 def test_buckets_go_backwards_fill_up_and_do_not_mix_dtypes():
     def parameter(size: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
         return nn.Parameter(torch.zeros(size, dtype=dtype))

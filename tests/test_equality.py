@@ -86,7 +86,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
     # These have one parameter, and so no later group.
     (
         "zero1",
-        "parameter dict|linear without bias|own matrix|complex",
+        "parameter dict|linear without bias|own matrix|complex|weight returned",
         "parameters in a later group",
         "",
     ),

@@ -198,6 +198,13 @@ def test_what_would_update_matrices_wrongly_is_refused(rank: int, num_ranks: int
     model = FSDP(whole_model())
     with pytest.raises(ValueError, match="Muon does not update a weight element by element"):
         train(model, Muon(muon_groups(model), **OPTIONS), range(1), (rank, 2))
+    # by the settings of each group, not by the defaults
+    groups = muon_groups(model)
+    with pytest.raises(ValueError, match="Muon does not update a weight element by element"):
+        train(model, Muon(groups, **OPTIONS, use_muon=False), range(1), (rank, 2))
+    two = [*muon_groups(model), *muon_groups(FSDP(whole_model(), process_group=dist.new_group()))]
+    with pytest.raises(ValueError, match="matrices must be of one FSDP group, got 2"):
+        ShardedMuon(two)
     inner: Any = TransformerLM.from_config(
         ModelConfig(**{**vars(SIZES), "d_ff": 24, "num_heads": 1})
     )

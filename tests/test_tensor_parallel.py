@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 
 from cs336_systems.analysis import ffn
@@ -19,6 +20,8 @@ from cs336_systems.config import ModelConfig
 from cs336_systems.distributed import (
     FSDP,
     OverlapDDP,
+    ShardedOptimizer,
+    Zero1Optimizer,
     gather_full_params,
     load_checkpoint,
     load_full_params,
@@ -31,7 +34,7 @@ from cs336_systems.distributed.tensor_parallel import (
     splits,
 )
 from cs336_systems.measure.messages import MessageCounter, fake_ranks
-from cs336_systems.model import AdamW, SwiGLU, TransformerLM
+from cs336_systems.model import AdamW, Linear, SwiGLU, TransformerLM
 from cs336_systems.model.block_parts import run_in_parts
 from cs336_systems.model.checkpointing import apply_checkpointing
 from tests.one_job import OneJob, run_alone
@@ -304,6 +307,8 @@ def test_a_counter_does_not_guess():
         dist.all_reduce(torch.zeros(5))
         with pytest.raises(NotImplementedError, match="does not know the bytes of send"):
             dist.send(torch.zeros(5), 1)
+        with pytest.raises(NotImplementedError, match="_c10d_functional::all_reduce"):
+            all_reduce(torch.zeros(5), "sum", dist.group.WORLD)
     assert [(one.kind, one.bytes_sent) for one in sent.messages] == [("all_reduce", 20)]
 
 
@@ -365,6 +370,40 @@ def test_a_checkpoint_resumes_on_another_mesh_and_in_one_process(tmp_path):
             torch.testing.assert_close(result[name], value.detach(), rtol=0, atol=1e-9)
 
 
+def save_without_optimizer(rank: int, num_ranks: int, folder: str) -> None:
+    model = whole_model()
+    apply_tensor_parallel(model)
+    save_checkpoint(folder, 0, model)
+
+
+def save_empty_rows(rank: int, num_ranks: int, folder: str) -> None:
+    """Three ranks share four rows: the last has none, where the next part begins."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(SwiGLU(8, 8)).double()
+    apply_tensor_parallel(model, mesh.get_group("tensor"))
+    model = FSDP(model, process_group=mesh.get_group("data"))
+    save_checkpoint(folder, 0, model, sgd(model))
+
+
+@pytest.mark.slow
+def test_every_part_is_saved_without_an_optimizer_and_beside_empty_rows(tmp_path):
+    """The checkpoint was told as damaged when it was loaded, and the one before it was gone."""
+    for place, (save, build, ranks) in enumerate(
+        [
+            (save_without_optimizer, lambda: whole_model(1), 2),
+            (save_empty_rows, lambda: nn.Sequential(SwiGLU(8, 8)).double(), 6),
+        ]
+    ):
+        run_ranks(save, ranks, str(tmp_path / str(place)), start_method="forkserver")
+        model = build()
+        load_checkpoint(tmp_path / str(place), model)
+        torch.manual_seed(0)
+        expected = whole_model() if place == 0 else nn.Sequential(SwiGLU(8, 8)).double()
+        for name, value in expected.state_dict().items():
+            assert torch.equal(model.state_dict()[name], value), name
+
+
 @JOBS[4].check
 def test_whole_parameters_can_be_loaded(rank: int, num_ranks: int) -> None:
     model, _, _ = on_mesh(rank, num_ranks, 2, 0)
@@ -391,6 +430,117 @@ def test_sequence_parallelism_can_be_switched_off_for_any_length(rank: int, num_
 # What is refused
 
 
+class Gated(SwiGLU):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class LowRank(Linear):
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__(d_in, d_out)
+        self.a = nn.Parameter(torch.ones(d_out, 1))
+
+
+def change_swiglu(model: Any) -> None:
+    model.layers[0].ffn = Gated(48, 36).double()
+
+
+def change_linear(model: Any) -> None:
+    model.layers[0].attn.q_proj = LowRank(48, 48).double()
+
+
+def parametrize(model: Any) -> None:
+    nn.utils.parametrizations.spectral_norm(model.layers[0].ffn.w1)
+
+
+def hook_forward(model: Any) -> None:
+    model.layers[0].attn.register_forward_hook(lambda *_: None)
+
+
+def hook_gradient(model: Any) -> None:
+    model.layers[0].ffn.w1.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def tie_weights(model: Any) -> None:
+    model.layers[0].attn.k_proj.weight = model.layers[0].attn.q_proj.weight
+
+
+def share_layer(model: Any) -> None:
+    model.layers[1].ffn = model.layers[0].ffn
+
+
+def share_norm(model: Any) -> None:
+    model.layers[1].ln1 = model.layers[0].ln1
+
+
+def scale_block(model: Any) -> None:
+    model.layers[0].gamma = nn.Parameter(torch.ones(48).double())
+
+
+LOST = [change_swiglu, change_linear, parametrize, hook_forward, hook_gradient, tie_weights]
+LOST += [share_layer, share_norm, scale_block]
+
+
+@JOBS[2].check
+def test_what_a_part_would_lose_is_refused(rank: int, num_ranks: int) -> None:
+    """Adapters, hooks, norms of weights and ties vanished, and the loss was another one."""
+    for change in LOST:
+        model = whole_model()
+        change(model)
+        with pytest.raises(ValueError, match=r"'layers\.\d.*' (must|has parameters)"):
+            apply_tensor_parallel(model, sequence_parallel=True)
+        assert not splits(model), change
+
+
+@JOBS[2].check
+def test_wrappers_over_ranks_with_other_parts_are_refused(rank: int, num_ranks: int) -> None:
+    """The parts of rank 0 replaced all others."""
+    for wrap in (
+        FSDP,
+        OverlapDDP,
+        lambda model: Zero1Optimizer(model.parameters(), AdamW),
+        lambda model: ShardedOptimizer(model.parameters(), AdamW),
+    ):
+        model = whole_model()
+        apply_tensor_parallel(model)
+        with pytest.raises(ValueError, match="part 0 of 2, rank 1|Zero1Optimizer would mix"):
+            wrap(model)
+    with pytest.raises(ValueError, match="must be split and not sharded"):
+        clip_grad_norm_(whole_model(), 1.0)
+
+
+@JOBS[4].check
+def test_groups_that_are_no_mesh_are_refused(rank: int, num_ranks: int) -> None:
+    """Rows of different places were averaged."""
+    shard, _ = dist.new_subgroups(2)
+    crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+    for replicas in (shard, dist.group.WORLD, crossed[rank in (1, 2)]):
+        with pytest.raises(ValueError, match="replicate_group must hold the ranks of one place"):
+            FSDP(nn.Linear(4, 4), process_group=shard, replicate_group=replicas)
+
+
+def part_between_replicas_of_a_mesh(rank: int, num_ranks: int) -> None:
+    """The replicas are not the whole job: the others split the matrices."""
+    names = ("replicate", "shard", "tensor")
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=names)
+    model: Any = whole_model()
+    apply_tensor_parallel(model, mesh.get_group("tensor"))
+    model = FSDP(
+        model,
+        process_group=mesh.get_group("shard"),
+        replicate_group=mesh.get_group("replicate"),
+    )
+    if mesh.get_local_rank("replicate") == 1:
+        model.module.layers = model.module.layers[::-1]
+    train(model, range(2), sgd(model), finish=model.finish_gradient_synchronization)
+
+
+@pytest.mark.slow
+def test_replicas_on_a_mesh_that_run_other_modules_are_told_where():
+    with pytest.raises(RuntimeError, match="all ranks must run the same modules in the same order"):
+        run_ranks(part_between_replicas_of_a_mesh, 4, start_method="forkserver", timeout_s=20)
+
+
 @JOBS[2].check
 def test_what_would_go_wrong_in_silence_is_refused(rank: int, num_ranks: int) -> None:
     sizes = {"d_ff": 36, "num_heads": 12} | {
@@ -403,7 +553,7 @@ def test_what_would_go_wrong_in_silence_is_refused(rank: int, num_ranks: int) ->
         with pytest.raises(ValueError, match=f"{name} must have .* a multiple of 2 ranks, got"):
             apply_tensor_parallel(model)
         assert not splits(model), "nothing is split if one layer cannot be"
-    with pytest.raises(ValueError, match="must have whole SwiGLU or attention layers, .* has none"):
+    with pytest.raises(ValueError, match="must hold SwiGLU or attention layers, .* has none"):
         apply_tensor_parallel(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="must be a TransformerLM for sequence_parallel"):
         apply_tensor_parallel(nn.Sequential(SwiGLU(4, 8)), sequence_parallel=True)

@@ -63,7 +63,8 @@ FORMAT = 4
 ROWS_FORMAT = 3  # of earlier versions, whose chunks are rows; they can be read
 STEP_FOLDER = re.compile(r"step-\d{8,}")
 T = TypeVar("T")
-Place = tuple[str, tuple[int, ...]]  # name of a part, and where its box begins
+# name of a part, where its box begins, and its size: an empty one may begin where another does
+Place = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 class CheckpointError(ValueError):
@@ -371,7 +372,10 @@ def save_checkpoint(
         """Collect the optimizer's parts; return the bytes of all parts by name and place."""
         parts.update(state.optimizer_parts())
         of_all = {name: part for name, part in parts.items() if rank == 0 or not part.is_own}
-        return {(name, part.starts): part.tensor.nbytes for name, part in of_all.items()}
+        return {
+            (name, part.starts, tuple(part.tensor.shape)): part.tensor.nbytes
+            for name, part in of_all.items()
+        }
 
     with ExitStack() as held, errors_name(folder):
         state, content = together(prepare, process_group)

@@ -188,18 +188,17 @@ class SendQueue:
         # send in the order that all ranks share, up to the first message that is not complete
         order = self.order
         while self.num_sent < len(order) and not missing[order[self.num_sent]]:
-            number = order[self.num_sent]
+            send(order[self.num_sent])
             self.num_sent += 1
-            send(number)
 
     def finish(self, send: Callable[[int], object]) -> None:
         """Send all messages not sent yet, complete or not.
 
         The first step also broadcasts the order of rank 0, which all later steps use.
         """
-        for number in self.order[self.num_sent :]:
-            send(number)
-        self.num_sent = len(self.order)
+        while self.num_sent < len(self.order):
+            send(self.order[self.num_sent])
+            self.num_sent += 1
 
         # learn the order, once
         if not self.is_learned:

@@ -72,6 +72,8 @@ def check_same_shapes(
     own = []
     for name, tensor in named_tensors:
         frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+        if hasattr(tensor, "is_part"):  # tensor parallelism has cut it
+            frozen += ", part {} of {}".format(*tensor.is_part)
         own.append(
             f"{name!r} of shape {tuple(tensor.shape)}, "
             f"{str(tensor.dtype).removeprefix('torch.')}{frozen}"
@@ -286,6 +288,9 @@ class GuardedReplica(nn.Module, Guarded):
         Every rank must call it. Each sends all messages of the step, zeros for missing gradients,
         since other ranks may have sent theirs and wait for this one.
         """
+        for parameter in self.trainable:
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                parameter.grad = None
         self._fill_unused()
         self._synchronize()
         self.zero_grad(set_to_none=True)
@@ -397,19 +402,8 @@ def watch_steps() -> None:
                     "the optimizer has parameters from before FSDP or apply_tensor_parallel "
                     "cut them: build it after wrapping"
                 )
-            if any(hasattr(parameter, "is_part") for parameter in parameters):
-                check_no_search(type(optimizer))
-                if hasattr(optimizer, "knows_rows"):
-                    raise ValueError(
-                        f"{type(optimizer).__name__} must have whole matrices or FSDP's rows, "
-                        "and tensor parallelism has split these"
-                    )
-                for rows in (True, False):
-                    check_elementwise(type(optimizer), optimizer.defaults, rows=rows)
-            is_rows = any(hasattr(parameter, "is_rows") for parameter in parameters)
-            if is_rows and not hasattr(optimizer, "knows_rows"):
-                check_no_search(type(optimizer))
-                check_elementwise(type(optimizer), optimizer.defaults, rows=True)
+            for group in optimizer.param_groups:
+                check_cut_parameters(optimizer, group)
             checked.add(optimizer)
 
     register_module_parameter_registration_hook(Registrations.add)
@@ -488,6 +482,43 @@ def check_no_search(optimizer_cls: type[torch.optim.Optimizer]) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
             f"{optimizer_cls.__name__} cannot be sharded: it searches along all parameters at once"
+        )
+
+
+def check_cut_parameters(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Raise ValueError or TypeError unless a step updates cut parameters of `group` as whole ones.
+
+    Parameters are cut by FSDP, into rows, or by tensor parallelism.
+    """
+    settings = {name: value for name, value in group.items() if name != "params"}
+    is_part, is_rows = (
+        any(hasattr(parameter, mark) for parameter in group["params"])
+        for mark in ("is_part", "is_rows")
+    )
+    knows_rows = hasattr(optimizer, "knows_rows")
+    if is_part and knows_rows and settings.get("use_muon", True):
+        raise ValueError(
+            f"{type(optimizer).__name__} must have whole matrices or FSDP's rows, "
+            "and tensor parallelism has split these"
+        )
+    if (is_part or is_rows) and not knows_rows:
+        check_no_search(type(optimizer))
+        check_elementwise(type(optimizer), settings, rows=True)
+    if is_part and not knows_rows:
+        check_elementwise(type(optimizer), settings, rows=False)
+
+
+def check_replicas(shards: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
+    """Raise ValueError unless `replicas` are the ranks of one place in disjoint groups `shards`."""
+    own = (shards.rank(), shards.size())
+    places: list[Any] = [own] * replicas.size()
+    if len(places) > 1:
+        dist.all_gather_object(places, own, group=replicas)
+    members, others = (dist.get_process_group_ranks(group) for group in (shards, replicas))
+    if len(set(places)) > 1 or len({*members} & {*others}) > 1:
+        raise ValueError(
+            "replicate_group must hold the ranks of one place in each of several groups of ranks, "
+            f"got ranks {others} for the group of ranks {members}"
         )
 
 

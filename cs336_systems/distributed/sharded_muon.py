@@ -48,11 +48,12 @@ class ShardedMuon(Muon):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, whose hyper-parameters replace the defaults."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        if group["use_muon"]:
-            groups = {_weight(one).group.group_name for one in group["params"]}
-            if len(groups) > 1:
-                raise ValueError(f"matrices must be of one FSDP group, got {len(groups)}")
+        matrices = [
+            one for group in self.param_groups if group["use_muon"] for one in group["params"]
+        ]
+        groups = {_weight(one).group.group_name for one in matrices}
+        if len(groups) > 1:
+            raise ValueError(f"matrices must be of one FSDP group, got {len(groups)}")
 
     def whole_shape(self, matrix: Tensor) -> torch.Size:
         """Return the shape of the whole matrix whose rows the parameter holds."""

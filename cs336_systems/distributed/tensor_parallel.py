@@ -48,6 +48,7 @@ from cs336_systems.model import (
     Embedding,
     Linear,
     RMSNorm,
+    RotaryEmbedding,
     SwiGLU,
     TransformerLM,
 )
@@ -157,8 +158,8 @@ class SplitLinear(Linear):
         self.dim, self.group = dim, group
         part = cut(whole.weight.detach(), dim, group).clone(memory_format=torch.contiguous_format)
         self.weight = nn.Parameter(part, requires_grad=whole.weight.requires_grad)
-        # optimizers must update it element by element
-        self.weight.is_part = True  # type: ignore[attr-defined]
+        # optimizers must update it element by element, and wrappers average it with equal parts
+        self.weight.is_part = place_of(group)  # type: ignore[attr-defined]
 
     def whole_shape(self, shape: torch.Size) -> torch.Size:
         """Return the shape of the whole tensor of which this rank's part has `shape`."""
@@ -243,48 +244,60 @@ def apply_tensor_parallel(
 
     Gradients are clipped by `clip_grad_norm_` here; `gather_full_params`, `load_full_params` and
     checkpoints know the parts. Raises ValueError naming a layer whose heads or d_ff are not a
-    multiple of the ranks, a model that has no such layers or is wrapped, split or on the meta
-    device, and as `guards.check_same_shapes` does. A forward raises it for a sequence that
-    `sequence_parallel` cannot cut.
+    multiple of the ranks, or that would lose something: one of a class derived from ours, with
+    hooks, more parameters, or a parameter that another layer shares; also for a model that has no
+    such layers or is wrapped, split or on the meta device, and as `guards.check_same_shapes` does.
+    A forward raises it for a sequence that `sequence_parallel` cannot cut.
 
     Returns the ranks, whose `sequence_parallel` may be switched.
     """
     ranks = Ranks(guards.as_group(group), sequence_parallel)
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Layer)}
-    _check(model, layers, ranks)
+    layers = {name: one for name, one in model.named_modules() if isinstance(one, Layer)}
+    norms = {name: one for name, one in model.named_modules() if isinstance(one, RMSNorm)}
+    _check(model, layers, norms if sequence_parallel else {}, ranks)
     broadcast_parameters(model, ranks.group)
 
     for name, layer in layers.items():
         for parameter in layer.parameters():
             # an optimizer that has it already is recognised by this
             parameter.is_cut = True  # type: ignore[attr-defined]
-        model.set_submodule(
+        _replace(
+            model,
             name,
             ParallelSwiGLU(layer, ranks)
             if isinstance(layer, SwiGLU)
             else ParallelAttention(layer, ranks),
         )
     if isinstance(model, TransformerLM) and sequence_parallel:
-        model.token_embeddings = ParallelEmbedding(model.token_embeddings, ranks)
-        for name, norm in list(model.named_modules()):
-            if isinstance(norm, RMSNorm):
-                model.set_submodule(name, ParallelNorm(norm, ranks, ends=norm is model.ln_final))
+        _replace(model, "token_embeddings", ParallelEmbedding(model.token_embeddings, ranks))
+        for name, norm in norms.items():
+            _replace(model, name, ParallelNorm(norm, ranks, ends=name == "ln_final"))
     guards.watch_steps()
     return ranks
 
 
-def _check(model: nn.Module, layers: dict[str, Layer], ranks: Ranks) -> None:
-    """Raise ValueError unless every rank can take an equal part of each of `layers`."""
+def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put `new` into the place of a module of `model`, in the same mode (training or not)."""
+    new.train(model.get_submodule(name).training)
+    model.set_submodule(name, new)
+
+
+def _check(
+    model: nn.Module, layers: dict[str, Layer], norms: dict[str, RMSNorm], ranks: Ranks
+) -> None:
+    """Raise ValueError unless `layers` and `norms` can be replaced by this rank's parts of them."""
     guards.check_unwrapped(model)
-    guards.check_same_shapes(model.named_parameters(), ranks.group)
     if ranks.sequence_parallel and not isinstance(model, TransformerLM):
         raise ValueError(f"model must be a TransformerLM for sequence_parallel, got {model}")
-    if not layers or splits(model):
-        what = "is split already" if layers else "has none"
-        raise ValueError(f"model must have whole SwiGLU or attention layers, this one {what}")
+    if splits(model):
+        raise ValueError("model must be whole, and this one is split already")
+    guards.check_same_shapes(model.named_parameters(), ranks.group)
+    if not layers or isinstance(model, Layer):
+        raise ValueError("model must hold SwiGLU or attention layers, and this one has none")
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"model must have values, and {name!r} is on the meta device")
+
     num_ranks = ranks.group.size()
     for name, layer in layers.items():
         if isinstance(layer, SwiGLU):
@@ -296,6 +309,47 @@ def _check(model: nn.Module, layers: dict[str, Layer], ranks: Ranks) -> None:
                 f"{name!r} must have {what} a multiple of {num_ranks} ranks, got {size}"
             )
 
+    # nothing may be lost: what is replaced is ours, plain, and in one place
+    places: dict[Any, list[str]] = {}  # of modules, by their parents, and of parameters
+    for path, inner in model.named_modules():
+        for name, child in inner.named_children():
+            places.setdefault(child, []).append(f"{path}.{name}".lstrip("."))
+        for name, parameter in inner._parameters.items():
+            places.setdefault(parameter, []).append(f"{path}.{name}".lstrip("."))
+    for name, replaced in {**layers, **norms}.items():
+        for path, inner in replaced.named_modules(prefix=name):
+            _check_plain(path, inner)
+            for one in (inner, *inner.parameters(recurse=False)):
+                if len(places.get(one, ())) > 1 and not isinstance(one, RotaryEmbedding):
+                    shared = " and ".join(places[one])
+                    raise ValueError(f"{path!r} must be in one place of the model, not in {shared}")
+    if norms:
+        for path, inner in model.named_modules():
+            if inner._parameters and type(inner) not in PLAIN:
+                raise ValueError(
+                    f"{path!r} has parameters that would see this rank's positions only"
+                )
+
+
+PLAIN = (SwiGLU, CausalMultiHeadSelfAttention, Linear, RMSNorm, Embedding, RotaryEmbedding)
+
+
+def _check_plain(name: str, module: nn.Module) -> None:
+    """Raise ValueError unless a part of `module` does what the whole does."""
+    weights = [one for one in module._parameters if one != "weight"]
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if type(module) not in PLAIN or weights or "forward" in vars(module):
+        kinds = ", ".join(kind.__name__ for kind in PLAIN)
+        raise ValueError(
+            f"{name!r} must be one of {kinds}, as it was built: "
+            f"a part of {type(module).__name__} would lose what it adds"
+        )
+    if any(getattr(module, kind) for kind in hooks) or any(
+        one._backward_hooks or one._post_accumulate_grad_hooks
+        for one in module.parameters(recurse=False)
+    ):
+        raise ValueError(f"{name!r} must have no hooks: its part would not have them")
+
 
 # The whole model
 
@@ -304,6 +358,11 @@ def splits(handle: nn.Module) -> dict[str, SplitLinear]:
     """Return the split layers of any handle of the model, by the names of their weights in it."""
     found = {name: one for name, one in handle.named_modules() if isinstance(one, SplitLinear)}
     return {f"{name}.weight" if name else "weight": one for name, one in found.items()}
+
+
+def place_of(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Return which part of a weight this rank has, and of how many."""
+    return group.rank(), group.size()
 
 
 def cut(whole: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -329,10 +388,15 @@ def join(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def clip_grad_norm_(model: nn.Module, max_norm: float, eps: float = 1e-6) -> Tensor:
     """Clip the gradients of a split model in place as `clip_shards` does; return the whole norm.
 
-    For a model without wrapper or in a DDP wrapper; FSDP has its own method, which knows split
-    layers too. Collective.
+    For a model without wrapper or in a DDP wrapper. Collective. Raises ValueError for a whole
+    model, and for one in FSDP, whose own method knows split layers too.
     """
     layers = splits(model)
+    if not layers or any(hasattr(one, "is_rows") for one in model.parameters()):
+        raise ValueError(
+            "model must be split and not sharded: take clip_gradients for a whole one, "
+            "and the method of FSDP"
+        )
     parts: list[Tensor] = []
     wholes: list[Tensor] = []
     for name, parameter in model.named_parameters():

@@ -140,7 +140,8 @@ class TrainingState:
                     f"two tensors would be kept as {plain!r}: {names[plain]!r} and {name!r}"
                 )
             names[plain] = name
-            is_own = member not in self.shards and member not in updated
+            is_cut = member in self.shards or member in self.splits
+            is_own = not is_cut and member not in updated
             parts[f"model.{plain}"] = replace(self._part(member, member.detach()), is_own=is_own)
         return parts
 

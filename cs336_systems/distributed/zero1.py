@@ -90,6 +90,8 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         # check that the slices can be updated, and that all ranks have the same parameters
         guards.check_elementwise(optimizer_cls, kwargs, rows=False)
         guards.check_not_averaged(self.parameters)
+        if any(hasattr(parameter, "is_part") for parameter in self.parameters):
+            raise ValueError("Zero1Optimizer would mix the parts that tensor parallelism has cut")
         names = {parameter: str(place) for place, parameter in enumerate(self.parameters)}
         guards.check_same_shapes([(name, one) for one, name in names.items()], process_group)
         self.watch = guards.Watch((name, one) for one, name in names.items())

@@ -39,6 +39,9 @@ OPERATORS = {
     "alltoall_base_": ("all_to_all", 1),
 }
 
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+SILENT = ("barrier", "monitored_barrier_", "wait_tensor")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
@@ -53,8 +56,8 @@ class Message:
 class MessageCounter(TorchDispatchMode):
     """Records the collectives inside of the block, in order, in `messages`.
 
-    Raises NotImplementedError at other operators of a process group, such as point-to-point ones,
-    whose bytes it does not know.
+    Raises NotImplementedError at other operators of a process group, whose bytes it does not know:
+    point-to-point ones, and the functional collectives of DTensor.
     """
 
     def __init__(self) -> None:
@@ -78,7 +81,7 @@ class MessageCounter(TorchDispatchMode):
             if kind == "all_to_all" and args[4]:  # sizes of what goes to each rank
                 sent = size * (1 - args[4][group.rank()] / max(1, sum(args[4])))
             self.messages.append(Message(kind=kind, size_bytes=size, bytes_sent=sent, group=group))
-        elif func.namespace == "c10d" and name not in ("barrier", "monitored_barrier_"):
+        elif func.namespace in NAMESPACES and name.rpartition("::")[2] not in SILENT:
             raise NotImplementedError(f"MessageCounter does not know the bytes of {name}")
         return func(*args, **(kwargs or {}))
 

@@ -63,9 +63,19 @@ class Agreement:
     # number of the wrapper, in the store's keys: ranks wrap their models in the same order
     _numbers: ClassVar[Any] = count()
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
         self.group, self.device = group, device
-        self.rank, self.num_ranks = group.rank(), group.size()
+        self.groups = [group] if replicas is None else [group, replicas]
+        # numbers over both: the ranks of a replica are neighbours
+        replica, num_replicas = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
+        self.rank = replica * group.size() + group.rank()
+        self.num_ranks = num_replicas * group.size()
+        self.members = range(replica * group.size(), (replica + 1) * group.size())
         self.names: list[str] = []  # of the units
         self._key = f"fsdp {next(self._numbers)}, account of rank"
         self._recent: deque[Message] = deque(maxlen=REMEMBERED)
@@ -118,10 +128,11 @@ class Agreement:
 
     def _start_comparing(self) -> None:
         """Start gathering all ranks' digests; `_judge` reads them."""
-        own = torch.full((1,), self._digest, dtype=torch.int64, device=self.device)
-        everyone = own.new_empty(self.num_ranks)
+        everyone = torch.full((1,), self._digest, dtype=torch.int64, device=self.device)
         with self:
-            all_gather_flat(everyone, own, self.group)
+            for group in self.groups:
+                own, everyone = everyone, everyone.new_empty(group.size() * everyone.numel())
+                all_gather_flat(everyone, own, group)
 
         # Copied into pinned memory: otherwise the host would wait for the GPU here, in every step.
         event = None
@@ -142,8 +153,11 @@ class Agreement:
             return
 
         # All ranks come here, since all see the same digests: they can exchange their accounts.
-        accounts: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(accounts, self._account(is_all=True), group=self.group)
+        accounts: list[Any] = [self._account(is_all=True)]
+        for group in self.groups:
+            lists: list[Any] = [None] * group.size()
+            dist.all_gather_object(lists, accounts, group=group)
+            accounts = [account for some in lists for account in some]
         difference = self._difference(dict(enumerate(accounts)))
         raise RuntimeError(
             f"{RULE}: {difference or f'they parted more than {REMEMBERED} messages ago'}"
@@ -198,9 +212,7 @@ class Agreement:
             store, until = self._write(is_all=True), time.monotonic() + PATIENCE_S
             while time.monotonic() < until:
                 missing = [
-                    one
-                    for one in range(self.num_ranks)
-                    if one not in accounts or not accounts[one].is_all
+                    one for one in self.members if one not in accounts or not accounts[one].is_all
                 ]
                 if not missing or self._difference(accounts) is not None:
                     break

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cs336_systems.distributed import guards
 from cs336_systems.distributed.collectives import Work, wait_for
 from cs336_systems.distributed.fsdp import unit_guards
 from cs336_systems.distributed.fsdp.agreement import Agreement
@@ -121,10 +120,7 @@ class Window:
         self.units: list[Unit] = []
         self.gathered: dict[Unit, None] = {}  # in the order of gathering
         self.in_forward = False
-        # over the replicas too where no other ranks are in the job
-        both = group.size() * (1 if replicas is None else replicas.size())
-        compared = guards.as_group(None) if both == dist.get_world_size() else group
-        self.agreement = Agreement(compared, device)
+        self.agreement = Agreement(group, replicas, device)
 
     @property
     def in_backward(self) -> bool:

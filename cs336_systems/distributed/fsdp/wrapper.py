@@ -69,7 +69,7 @@ from cs336_systems.distributed.fsdp.reduce import average_replicated
 from cs336_systems.distributed.fsdp.unit import ExecutionOrder, State, Unit, Window
 from cs336_systems.distributed.fsdp.unit_call import Call
 from cs336_systems.distributed.fsdp.weight import ShardedWeight, whole_of
-from cs336_systems.distributed.tensor_parallel import cut, join, splits
+from cs336_systems.distributed.tensor_parallel import cut, join, place_of, splits
 
 
 class FSDP(unit_guards.NeverCopied, nn.Module, Accumulating):
@@ -128,6 +128,7 @@ class FSDP(unit_guards.NeverCopied, nn.Module, Accumulating):
         self.groups = [group]  # over whose ranks, one after the other, gradients are averaged
         if replicate_group is not None:
             self.groups.append(guards.as_group(replicate_group))
+            guards.check_replicas(*self.groups)
         self.device = torch.device(device or next(module.parameters(), torch.empty(0)).device)
         if self.device.type == "meta":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -143,7 +144,8 @@ class FSDP(unit_guards.NeverCopied, nn.Module, Accumulating):
         self.units = self._build_units(plans)
         self.weights = {weight.name: weight for unit in self.units for weight in unit.weights}
         for name in splits(module).keys() & self.weights.keys():
-            self.weights[name].shard.is_part = True  # type: ignore[attr-defined]
+            shard: Any = self.weights[name].shard
+            shard.is_part = place_of(splits(module)[name].group)
         self._replicated = [
             one for name, one in module.named_parameters() if name not in self.weights
         ]
