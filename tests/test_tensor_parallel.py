@@ -127,7 +127,7 @@ ALONE = [(False, "none"), (True, "none"), (True, "1")]
 for job in JOBS.values():
     job.calls += tuple((alone, *case) for case in ALONE)
 # The mesh's 6 ranks are 2 x 3, its 4 ranks 2 x 2; more ranks than cores, so they are slow.
-RANKS = [2, 4, pytest.param(3, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)]
+RANKS = [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 3, 6))]
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -200,7 +200,7 @@ for number, shards in HYBRID.items():
 @pytest.mark.parametrize(
     ("num_ranks", "num_shards"),
     [
-        pytest.param(number, one, marks=[pytest.mark.slow] * (number == 6))
+        pytest.param(number, one, marks=[pytest.mark.slow] * (number > 2))
         for number, shards in HYBRID.items()
         for one in shards
     ],
@@ -404,6 +404,7 @@ def test_every_part_is_saved_without_an_optimizer_and_beside_empty_rows(tmp_path
             assert torch.equal(model.state_dict()[name], value), name
 
 
+@pytest.mark.slow
 @JOBS[4].check
 def test_whole_parameters_can_be_loaded(rank: int, num_ranks: int) -> None:
     model, _, _ = on_mesh(rank, num_ranks, 2, 0)
@@ -509,6 +510,7 @@ def test_wrappers_over_ranks_with_other_parts_are_refused(rank: int, num_ranks: 
         clip_grad_norm_(whole_model(), 1.0)
 
 
+@pytest.mark.slow
 @JOBS[4].check
 def test_groups_that_are_no_mesh_are_refused(rank: int, num_ranks: int) -> None:
     """Rows of different places were averaged."""

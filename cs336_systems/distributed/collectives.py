@@ -132,15 +132,16 @@ class Means:
         if (
             tensor.is_complex()
             or not tensor.is_contiguous()
-            or tensor.requires_grad
             or torch.compiler.is_compiling()
         ):
             self.works.append(all_reduce_mean(tensor, self.group, async_op=True))
             return
         divides = self.is_nccl and tensor.is_cuda
-        self.works.append(self.group.allreduce([tensor], _options(divides)))
+        # another handle of the memory: `Module.to` may give a gradient new memory while it is sent
+        sent = tensor.detach()
+        self.works.append(self.group.allreduce([sent], _options(divides)))
         if not divides:
-            self.sums.append(tensor)
+            self.sums.append(sent)
 
     @torch.no_grad()
     def wait(self) -> None:
