@@ -62,9 +62,12 @@ def blank_of(cell: NotebookNode) -> str:
 def fill_blanks(notebook: NotebookNode) -> list[str]:
     """Put each answer in the place of the blank before it, and return the answers.
 
-    ValueError for a blank without an answer, or an answer without a blank.
+    ValueError for a blank without an answer, or, in a notebook with blanks, an answer without one.
     """
-    answers, open_cell = [], None
+    answers: list[str] = []
+    open_cell = None
+    if not any(map(blank_of, notebook.cells)):
+        return answers
     for cell in notebook.cells:
         if blank_of(cell):
             if open_cell is not None:

@@ -129,11 +129,7 @@ class Means:
         self.addresses.append(tensor.data_ptr())
         if self.size == 1 or not tensor.numel():
             return
-        if (
-            tensor.is_complex()
-            or not tensor.is_contiguous()
-            or torch.compiler.is_compiling()
-        ):
+        if tensor.is_complex() or not tensor.is_contiguous() or torch.compiler.is_compiling():
             self.works.append(all_reduce_mean(tensor, self.group, async_op=True))
             return
         divides = self.is_nccl and tensor.is_cuda
