@@ -226,11 +226,10 @@ check((double(3), 6, "add it to itself"))
             "a check says 'not yet: 9, but expected 6. add it to itself', not 'right'",
         ),
         (("(double(3), 6", "(6, 6"), "a check says 'right', not 'not yet: '"),
-        (("    result = ...\n", "    result = x + x\n"), "no blank before the answer"),
         (("<summary>Answer", "<summary>Hint"), "no answer to the blank of"),
         (("check((", "print(("), "blanks: 1, checks: 0"),
     ],
-    ids=["right", "wrong answer", "no blank is seen", "no blank", "no answer", "no check"],
+    ids=["right", "wrong answer", "no blank is seen", "no answer", "no check"],
 )
 def test_a_notebook_with_blanks_runs_with_them_and_with_answers(
     check_notebooks, replaced, said, tmp_path, capsys
@@ -240,6 +239,14 @@ def test_a_notebook_with_blanks_runs_with_them_and_with_answers(
     assert check_notebooks.main([str(tmp_path / "blanks.py")]) == (said is not None)
     output = capsys.readouterr()
     assert said is None or said in output.err
+
+
+def test_an_answer_without_a_blank_fails_beside_others(check_notebooks, tmp_path, capsys):
+    cells = CELLS.replace("ANSWER", "x + x")
+    without = cells.replace("    result = ...\n", "    result = x + x\n")
+    (tmp_path / "blanks.py").write_text(cells + "\n" + without)
+    assert check_notebooks.main([str(tmp_path / "blanks.py")]) == 1
+    assert "no blank before the answer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
